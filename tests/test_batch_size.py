@@ -170,7 +170,7 @@ def test_auto_survives_a_file_and_another_word_does_not() -> None:
     text = auto().to_toml()
     assert 'micro_batch_size = "auto"' in text
     assert parse_run_config(text, where="test") == auto()
-    with pytest.raises(ConfigError, match=r'a whole number is needed \(or "auto"\)'):
+    with pytest.raises(ConfigError, match=r'must be a whole number \(or "auto"\)'):
         parse_run_config("", overrides=["batch.micro_batch_size=most"], where="test")
-    with pytest.raises(ConfigError, match="it must be at least 1"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         parse_run_config("", overrides=["batch.micro_batch_size=0"], where="test")

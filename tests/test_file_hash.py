@@ -108,7 +108,8 @@ def test_a_command_reads_a_checkpoint_once_and_still_refuses_it_after_a_change(
     weights.write_bytes(b"weightz")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert newest_sound(tmp_path) is None
-    assert manifest_problems(folder) == ["model.safetensors: its sha256 is not the manifest's."]
+    problem = "model.safetensors: its SHA-256 differs from the manifest."
+    assert manifest_problems(folder) == [problem]
 
 
 @pytest.mark.usefixtures("old_files")

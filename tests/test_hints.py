@@ -89,7 +89,7 @@ def test_a_hint_in_the_checkout_is_short() -> None:
 
 
 def test_a_hint_works_in_another_folder_where_the_package_is_on_no_path(tmp_path: Path) -> None:
-    """As after `PYTHONPATH=... python -m payload...` with the variable set for that one command."""
+    """As after `PYTHONPATH=... python -m payload...`, which sets the variable for one command."""
     other = tmp_path / "x y"
     other.mkdir()
     line = hint("data", "--help", cwd=other, PYTHONPATH=f"{ROOT}:/not here")
@@ -114,12 +114,12 @@ def test_a_hint_quotes_what_a_shell_would_take_apart(linked_checkout: Path) -> N
 
 
 def test_no_message_names_a_command_in_words_of_its_own() -> None:
-    """Every `python -m payload...` that a user sees comes from one module."""
+    """All suggested `python -m payload...` commands are from one module."""
     found = []
     for path in sorted((ROOT / "payload").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "python" not in text or "-m" not in text:
-            continue  # few are left to parse
+            continue  # few files remain to parse
         tree = ast.parse(text)
         prose = {
             id(node.value)
@@ -138,7 +138,7 @@ def test_no_message_names_a_command_in_words_of_its_own() -> None:
 
 
 def test_no_message_installs_a_package_by_the_program_s_name() -> None:
-    """Whoever owns a name on the public index decides what `pip install NAME` runs."""
+    """The owner of a name on the public index controls what `pip install NAME` runs."""
     found = [
         f"{path.relative_to(ROOT)}: {match.group()!r}"
         for folder in ("payload", "infra", "bootstrap", "docs")

@@ -341,7 +341,7 @@ def test_the_lock_has_every_package_of_pyproject_at_an_allowed_version() -> None
                 name = requirement.name.lower()
                 locked.setdefault((extra, name), []).append(str(requirement.specifier)[2:])
     for extra in ("train", "orchestrate", "infra", "dev", "intel", "ccl"):
-        wanted = list(groups[extra])
+        wanted = list(groups[extra]) + (project["dependencies"] if extra != "ccl" else [])
         if "tileforge-train[trainer]" in wanted:
             wanted = [line for line in wanted if "tileforge" not in line] + groups["trainer"]
         for requirement in map(Requirement, wanted):

@@ -33,7 +33,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
 
 
 def press() -> None:
-    """Send what `timeout -s INT` sends: a signal to the process, and one to its group."""
+    """Send the signals of `timeout -s INT`: one to the process, and one to its group."""
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 

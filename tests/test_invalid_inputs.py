@@ -1,4 +1,4 @@
-"""Wrong inputs to fine-tuning: one line with cause and fix, exit code 10, nothing written."""
+"""Invalid inputs to fine-tuning: one line with cause and fix, exit code 10, no file written."""
 
 from __future__ import annotations
 
@@ -264,8 +264,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("adapter.kind=lora", "model.init=scratch"),
-            'defaults: adapter.kind = "lora" trains beside weights that exist, but model.init = '
-            '"scratch" has none. Name a model.',
+            'defaults: adapter.kind = "lora" needs existing weights, but model.init = "scratch" '
+            "has no weights. Set model.init to a model.",
         ),
         (
             ("adapter.kind=lora", "engine.compile=true"),
@@ -274,7 +274,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("model.quantize=nf4",),
-            'defaults: model.quantize = "nf4": weights of 4 bits cannot be trained. Set '
+            'defaults: model.quantize = "nf4": 4-bit weights cannot be trained. Set '
             'adapter.kind = "lora", or model.quantize = "none" for full training.',
         ),
         (
@@ -294,8 +294,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("batch.micro_batch_size=most",),
-            "--set batch.micro_batch_size=most: batch.micro_batch_size = 'most': a whole number "
-            'is needed (or "auto").',
+            "--set batch.micro_batch_size=most: batch.micro_batch_size = 'most': must be a whole "
+            'number (or "auto").',
         ),
         (
             ("batch.global_batch_size=7", "batch.micro_batch_size=2"),
@@ -304,7 +304,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("model.init={place}/nowhere",),
-            "model.init = '{place}/nowhere': there is no such folder here. Correct the path, or "
+            "model.init = '{place}/nowhere': the folder does not exist. Correct the path, or "
             "name a run, a checkpoint, a folder in the Hugging Face layout or a model on the hub.",
         ),
     ],
@@ -348,7 +348,7 @@ def _train(folder: Path, place: Path, *settings: str) -> TileforgeError | None:
 
 
 def _settings(folder: Path, place: Path, *settings: str) -> tuple[str, ...]:
-    """Return the overrides of such a run."""
+    """Return the overrides of a run with an adapter."""
     return (
         *("task.kind=chat", "data.sequence_length=64", "adapter.kind=lora", "adapter.rank=4"),
         *("batch.global_batch_size=2", "batch.micro_batch_size=2", "schedule.warmup_steps=0"),

@@ -1,4 +1,4 @@
-"""Texts of several lines as one line."""
+"""Text of several lines becomes one line."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.processes  # planning a run starts its launcher
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """Another folder of this user, with a file of every kind that a run has."""
+    """Another folder of this user, with all kinds of files that a run has."""
     folder = tmp_path / "victim"
     for name in ("rank_0000.log", "operators.json", "metrics.csv", "known_hosts", "id_ed25519"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def test_best_leads_to_a_checkpoint_beside_it_and_a_run_s_folder_may_be_a_link(
     (run.checkpoints / "best").unlink()
     (run.checkpoints / "best").symlink_to("../other/step_00000009")
     write_checkpoint(run.root / "other", 9, seed=0)
-    with pytest.raises(CheckpointError, match="no checkpoint beside it"):
+    with pytest.raises(CheckpointError, match="does not lead to a checkpoint in its folder"):
         find_source(str(run.checkpoints / "best"), setting="--checkpoint")
 
 

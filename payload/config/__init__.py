@@ -1,1 +1,1 @@
-"""CONTRACT: run.toml: its sections, what conflicts, and what a setting asks of a model."""
+"""CONTRACT: run.toml: its sections, conflicts between settings, and requirements of a model."""

@@ -1,4 +1,4 @@
-"""CONTRACT IN: the settings of run.toml that are each allowed, but not together."""
+"""CONTRACT IN: conflicts between settings of run.toml, a sentence for each."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from payload.optimizers.registry import find as find_optimizer
 def schedule_conflicts(
     optimizer: OptimizerSection, schedule: ScheduleSection, train: TrainSection, *, decay_steps: int
 ) -> list[str]:
-    """Say where the learning rates or the parts of the schedule do not go together."""
+    """Return conflicts between learning rates, or between parts of the schedule."""
     found = []
     if optimizer.min_lr > optimizer.lr:
         found.append(
-            f"optimizer.min_lr = {optimizer.min_lr} is above lr = {optimizer.lr}; lower it."
+            f"optimizer.min_lr = {optimizer.min_lr} is above lr = {optimizer.lr}. Lower it."
         )
     if schedule.warmup_steps >= train.steps and schedule.warmup_steps:
         found.append(
-            f"schedule.warmup_steps = {schedule.warmup_steps} leaves nothing of train.steps = "
-            f"{train.steps}; lower it."
+            f"schedule.warmup_steps = {schedule.warmup_steps} is not below train.steps = "
+            f"{train.steps}. Lower it."
         )
     if schedule.kind == "wsd" and schedule.warmup_steps + decay_steps > train.steps:
         found.append(
             f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + "
-            f"{decay_steps} is more than train.steps = {train.steps}; lower one."
+            f"{decay_steps} is more than train.steps = {train.steps}. Lower one."
         )
     if schedule.kind == "cosine" and decay_steps <= schedule.warmup_steps:
         found.append(
@@ -47,7 +47,7 @@ def schedule_conflicts(
 
 
 def batch_conflicts(batch: BatchSection) -> list[str]:
-    """Say why a global batch is not made of whole micro-batches."""
+    """Return a conflict if the global batch is not a multiple of the micro-batch."""
     size = batch.micro_batch_size
     if size == AUTO or not batch.global_batch_size % size:
         return []
@@ -58,7 +58,7 @@ def batch_conflicts(batch: BatchSection) -> list[str]:
 
 
 def backend_conflicts(distributed: DistributedSection, device: DeviceSection) -> list[str]:
-    """Say why the backend cannot move this device's tensors."""
+    """Return a conflict if the backend cannot transfer this device's tensors."""
     if device.kind != "cpu" or distributed.backend != "nccl":
         return []
     return [
@@ -67,13 +67,13 @@ def backend_conflicts(distributed: DistributedSection, device: DeviceSection) ->
 
 
 def timeout_conflicts(limits: LimitsSection, distributed: DistributedSection) -> list[str]:
-    """Say why ranks would give each other up before a hang is found."""
+    """Return a conflict if ranks would time out before a hang is detected."""
     if limits.hang_timeout_s <= distributed.longest_wait_s():
         return []
     return [
         f"limits.hang_timeout_s = {limits.hang_timeout_s:g} is above nine tenths of "
-        f"distributed.timeout_s = {distributed.timeout_s:g}: the ranks would give each "
-        "other up before a hang is found. Lower the one or raise the other."
+        f"distributed.timeout_s = {distributed.timeout_s:g}: the ranks would time out "
+        "before a hang is detected. Lower hang_timeout_s, or raise timeout_s."
     ]
 
 
@@ -85,7 +85,7 @@ def strategy_conflicts(
     adapter: AdapterSection,
     task: TaskSection,
 ) -> list[str]:
-    """Say what does not go with the run's strategy: a sentence for each."""
+    """Return the conflicts with the run's strategy."""
     found = (
         _split_conflicts(
             distributed, optimizer=optimizer, engine=engine, adapter=adapter, task=task
@@ -106,13 +106,13 @@ def strategy_conflicts(
     found += _plain_engine_conflicts(setting, engine)
     if distributed.backend == "ccl":
         found.append(
-            f'distributed.backend = "ccl": on CPUs strategy = {strategy} is for gloo alone. Use '
+            f'distributed.backend = "ccl": on CPUs, strategy = {strategy} supports only gloo. Use '
             "gloo."
         )
     if distributed.strategy == "zero3" and distributed.grad_dtype != "fp32":
         found.append(
-            f'distributed.grad_dtype = "{distributed.grad_dtype}": DeepSpeed would add gradients '
-            'up in it. Use fp32 with strategy = "zero3".'
+            f'distributed.grad_dtype = "{distributed.grad_dtype}": DeepSpeed would sum '
+            'gradients in it. Use fp32 with strategy = "zero3".'
         )
     return found
 
@@ -125,7 +125,7 @@ def _split_conflicts(
     adapter: AdapterSection,
     task: TaskSection,
 ) -> list[str]:
-    """Say what does not go with ranks that make a pass together."""
+    """Return the conflicts with tensor or pipeline parallelism."""
     found = []
     names = [
         f"distributed.{name} = {size}"
@@ -138,14 +138,15 @@ def _split_conflicts(
     setting = " with ".join(names)
     if distributed.strategy == "zero3":
         found.append(
-            f'{setting} does not run with distributed.strategy = "zero3": DeepSpeed takes all '
-            'ranks for shards of a whole model. Use strategy = "shard" or "replicate" with it.'
+            f'{setting} does not run with distributed.strategy = "zero3": DeepSpeed shards '
+            'whole models over all ranks. Use strategy = "shard" or "replicate".'
         )
     found += _optimizer_conflicts(optimizer, setting, splits="model")
     found += _plain_engine_conflicts(setting, engine)
     if distributed.backend not in ("auto", "gloo"):
         found.append(
-            f'distributed.backend = "{distributed.backend}": {setting} is for gloo alone. Use gloo.'
+            f'distributed.backend = "{distributed.backend}": {setting} supports only gloo. '
+            "Use gloo."
         )
     if adapter.is_on():
         found.append(
@@ -161,9 +162,9 @@ def _split_conflicts(
 
 
 def _optimizer_conflicts(optimizer: OptimizerSection, setting: str, *, splits: Split) -> list[str]:
-    """Say why the optimizer does not run where `setting` splits the weights."""
-    why = find_optimizer(optimizer.name).conflict(setting, splits=splits)
-    return [] if why is None else [why]
+    """Return a conflict if the optimizer does not support the weights split by `setting`."""
+    conflict = find_optimizer(optimizer.name).conflict(setting, splits=splits)
+    return [] if conflict is None else [conflict]
 
 
 def quantize_conflicts(
@@ -173,20 +174,20 @@ def quantize_conflicts(
     engine: EngineSection,
     distributed: DistributedSection,
 ) -> list[str]:
-    """Say what does not go with weights of 4 bits."""
+    """Return the conflicts with 4-bit weights."""
     if model.quantize == "none":
         return []
     found, setting = [], f'model.quantize = "{model.quantize}"'
     if not adapter.is_on():
         found.append(
-            f'{setting}: weights of 4 bits cannot be trained. Set adapter.kind = "lora", or '
+            f'{setting}: 4-bit weights cannot be trained. Set adapter.kind = "lora", or '
             'model.quantize = "none" for full training.'
         )
     found += _engine_conflicts(setting, engine)
     if distributed.splits_model():
         found.append(
-            f"{setting} does not run with distributed.tensor_parallel or pipeline_parallel: blocks "
-            "of 4 bits cannot be split. Leave these out."
+            f"{setting} does not run with distributed.tensor_parallel or pipeline_parallel: 4-bit "
+            "blocks cannot be split. Leave these settings out."
         )
     if distributed.strategy != "replicate":
         found.append(
@@ -204,7 +205,7 @@ def fp8_conflicts(
     engine: EngineSection,
     distributed: DistributedSection,
 ) -> list[str]:
-    """Say what does not go with 8-bit matmuls."""
+    """Return the conflicts with 8-bit matmuls."""
     if precision.fp8 == "off":
         return []
     found, setting = [], f'precision.fp8 = "{precision.fp8}"'
@@ -215,7 +216,7 @@ def fp8_conflicts(
         )
     if precision.dtype == "fp32":
         found.append(
-            f'{setting} computes all else in bf16, but precision.dtype = "fp32". Set it to "bf16" '
+            f'{setting} computes the rest in bf16, but precision.dtype = "fp32". Set it to "bf16" '
             'or "auto".'
         )
     if adapter.is_on():
@@ -233,14 +234,14 @@ def fp8_conflicts(
 
 
 def _engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
-    """Say why what `setting` asks for does not run on this engine."""
+    """Return a conflict if this engine does not support `setting`."""
     if engine.kind == "native":
         return []
     return [f'{setting} does not run on engine.kind = "{engine.kind}". Set it to "native".']
 
 
 def _plain_engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
-    """Say why what `setting` asks for does not run on this engine, or not compiled."""
+    """Return the conflicts of `setting` with the engine and with compilation."""
     found = _engine_conflicts(setting, engine)
     if engine.compile:
         found.append(f"{setting} does not run with engine.compile = true. Set it to false.")
@@ -248,12 +249,12 @@ def _plain_engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
 
 
 def preference_conflicts(task: TaskSection, model: ModelSection) -> list[str]:
-    """Say why there is no model for preference pairs to start from."""
+    """Return a conflict if preference training has no model to start from."""
     if task.data() != "preference" or model.init != "scratch":
         return []
     return [
-        f'task.kind = "{task.kind}" trains away from a model that answers already, but model.init '
-        '= "scratch" has none. Name a model.'
+        f'task.kind = "{task.kind}" fine-tunes a model that already answers, but model.init = '
+        '"scratch" has no weights. Set model.init to a model.'
     ]
 
 
@@ -264,14 +265,14 @@ def adapter_conflicts(
     engine: EngineSection,
     distributed: DistributedSection,
 ) -> list[str]:
-    """Say what does not go with training an adapter."""
+    """Return the conflicts with training an adapter."""
     if not adapter.is_on():
         return []
     found, kind = [], adapter.kind
     if model.init == "scratch":
         found.append(
-            f'adapter.kind = "{kind}" trains beside weights that exist, but model.init = "scratch" '
-            "has none. Name a model."
+            f'adapter.kind = "{kind}" needs existing weights, but model.init = "scratch" has no '
+            "weights. Set model.init to a model."
         )
     if adapter.dora and model.quantize != "none":
         found.append(

@@ -1,4 +1,4 @@
-"""CONTRACT: what DeepSpeed is told when a run trains with `distributed.strategy = "zero3"`."""
+"""CONTRACT: DeepSpeed's configuration for `distributed.strategy = "zero3"`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 
 _REDUCED_ELEMENTS = 5_000_000
-"""Gradients that are summed together; one that is larger goes alone."""
+"""Elements of a bucket of gradients; a larger gradient has its own bucket."""
 _UPDATED_ELEMENTS = 50_000_000
-"""Elements that are updated together: DeepSpeed copies their gradients for it."""
+"""Elements updated together; DeepSpeed copies their gradients."""
 
 
 def deepspeed_config(config: RunConfig, *, dtype: Dtype) -> dict[str, Any]:
     """Return the settings for `deepspeed.initialize`.
 
-    Weights are fp32 and so is all that travels; with bf16 the matmuls alone are autocast, as in the
-    other strategies. Nothing whole is kept for later (`max_live_parameters`, `max_reuse_distance`,
-    `param_persistence_threshold`). The trainer weighs the passes of a step itself, so DeepSpeed
-    knows of one.
+    Weights and communication are fp32. With bf16, only the matmuls are autocast, as in the other
+    strategies. No gathered weights are kept (`max_live_parameters`, `max_reuse_distance`,
+    `param_persistence_threshold`). The trainer weights the micro-batches of a step itself, so
+    DeepSpeed is configured for one micro-batch.
     """
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.batch.sequences(),
@@ -41,7 +41,7 @@ def deepspeed_config(config: RunConfig, *, dtype: Dtype) -> dict[str, Any]:
         },
     }
     if dtype == "bf16":
-        # No module is `safe` for DeepSpeed to send its weights and gradients as bf16.
+        # With an empty list, DeepSpeed sends all weights and gradients in fp32.
         found["torch_autocast"] = {
             "enabled": True,
             "dtype": "bfloat16",

@@ -1,4 +1,4 @@
-"""CONTRACT: what engines and backends need beyond the usual installation, and how to get it."""
+"""CONTRACT: packages and devices that engines and backends require, and how to install them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.core.errors import ConfigError
 
 IPEX_MODULE = "intel_extension_for_pytorch"
 IPEX_INSTALL = (
-    "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
+    "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in a separate environment"
 )
 CCL_MODULE = "oneccl_bindings_for_pytorch"
 QUANTIZER_MODULE = "bitsandbytes"
@@ -23,7 +23,7 @@ FP8_MODULE = "torchao"
 _FP8_INSTALL = "pip install torchao==0.18.0"
 
 DEEPSPEED_MODULE = "deepspeed"
-# It comes as source alone, whose set-up looks at torch: that is to be the torch that is there.
+# Only a source distribution exists. Its build must see the installed torch.
 _DEEPSPEED_INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
 
 _CCL_INSTALL = (
@@ -34,7 +34,7 @@ _COMPILERS = ("g++", "clang++", "c++")
 
 
 def require_known_backend(settings: DistributedSection) -> None:
-    """Raise ConfigError for nccl where the system has no NVIDIA device."""
+    """Raise ConfigError for nccl if the system has no NVIDIA device."""
     if settings.backend == "nccl" and not has_nvidia_device():
         raise ConfigError(
             "distributed.backend = 'nccl': it moves GPU tensors only, and this machine has no CUDA "
@@ -43,21 +43,21 @@ def require_known_backend(settings: DistributedSection) -> None:
 
 
 def has_nvidia_device() -> bool:
-    """Say whether the system shows an NVIDIA GPU with its driver; torch may still not see it."""
+    """Return True if the system has an NVIDIA device file; torch may still not see the GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def require_compiler(settings: EngineSection) -> None:
-    """Raise ConfigError where engine.compile lacks its compiler."""
+    """Raise ConfigError if engine.compile is on and no C++ compiler is installed."""
     if settings.compile and not any(shutil.which(name) for name in _COMPILERS):
         raise ConfigError(
-            "engine.compile = true needs a C++ compiler, and this machine has none. Install one "
-            "with: apt-get install g++ (or use engine.compile = false)."
+            "engine.compile = true needs a C++ compiler, which is not installed. Install it with: "
+            "apt-get install g++ (or use engine.compile = false)."
         )
 
 
 def require_means_here(config: RunConfig) -> None:
-    """Raise ConfigError, with what to do, for a package or device that this machine lacks."""
+    """Raise ConfigError, with the fix, for a package or device that this machine lacks."""
     if config.device.kind == "cuda" and not has_nvidia_device():
         raise ConfigError(
             "device.kind = 'cuda': this machine has no CUDA device. Install its driver, or use "
@@ -78,7 +78,7 @@ def require_means_here(config: RunConfig) -> None:
 
 
 def require_fp8_package(settings: PrecisionSection) -> None:
-    """Raise ConfigError, with what installs it, where precision.fp8 lacks its package."""
+    """Raise ConfigError, with the command that installs it, if fp8's package is missing."""
     if settings.fp8 != "off" and importlib.util.find_spec(FP8_MODULE) is None:
         raise ConfigError(
             f"precision.fp8 = {settings.fp8!r} needs torchao (not installed). Install it with: "

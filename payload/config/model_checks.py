@@ -1,4 +1,4 @@
-"""Says whether weights are whole, and whether they suit a run's settings and its data."""
+"""Check that weights are complete, and that they fit a run's settings and data."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ SIZES = ("n_layer", "n_head", "n_embd")
 def require_fit(
     spec: ModelSpec, config: RunConfig, *, vocab_size: int | None, tokenizer: str | None = None
 ) -> None:
-    """Refuse weights that the run cannot start from. Raises CheckpointError.
+    """Raise CheckpointError if the run cannot start from these weights.
 
-    `vocab_size` is of the data's tokenizer, whose name is `tokenizer`; None where there is no data
-    yet. The model may have more rows than that: a vocabulary is often padded.
+    `vocab_size` and `tokenizer` describe the data's tokenizer; None if there is no data yet. The
+    model may have more embedding rows, as vocabularies are often padded.
     """
-    init, wanted = config.model.init, config.data.sequence_length
+    init, sequence_length = config.model.init, config.data.sequence_length
     reason = spec.why_not_quantized()
     if config.model.quantize != "none" and reason is not None:
         raise CheckpointError(
             f"model.quantize = {config.model.quantize!r}: model_type = {spec.model_type!r} cannot "
             f"be quantised: {reason}. Use model.quantize = 'none'."
         )
-    if wanted > spec.context():
+    if sequence_length > spec.context():
         raise CheckpointError(
-            f"data.sequence_length = {wanted} is above the {spec.context()} positions of "
+            f"data.sequence_length = {sequence_length} is above the {spec.context()} positions of "
             f"model.init = {init!r}. Use at most {spec.context()}."
         )
     if vocab_size is not None and spec.vocab_size < vocab_size:
         which = "" if tokenizer is None else f" ({tokenizer})"
         raise CheckpointError(
-            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, that of the data "
+            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, the data's "
             f"has {vocab_size}{which}. Prepare the data with the model's tokenizer."
         )
     sizes = spec.settings()
     for name in SIZES:
-        asked, found = getattr(config.model, name), sizes[name]
-        if asked is not None and asked != found:
+        configured, found = getattr(config.model, name), sizes[name]
+        if configured is not None and configured != found:
             raise CheckpointError(
-                f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
+                f"model.{name} = {configured}, but the weights of model.init have {found}. Leave "
                 f'model.{name} out, or use model.init = "scratch".'
             )
 
 
 def require_split(spec: ModelSpec, config: RunConfig) -> None:
-    """Raise ConfigError for a model that the run's ranks cannot share out as it is configured."""
+    """Raise ConfigError if the model does not support the configured parallelism."""
     tensor, stages = config.distributed.tensor_parallel, config.distributed.pipeline_parallel
     for name, size, reason in (
         ("tensor_parallel", tensor, spec.why_not_tensor(tensor)),
@@ -65,23 +65,23 @@ def require_split(spec: ModelSpec, config: RunConfig) -> None:
 
 
 def require_weights(spec: ModelSpec, folder: Path) -> None:
-    """Refuse a folder whose files do not have the weights that its config.json describes.
+    """Raise CheckpointError unless a folder has the weights that its config.json describes.
 
-    Only the files' headers are read. Raises CheckpointError.
+    Only the files' headers are read.
     """
     headers = tensor_headers(folder)
     for name, shape in spec.tensor_shapes():
-        # Some of the first model's files are of the module without its head.
+        # Some GPT-2 files are of the module without its head.
         header = headers.get(name) or headers.get(name.removeprefix("transformer."))
         if header is None:
             raise CheckpointError(
-                f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} asks for. Name the "
-                "folder of a whole model."
+                f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} requires. Name "
+                "the folder of a whole model."
             )
         if header.shape != shape:
             raise CheckpointError(
-                f"{folder}: {name} is {list(header.shape)}, its {CONFIG_FILE} says {list(shape)}. "
-                "Name the folder of a whole model."
+                f"{folder}: {name} has the shape {list(header.shape)}, but its {CONFIG_FILE} "
+                f"requires {list(shape)}. Name the folder of a whole model."
             )
         if not header.is_weight():
             raise CheckpointError(
@@ -91,9 +91,9 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
 
 
 def unused_settings(spec: ModelSpec, config: RunConfig) -> str | None:
-    """Return a note on [model] settings that the weights' own sizes replace, or None.
+    """Return a note on [model] settings that the weights' own sizes override, or None.
 
-    Those with their default's value need not have been asked for, so they are not named.
+    Settings with the default value are left out, as the user may not have set them.
     """
     default, model, found = ModelSection(), config.model, spec.settings()
     configured = model.spec(sequence_length=1, vocab_size=1).settings()

@@ -1,4 +1,4 @@
-"""CONTRACT IN: what to train, from run.toml. Every key has a default; unknown keys are errors."""
+"""CONTRACT IN: a run's settings. All keys of run.toml have defaults; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _MAX_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run, whole: the resolved run.toml."""
+    """All settings of a run: the resolved run.toml."""
 
     run: RunSection = field(default_factory=RunSection)
     data: DataSection = field(default_factory=DataSection)
@@ -104,49 +104,46 @@ class RunConfig:
     slurm: SlurmSection = field(default_factory=SlurmSection)
 
     def tokens_per_step(self) -> int:
-        """Tokens that one step trains on, over all ranks."""
+        """Return the tokens of one step, over all ranks."""
         sequences = self.batch.global_batch_size * self.task.sequences_per_sample()
         return sequences * self.data.sequence_length
 
     def uses_kernels(self) -> bool:
-        """Return whether the project's own kernels do the layers, where they can be built."""
+        """Return whether the layers use the project's kernels, if these can be built."""
         is_plain = not self.model.dropout and self.model.quantize == "none"
         is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
         return self.used_engine().wants_kernels() and is_plain
 
     def dtype(self) -> Dtype:
-        """Return the dtype of the matmuls; `auto` is bf16 here, see `computing_in`."""
+        """Return the dtype of the matmuls; `auto` counts as bf16 until it is resolved."""
         return "fp32" if self.precision.dtype == "fp32" else "bf16"
 
     def computing_in(self, dtype: Dtype) -> RunConfig:
-        """Return the config with the dtype that `precision.dtype = "auto"` takes on the nodes.
-
-        fp8 computes in bf16 wherever it is.
-        """
+        """Return the config with `dtype` as the resolved compute dtype; with fp8 it stays bf16."""
         if self.wants_bf16():
             return self
         return replace(self, precision=replace(self.precision, dtype=dtype))
 
     def wants_bf16(self) -> bool:
-        """Say whether something that is set computes in bf16 alone: fp8."""
+        """Return True if a setting requires bf16: fp8."""
         return self.precision.fp8 != "off"
 
     def bf16_setting(self) -> str | None:
-        """Return the setting for which the run computes in bf16 wherever it is; None without."""
+        """Return the setting that makes the run compute in bf16 on any machine, or None."""
         if self.precision.fp8 != "off":
             return f'precision.fp8 = "{self.precision.fp8}"'
         return 'precision.dtype = "bf16"' if self.precision.dtype == "bf16" else None
 
     def typical_mfu(self, spec: ModelSpec, *, core_flops_per_s: float | None = None) -> float:
-        """Return a guess at the share of the measured peak that a step's passes reach.
+        """Estimate the MFU of a step's forward and backward passes.
 
-        `core_flops_per_s` is the peak of one core; None is a typical core's.
+        `core_flops_per_s` is the peak of one core; by default a typical core's.
         """
         if self.device.kind == "cuda":
             return GPU_MFU
         dtype = self.dtype()
         peak = core_flops_per_s or typical_core_flops_per_s(dtype, emulates_bf16=False)
-        # In fp32 the kernels do the head and the update alone.
+        # In fp32, the kernels compute only the head and the update.
         return typical_mfu(
             kernels=self.uses_kernels() and dtype == "bf16",
             core_flops_per_s=peak,
@@ -154,25 +151,25 @@ class RunConfig:
         )
 
     def used_engine(self) -> EngineSection:
-        """Return the engine that ranks run: zero3 and fp8 run torch's modules, without kernels."""
+        """Return the effective engine settings: with zero3 and fp8, kernels are off."""
         if self.distributed.strategy == "zero3" or self.precision.fp8 != "off":
             return replace(self.engine, kernels="off")
         return self.engine
 
     def passes(self, world_size: int) -> int:
-        """Return the passes of a step on each rank. Raises ConfigError for uneven shares."""
+        """Return the micro-batches of a step on each rank. Raises ConfigError for uneven shares."""
         return self.batch.grad_accum_steps(self.distributed.mesh(world_size).data_ranks)
 
     def require_even(self, world_size: int) -> None:
-        """Raise ConfigError when the ranks cannot share the batch in whole passes.
+        """Raise ConfigError if the ranks cannot share the batch in whole micro-batches.
 
-        The same holds for a step to profile that no rank will record.
+        Also if no rank would record the step to profile.
         """
         self.batch.require_even(self.distributed.mesh(world_size).data_ranks)
         self.train.require_profiled(world_size)
 
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
-        """Return how each of `world_size` ranks trains, for the estimate of its memory."""
+        """Return the settings of a rank that its memory estimate depends on."""
         return RankSetting(
             micro_batch_size=self.batch.sequences() * self.task.sequences_per_sample(),
             dtype=dtype,
@@ -191,31 +188,30 @@ class RunConfig:
         return passes if self.distributed.pipeline_schedule == "gpipe" else min(passes, stages)
 
     def memory_bytes(self, spec: ModelSpec, *, dtype: Dtype, world_size: int) -> int:
-        """Estimate a rank's peak memory, with activation checkpointing where it is on."""
+        """Estimate a rank's peak memory, with activation checkpointing if it is on."""
         return spec.rank_memory_bytes(
             self.rank_setting(dtype=dtype, world_size=world_size),
             checkpointed=self.memory.activation_checkpointing == "on",
         )
 
     def checkpoint_bytes(self, spec: ModelSpec) -> int:
-        """Return what a checkpoint takes on disk, without the small files."""
+        """Return the size of a checkpoint on disk, without the small files."""
         return spec.checkpoint_bytes(state_bytes=find_optimizer(self.optimizer.name).state_bytes)
 
     def malloc(self) -> Literal["tuned", "lean", "sharded", "tcmalloc", "default"]:
-        """Return how ranks allocate memory: not as `tuned` where it would keep what shards free."""
+        """Return the resolved malloc setting; `tuned` depends on the strategy."""
         if self.launch.malloc != "tuned" or self.distributed.strategy == "replicate":
             return self.launch.malloc
         return "sharded" if self.distributed.strategy == "shard" else "lean"
 
     def recomputation(self) -> float:
-        """Return what a step's computing is multiplied by: with checkpointing, a second forward."""
+        """Return the factor on a step's FLOPs: 4/3 with activation checkpointing."""
         return 4 / 3 if self.memory.activation_checkpointing == "on" else 1.0
 
     def adapted(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec of what is trained: `spec`, as a classifier or with an adapter or both.
+        """Return `spec` as it is trained: as a classifier, with an adapter, or both.
 
-        The data alone knows the labels; a classifier is counted with two.
-
+        The number of labels is known only from the data, so a classifier is counted with two.
         Raises ConfigError for an adapter.target that the model does not have.
         """
         if self.task.data() == "classify":
@@ -233,7 +229,7 @@ class RunConfig:
         )
 
     def decay_steps(self) -> int:
-        """`schedule.decay_steps`, or what it stands for when it is none."""
+        """Return the resolved `schedule.decay_steps`."""
         if self.schedule.decay_steps is not None:
             return self.schedule.decay_steps
         if self.schedule.kind == "wsd":
@@ -241,7 +237,7 @@ class RunConfig:
         return self.train.steps
 
     def strategy_conflicts(self) -> list[str]:
-        """Say what does not go with the run's strategy: a sentence for each."""
+        """Return the conflicts with the run's strategy, a sentence for each."""
         return strategy_conflicts(
             self.distributed,
             optimizer=self.optimizer,
@@ -251,7 +247,7 @@ class RunConfig:
         )
 
     def to_toml(self) -> str:
-        """The text that `parse_run_config` turns back into this config."""
+        """Return the TOML text that `parse_run_config` reads as an equal config."""
         return render_sections(self)
 
 
@@ -284,7 +280,7 @@ def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _problems(config: RunConfig) -> list[str]:
-    """Return a sentence for each setting that is wrong with the others, or by a rule of its own."""
+    """Return a sentence for each conflict between settings and each invalid setting."""
     adapter, distributed, engine = config.adapter, config.distributed, config.engine
     device, model, precision, task = config.device, config.model, config.precision, config.task
     return [

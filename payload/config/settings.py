@@ -1,6 +1,6 @@
-"""Typed settings from TOML: dataclass sections, overrides, and messages that name the key.
+"""Parse TOML and overrides into dataclass sections, with messages that name the key.
 
-`run_config` and its sections say what the settings are; this module says how text becomes them.
+The settings themselves are declared in `run_config` and in the modules of its sections.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from payload.core.validation.refusal import RefusedError
 from payload.core.validation.suggestion import did_you_mean, nearest
 
 AUTO: Literal["auto"] = "auto"
-"""A setting that the run decides by itself."""
+"""Value of a setting that the run resolves itself."""
 
 _SHOWN_PROBLEMS = 8
 _SHOWN_CHARS = 200
-_MAX_INTEGER = 2**53  # As many as a float can count.
+_MAX_INTEGER = 2**53  # The largest range of integers that a float represents exactly.
 
 _T = TypeVar("_T")
 _Names = Mapping[str, Sequence[str]]
-"""The keys of every section."""
+"""The keys of each section."""
 _Problem = tuple[str, str]
-"""A section or `section.key`, and what is wrong with it as a sentence."""
+"""A section or `section.key`, and a sentence about the problem."""
 
 
 def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where: str) -> _T:
     """Build `cls`, a dataclass of dataclasses, from TOML text and `section.key=value` overrides.
 
-    Every problem found is in the one ConfigError that is raised, each with where it comes from:
-    the text, which `where` names, or an override.
+    `where` names the text in messages. Raises one ConfigError that lists all problems, each with
+    its origin: the text or an override.
     """
     try:
         # Editors on Windows begin a file with a byte order mark.
@@ -83,46 +83,35 @@ def _together(problems: Sequence[str]) -> str:
 
 
 def _short(override: str) -> str:
-    """Return an override as the user typed it, unless that would fill the screen or steer it."""
+    """Return an override as typed, shortened and without control characters."""
     return shortened(printable_line(override), _SHOWN_CHARS)
 
 
 def render_sections(config: object) -> str:
-    """The TOML text that `parse_sections` turns back into an equal `config`."""
+    """Return the TOML text that `parse_sections` reads as an equal `config`."""
     lines: list[str] = []
     for section in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
         lines.append(f"[{section.name}]")
         values = getattr(config, section.name)
         for key in dataclasses.fields(values):
-            lines.append(f"{key.name} = {_render_value(getattr(values, key.name))}")
+            lines.append(f"{key.name} = {toml_value(getattr(values, key.name))}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _render_value(value: str | int | float | bool | tuple[str, ...] | None) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_render_value, value))}]"
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{"".join(map(_render_character, escaped))}"'
-    return repr(value)
+def toml_value(value: str | int | float | bool | Sequence[str] | None) -> str:
+    """Return the TOML text of a setting's value, on one line."""
+    import tomli_w  # reading a config, and `--help`, work without it
 
-
-def _render_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return tomli_w.dumps({"_": "none" if value is None else value}).removeprefix("_ = ").rstrip()
 
 
 def _build_section(section: Any, table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
-    """Return the section and what is wrong with it."""
+    """Return the section and its problems."""
     if not isinstance(table, Mapping):
-        text = f"{name} = {shown(table)} is not a section; write [{name}] with keys below it."
+        text = f"{name} = {shown(table)} is not a section. Write [{name}] with keys below it."
         return None, [(name, text)]
     values, problems = {}, []
     for key, each in fields_of(section).items():
@@ -132,13 +121,13 @@ def _build_section(section: Any, table: Any, *, name: str) -> tuple[Any, list[_P
                 read = each.read(_from_toml(value, each.hint))
                 values[key] = _in_range(read, each.limits, written=value)
             except RefusedError as refused:
-                text = f"{name}.{key} = {shown(value)}: {_wanted(refused, each.hint)}"
+                text = f"{name}.{key} = {shown(value)}: {_requirement(refused, each.hint)}"
                 problems.append((f"{name}.{key}", text))
     return section(**values), problems
 
 
 def _unknown_names(tables: Mapping[str, Any], known: _Names) -> list[str]:
-    """Name the sections and keys that do not exist."""
+    """Return a sentence for each unknown section and key."""
     problems = [
         f"unknown section: {shown(name)}.{_did_you_mean(name, known)} Known: {', '.join(known)}."
         for name in tables
@@ -152,12 +141,12 @@ def _unknown_names(tables: Mapping[str, Any], known: _Names) -> list[str]:
 
 
 def _unknown_key(section: str, key: str, known: _Names) -> str:
-    meant = _did_you_mean(f"{section}.{key}", known)
-    return f"unknown key in [{section}]: {shown(key)}.{meant} Known: {', '.join(known[section])}."
+    hint = _did_you_mean(f"{section}.{key}", known)
+    return f"unknown key in [{section}]: {shown(key)}.{hint} Known: {', '.join(known[section])}."
 
 
 def _did_you_mean(name: str, known: _Names) -> str:
-    """Return the question for a mistyped section or `section.key`; empty when nothing is near."""
+    """Return a hint for a mistyped section or `section.key`; empty if no name is similar."""
     section, _, key = name.partition(".")
     if not key:
         return did_you_mean(section, known, cutoff=0.6)
@@ -176,25 +165,25 @@ def _apply_override(
     texts: set[str],
     overridden: dict[str, str],
 ) -> str | None:
-    """Put an override into `tables` and note it in `overridden`; return what is wrong with it.
+    """Apply an override to `tables` and record it in `overridden`; return its problem, or None.
 
-    `texts` has every `section.key` that is a text, for which a number needs no quotes.
+    `texts` has each `section.key` whose type is text, where a number needs no quotes.
     """
     path, equals, text = override.partition("=")
     section, dot, key = (part.strip() for part in path.partition("."))
     if not equals or not dot or not key:
-        meant = _did_you_mean(f".{section}", known) if equals and section not in known else ""
-        return f"write it as section.key=value, as in train.steps=100.{meant}"
+        hint = _did_you_mean(f".{section}", known) if equals and section not in known else ""
+        return f"write it as section.key=value, as in train.steps=100.{hint}"
     if section not in known:
-        meant = _did_you_mean(f"{section}.{key}", known)
-        return f"unknown section {shown(section)}.{meant} Known: {', '.join(known)}."
+        hint = _did_you_mean(f"{section}.{key}", known)
+        return f"unknown section {shown(section)}.{hint} Known: {', '.join(known)}."
     if key not in known[section]:
         return _unknown_key(section, key, known)
     value = _parse_scalar(text.strip())
     if f"{section}.{key}" in texts and isinstance(value, int) and not isinstance(value, bool):
         value = text.strip()
     table = tables.setdefault(section, {})
-    # What is no table in the file is said when the section is built.
+    # If the file has another value instead of a table, _build_section reports it.
     if isinstance(table, dict):
         table[key] = value
         overridden[f"{section}.{key}"] = override
@@ -202,9 +191,9 @@ def _apply_override(
 
 
 def _parse_scalar(text: str) -> Any:
-    """A value as TOML would read it; what is no TOML value is a string, so quotes are optional.
+    """Return a value parsed as TOML, or the text itself if that fails, so quotes are optional.
 
-    So is what TOML takes for a date or a time: no setting is one.
+    Dates and times stay text, as no setting has these types.
     """
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -214,17 +203,17 @@ def _parse_scalar(text: str) -> Any:
 
 
 def _from_toml(value: Any, hint: Any) -> Any:
-    """Return a value of the file as the field's type takes it: the text "none" becomes None.
+    """Convert a TOML value to the field's type: "none" becomes None.
 
-    On a command line a list is one text with commas. Raises RefusedError for a huge number.
+    A list may be a text with commas, as on a command line. Raises RefusedError for a huge integer.
     """
     if value == "none" and type(None) in members_of(hint):
         return None
     if isinstance(value, str) and typing.get_origin(hint) is tuple:
-        words = (word.strip() for word in value.split(","))
-        return tuple(word for word in words if word and word != "none")
+        items = (item.strip() for item in value.split(","))
+        return tuple(item for item in items if item and item != "none")
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    # What is written without a point is a Python integer of any size.
+    # TOML integers become Python integers of any size.
     is_number = not {int, float}.isdisjoint(members_of(hint))
     if is_number and is_whole and not abs(value) < 2**63:
         raise RefusedError("type", float, value=value)
@@ -232,27 +221,27 @@ def _from_toml(value: Any, hint: Any) -> Any:
 
 
 def _in_range(value: Any, limits: Mapping[str, Any], *, written: Any) -> Any:
-    """Return a value, `written` in the file, that any file and float can hold.
+    """Return the value if it has no control characters and fits in a float.
 
-    Raises RefusedError.
+    `written` is the value in the file. Raises RefusedError.
     """
     for each in value if isinstance(value, tuple) else (value,):
-        # They become paths, names and lines of files.
+        # Texts become paths, names and lines of files.
         if isinstance(each, str) and (each != printable(each) or "\n" in each):
-            raise RefusedError("pattern", "a text without control characters is needed.")
+            raise RefusedError("pattern", "must be text without control characters.")
     is_whole = isinstance(written, int) and not isinstance(written, bool)
     if is_whole and limits.get("high") is None and written > _MAX_INTEGER:
         raise RefusedError("high", _MAX_INTEGER)
     return value
 
 
-def _wanted(refused: RefusedError, hint: Any) -> str:
-    """Return the sentence that says what would be right in place of a refused value."""
+def _requirement(refused: RefusedError, hint: Any) -> str:
+    """Return the sentence with the requirement that a refused value violates."""
     if typing.get_origin(hint) is tuple:
-        return 'a list of texts is needed, as in ["a", "b"].'
-    kind, *words = (each for each in members_of(hint) if each is not type(None))
+        return 'must be a list of texts, as in ["a", "b"].'
+    kind, *others = (each for each in members_of(hint) if each is not type(None))
     names = ["none"] * (type(None) in members_of(hint))
-    names += [name for each in words for name in typing.get_args(each)]
+    names += [name for each in others for name in typing.get_args(each)]
     optional = "".join(f' (or "{name}")' for name in names)
     match refused.reason:
         case "choices":
@@ -260,14 +249,14 @@ def _wanted(refused: RefusedError, hint: Any) -> str:
         case "pattern":
             return str(refused.wanted)
         case "type" if kind is bool:
-            return "write true or false."
+            return "must be true or false."
         case "type" if kind is str:
-            return f"a text in quotes is needed{optional}."
+            return f"must be text in quotes{optional}."
         case "type":
             number = refused.value
             is_one = isinstance(number, int if kind is int else (int, float))
             if is_one and not isinstance(number, bool):
-                return "a finite number is needed."
-            return f"a {'whole ' if kind is int else ''}number is needed{optional}."
+                return "must be a finite number."
+            return f"must be a {'whole ' if kind is int else ''}number{optional}."
         case _:
-            return f"it {refused.problem()}."
+            return f"{refused.problem()}."

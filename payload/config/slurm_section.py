@@ -1,4 +1,4 @@
-"""CONTRACT IN: [slurm] of run.toml, and what sbatch would not take of it."""
+"""CONTRACT IN: [slurm] of run.toml, and the values that sbatch would reject."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OWN_OPTIONS = (
     ),
     *("time", "usage", "version", "wait", "workdir", "wrap"),
 )
-"""Those of sbatch (https://slurm.schedmd.com/sbatch.html) that would change what a run needs."""
+"""Options of sbatch that the run sets itself. Source: https://slurm.schedmd.com/sbatch.html"""
 _OWN_LETTERS = frozenset("AaDehJMNnopqtVW")
 _LETTERS_WITHOUT_VALUE = frozenset("HkOQsuv")
-"""More letters may follow such a one in the same word."""
+"""Letters without a value; further letters can follow in the same argument."""
 _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
@@ -38,19 +38,19 @@ class SlurmSection:
 
     nodes: int = checked(1, low=1, high=4096)
     partition: str | None = None
-    """none = the cluster's default; so too the three below."""
+    """none = the cluster's default; also for the next three."""
     account: str | None = None
     qos: str | None = None
     time: str | None = None
     """Such as `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run saves a checkpoint
-    and stops before it is over."""
+    and stops before the limit."""
     cpus_per_node: int | None = checked(None, low=1, high=16_384)
-    """none = whole nodes, which no other job shares."""
+    """none = whole nodes, not shared with other jobs."""
     extra: str = ""
-    """More of sbatch's options, as on its command line: `"--constraint=amx --mail-type=END"`."""
+    """Further options of sbatch, as on its command line: `"--constraint=amx --mail-type=END"`."""
 
     def problems(self) -> list[str]:
-        """Say what sbatch would not take, or would take for something else."""
+        """Return a sentence for each value that sbatch would reject or misread."""
         found = []
         for key in ("partition", "account", "qos"):
             value = getattr(self, key)
@@ -64,32 +64,31 @@ class SlurmSection:
                 "DAYS-HH:MM:SS, as in '12:00:00'."
             )
         try:
-            words = shlex.split(self.extra)
+            arguments = shlex.split(self.extra)
         except ValueError as error:
             return [*found, f"slurm.extra = {shown(self.extra)}: {error}. Close every quote."]
-        loose = [word for word in words if not word.startswith("-")]
+        loose = [each for each in arguments if not each.startswith("-")]
         if loose:
             found.append(
-                f"slurm.extra: {shown(loose[0])} is no option. Write each as --option=value, in "
-                "one word."
+                f"slurm.extra: {shown(loose[0])} is not an option. Write each as --option=value."
             )
-        ours = [word for word in words if _is_own_option(word)]
+        ours = [each for each in arguments if _is_own_option(each)]
         if ours:
             found.append(
-                f"slurm.extra: {shown(ours[0])} is the run's own to say. Use the settings of "
-                "[slurm] for it, or leave it out."
+                f"slurm.extra: {shown(ours[0])} is set by the run. Use the settings of [slurm], or "
+                "leave it out."
             )
         return found
 
 
-def _is_own_option(word: str) -> bool:
-    """Tell whether sbatch would read a word as an option of ours, by any way to write it."""
-    if word.startswith("--"):
-        # Any beginning that is no other option's stands for the whole name. `--no` and the like
-        # are ambiguous, and refused by sbatch as well.
-        name = word[2:].partition("=")[0]
+def _is_own_option(argument: str) -> bool:
+    """Return True if sbatch would read the argument as an option that the run sets, in any form."""
+    if argument.startswith("--"):
+        # sbatch accepts any unambiguous prefix of an option. It rejects ambiguous prefixes such as
+        # `--no`.
+        name = argument[2:].partition("=")[0]
         return any(own.startswith(name) for own in _OWN_OPTIONS)
-    for letter in word[1:]:
+    for letter in argument[1:]:
         if letter in _OWN_LETTERS:
             return True
         if letter not in _LETTERS_WITHOUT_VALUE:

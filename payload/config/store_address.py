@@ -1,4 +1,4 @@
-"""CONTRACT: where a run's results are kept besides its folder: a bucket, or a mounted path."""
+"""CONTRACT: the address of a store for runs: a bucket, or a mounted folder."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from payload.core.printable_text import shown
 SCHEME = "gs://"
 NONE = "none"
 RUNS_PREFIX = "runs"
-"""The prefix of runs in a cluster's own bucket."""
+"""Prefix of the runs in a cluster's bucket."""
 
 # https://cloud.google.com/storage/docs/buckets#naming
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,199}")
 _MOST_CHARS = 700
-"""An object's name has 1,024 bytes; a run's own files need the rest."""
+"""Longest prefix: an object's name has at most 1,024 bytes, and the rest is for the run's files."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A place in a bucket, or a folder."""
+    """A prefix in a bucket, or a folder."""
 
     bucket: str | None
     """None for a folder."""
     path: str
-    """The prefix of objects' names without a slash at its ends, or the folder's absolute path."""
+    """The prefix without leading and trailing slashes, or the folder's absolute path."""
     num_below: int = field(default=0, compare=False)
-    """Number of the path's last parts below the folder that the user configured. Anyone who can
-    write there could replace one with a symlink, so these are opened without following links."""
+    """Number of the path's last parts that are below the configured folder. Other users who can
+    write to it could replace them with symlinks, so they are opened without following links."""
 
     def under(self, name: str) -> StoreAddress:
         """Return the address of `name` below this one."""
@@ -40,11 +40,11 @@ class StoreAddress:
         return replace(self, path=path, num_below=self.num_below + len(PurePosixPath(name).parts))
 
     def last(self) -> str:
-        """Return the last part of the path, which is a run's id in a run's address."""
+        """Return the last part of the path; in a run's address, the run id."""
         return PurePosixPath(self.path).name
 
     def parent(self) -> StoreAddress:
-        """Return the address that this one lies in."""
+        """Return the address of the parent."""
         above = str(PurePosixPath(self.path).parent)
         path = "" if above == "." else above
         return replace(self, path=path, num_below=max(0, self.num_below - 1))
@@ -57,15 +57,17 @@ class StoreAddress:
 
 
 def is_bucket_address(text: str) -> bool:
-    """Say whether a setting names a bucket rather than a folder."""
+    """Return True if a setting names a bucket, not a folder."""
     return text.startswith(SCHEME)
 
 
 def parse_store_address(text: str, *, setting: str = "storage.results") -> StoreAddress:
-    """Read `gs://BUCKET/PREFIX` or an absolute path. Raises ConfigError that names `setting`."""
+    """Parse `gs://BUCKET/PREFIX` or an absolute path. Raises ConfigError that names `setting`."""
     where = f"{setting} = {shown(text)}"
     if "://" in text and not is_bucket_address(text):
-        raise ConfigError(f"{where}: only {SCHEME} is known. Write gs://BUCKET/PREFIX or a path.")
+        raise ConfigError(
+            f"{where}: only {SCHEME} is supported. Write gs://BUCKET/PREFIX or a path."
+        )
     if not is_bucket_address(text):
         if not Path(text).is_absolute():
             raise ConfigError(f"{where}: write an absolute path, or gs://BUCKET/PREFIX.")
@@ -73,13 +75,13 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
     bucket, _, prefix = text.removeprefix(SCHEME).partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(
-            f"{where}: {shown(bucket)} is no bucket's name: lower-case letters, digits, dots, "
-            "dashes and underscores. Write gs://BUCKET/PREFIX."
+            f"{where}: {shown(bucket)} is not a bucket name (lower-case letters, digits, dots, "
+            "dashes, underscores). Write gs://BUCKET/PREFIX."
         )
     prefix = prefix.strip("/")
     odd = [part for part in prefix.split("/") if prefix and not _PART.fullmatch(part)]
     if odd or len(prefix) > _MOST_CHARS:
-        problem = f"{shown(odd[0])} is no part of a prefix" if odd else "the prefix is too long"
+        problem = f"{shown(odd[0])} is not valid in a prefix" if odd else "the prefix is too long"
         raise ConfigError(
             f"{where}: {problem}. Use letters, digits and . _ = + @ - between single slashes."
         )
@@ -87,7 +89,7 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
 
 
 def settled_results(results: str, *, bucket: str | None) -> str:
-    """Return what `auto` stands for on a cluster with this bucket or without one."""
+    """Resolve `auto` for a cluster with this bucket, or without one."""
     if results != AUTO:
         return results
     return NONE if bucket is None else str(StoreAddress(bucket, RUNS_PREFIX))

@@ -1,4 +1,4 @@
-"""CONTRACT IN: the sections of run.toml that say what is trained, and how."""
+"""CONTRACT IN: the sections of run.toml for model, data, optimizer and training."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RunSection:
     """[run]"""
 
     name: str = "run"
-    """Start of the run id."""
+    """First part of the run id."""
     seed: int = checked(1337, low=0, high=2**32 - 1)
-    """Weights, dropout and data order follow from it."""
+    """Seed of initial weights, dropout and data order."""
 
     def problems(self) -> list[str]:
-        """Say why a run's id cannot begin with `name`."""
+        """Return a sentence if `name` cannot begin a run id."""
         if self.name.strip() and "/" not in self.name and self.name.isprintable():
             return []
         return [f"run.name = {shown(self.name)}: use a name without slashes or control characters."]
@@ -44,16 +44,16 @@ class DataSection:
 
     dir: str = "data/openwebtext"
     """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`; or
-    `gs://BUCKET/PREFIX` of such a folder, which is brought to a cache once."""
+    `gs://BUCKET/PREFIX` of such a folder, which is downloaded to a cache once."""
     sequence_length: int = checked(1024, low=1, high=2**20)
     """Tokens per sequence."""
 
     def folder(self) -> Path:
-        """Return the data folder; of one in a bucket, the copy of it in this user's cache."""
+        """Return the data folder; for a bucket, its copy in this user's cache."""
         if not is_bucket_address(self.dir):
             return Path(self.dir)
         address = parse_store_address(self.dir, setting="data.dir")
-        # Of one folder a level: an address below another's must not lie in its copy.
+        # All copies are siblings: an address below another one must not be inside its copy.
         mark = hashlib.sha256(str(address).encode()).hexdigest()[:16]
         name = f"{address.last() or address.bucket}-{mark}"
         return Path.home() / ".cache" / "tileforge" / "data" / name
@@ -64,23 +64,23 @@ class ModelSection:
     """[model]"""
 
     preset: Preset = "gpt2"
-    """Sizes of a model from scratch; weights of `init` have their own."""
+    """Sizes of a model from scratch; the weights of `init` have their own sizes."""
     init: str = "scratch"
     """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
     quantize: Quantize = "none"
-    """`nf4`: the layers' linears in 4 bits below an adapter; needs the extra `quant`."""
+    """`nf4`: the layers' linears in 4 bits, with an adapter; needs the extra `quant`."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Biases of a model from scratch."""
     n_layer: int | None = checked(None, low=1, high=1000)
-    """Layers; none = the preset's. Likewise the next two."""
+    """Layers; none = the preset's; also for the next two."""
     n_head: int | None = checked(None, low=1, high=1000)
     n_embd: int | None = checked(None, low=1, high=2**16)
 
     def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
-        """Return the preset's model from scratch, with this section's own sizes in their place.
+        """Return the spec of a model from scratch: the preset's, with this section's sizes.
 
-        A vocabulary of None is the preset's own.
+        A `vocab_size` of None means the preset's.
         """
         return from_scratch(
             self.preset,
@@ -93,7 +93,7 @@ class ModelSection:
         )
 
     def problems(self) -> list[str]:
-        """Say why the heads cannot share out the model's width."""
+        """Return a sentence if the heads do not divide the model's width."""
         spec = self.spec(sequence_length=1, vocab_size=1)
         if not spec.width() % spec.num_heads():
             return []
@@ -104,50 +104,50 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSection:
-    """[task]; data.dir was prepared for it with `prepare --task`"""
+    """[task]; the task for which data.dir was prepared (`prepare --task`)"""
 
     kind: str = checked("text", choices=training_tasks)
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
     `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
-    """preference: how strongly the model is held to the reference; 0.1 is DPO's and TRL's."""
+    """preference: DPO's beta; higher keeps the model closer to the reference. TRL's is 0.1 too."""
     class_weights: str = "none"
-    """classify: `none`; `balanced`, so that every label weighs the same in the loss; or a number
-    for each label, in their order: `1,2.5`."""
+    """classify: `none`; `balanced`, so that all labels have the same weight in the loss; or a
+    weight for each label, in order: `1,2.5`."""
 
     def sequences_per_sample(self) -> int:
-        """Return the sequences that a sample of a batch has: a preference pair has two."""
+        """Return the sequences of a sample: two for a preference pair, otherwise one."""
         return 2 if self.data() == "preference" else 1
 
     def data(self) -> TaskKind:
-        """Return the task that the data is prepared for."""
+        """Return the task for which the data is prepared."""
         return TASKS[self.kind].data
 
     def splits_model(self) -> bool:
-        """Return whether ranks that hold parts of the model can compute the loss together."""
+        """Return whether the task supports tensor and pipeline parallelism."""
         return TASKS[self.kind].splits_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSection:
-    """[adapter]; the weights of model.init stay as they are, and a small adapter is trained"""
+    """[adapter]; train a small adapter, with the weights of model.init frozen"""
 
     kind: Literal["none", "lora"] = "none"
-    """`lora`: two low-rank matrices beside each target linear; checkpoints are PEFT's."""
+    """`lora`: two low-rank matrices for each target linear; checkpoints have PEFT's format."""
     rank: int = checked(16, low=1, high=4096)
     alpha: float = checked(32.0, above=0.0)
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
-    """Dropout of the adapter's input."""
+    """Dropout on the adapter's input."""
     target: str = "all-linear"
-    """`all-linear`, or names of linears with commas between: `q_proj,v_proj`."""
+    """`all-linear`, or names of linears separated by commas: `q_proj,v_proj`."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, which keeps the scale for high ranks."""
+    """Multiply by alpha / sqrt(rank) instead, which keeps the scale at high ranks."""
     dora: bool = False
-    """DoRA: train the length of each output's weights as well. The kernels do not run it."""
+    """DoRA: also train the norm of each output's weights. Runs without the project's kernels."""
 
     def is_on(self) -> bool:
-        """Say whether an adapter is trained instead of the model."""
+        """Return True if an adapter is trained instead of the model."""
         return self.kind != "none"
 
 
@@ -158,29 +158,29 @@ class BatchSection:
     global_batch_size: int = checked(32, low=1, high=10**9)
     """Sequences per step over all ranks."""
     micro_batch_size: int | Literal["auto"] = checked(4, low=1, high=10**6)
-    """Sequences per rank per forward and backward pass; lower it when memory runs out. `auto`: the
-    most that fit the estimate, chosen when the ranks are placed; run.toml then has the number."""
+    """Sequences per rank per micro-batch; lower it if memory runs out. `auto`: the largest that
+    fits the memory estimate, chosen when the ranks are placed; run.toml then has the number."""
 
     def sequences(self) -> int:
-        """Return `micro_batch_size` as a number, after planning or rank 0 has settled it."""
+        """Return `micro_batch_size` as a number; planning or rank 0 must have resolved `auto`."""
         assert self.micro_batch_size != AUTO, "settle_batch() comes first"
         return self.micro_batch_size
 
     def per_pass(self, world_size: int) -> int:
-        """Return the sequences of one pass of all ranks; before `auto` is settled, a whole step."""
+        """Return the sequences of a micro-batch of all ranks; a whole step while `auto`."""
         if self.micro_batch_size == AUTO:
             return max(1, self.global_batch_size // world_size) * world_size
         return self.micro_batch_size * world_size
 
     def require_even(self, world_size: int) -> None:
-        """Raise ConfigError when the ranks cannot share the batch in whole passes."""
+        """Raise ConfigError if the ranks cannot share the batch in whole micro-batches."""
         if self.micro_batch_size == AUTO:
             self._require_multiple(world_size, f"world_size = {world_size}")
         else:
             self.grad_accum_steps(world_size)
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Passes per step on each rank. Raises ConfigError when it is no whole number."""
+        """Return the micro-batches per step on each rank. Raises ConfigError if it is not whole."""
         size = self.sequences()
         per_pass = size * world_size
         self._require_multiple(
@@ -188,13 +188,13 @@ class BatchSection:
         )
         return self.global_batch_size // per_pass
 
-    def _require_multiple(self, number: int, words: str) -> None:
+    def _require_multiple(self, number: int, description: str) -> None:
         if self.global_batch_size % number:
             below = self.global_batch_size // number * number
             fitting = [size for size in (below, below + number) if size]
             raise ConfigError(
                 f"batch.global_batch_size = {self.global_batch_size} is not a multiple of "
-                f"{words}. Use {' or '.join(map(str, fitting))}."
+                f"{description}. Use {' or '.join(map(str, fitting))}."
             )
 
 
@@ -221,11 +221,11 @@ class ScheduleSection:
     """[schedule]"""
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
-    """`wsd`: warm up, stay, decay linearly over the last `decay_steps`."""
+    """`wsd`: warm up, stay constant, decay linearly over the last `decay_steps`."""
     warmup_steps: int = checked(0, low=0)
     decay_steps: int | None = checked(None, low=1)
-    """cosine: the step at which min_lr is reached, none = the last. wsd: length of the decay at
-    the end, none = a fifth of the run."""
+    """cosine: the step at which min_lr is reached; none = the last. wsd: length of the final decay;
+    none = a fifth of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ class TrainSection:
     checkpoint_every: int = checked(100, low=0)
     """0 = only at the end."""
     keep_checkpoints: int = checked(2, low=1)
-    """Number of newest checkpoints to keep; the one with the lowest val_loss is kept, too."""
+    """Newest checkpoints to keep; the checkpoint with the lowest val_loss is also kept."""
     sync_check_every: int = checked(100, low=0)
     """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
     and the end."""
@@ -252,9 +252,9 @@ class TrainSection:
     """The rank that records."""
 
     def require_profiled(self, world_size: int) -> None:
-        """Raise ConfigError when none of the ranks would record the step that is to be profiled.
+        """Raise ConfigError if no rank would record the step to profile.
 
-        A checkpoint's own settings are not held to this: the run that it goes on may change them.
+        This is not checked for a checkpoint's settings, as the resumed run can change them.
         """
         if self.profile_step is None:
             return
@@ -275,10 +275,10 @@ class PrecisionSection:
     """[precision]"""
 
     dtype: DtypeChoice = "auto"
-    """auto: bf16 where the calibration finds it faster, else fp32. The run reports its choice."""
+    """auto: bf16 if the calibration finds it faster, otherwise fp32. The run logs its choice."""
     fp8: Literal["off", "on", "emulated"] = "off"
-    """on: the layers' linears multiply in 8-bit floats, all else in bf16. It needs the extra `fp8`
-    and a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower
+    """on: the layers' linears compute in 8-bit floats, the rest in bf16. Needs the extra `fp8` and
+    a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower
     than bf16."""
 
 
@@ -291,14 +291,14 @@ class EngineSection:
     compile: bool = False
     """Pass the model through torch.compile; needs a C++ compiler on every node."""
     kernels: Literal["auto", "off"] = "auto"
-    """auto: the project's own kernels where they can be built, but not with `compile` or `ipex`.
-    `off`: stock torch alone."""
+    """auto: the project's own kernels if they can be built, but not with `compile` or `ipex`.
+    `off`: only stock torch."""
     deterministic: bool = False
-    """On CUDA: deterministic algorithms alone, so that a resume is bitwise; slower. On CPUs it is
-    bitwise anyway."""
+    """On CUDA: only deterministic algorithms, so that a resume is bitwise identical; slower. On
+    CPUs a resume is always bitwise identical."""
 
     def wants_kernels(self) -> bool:
-        """Return whether `kernels` applies to this engine."""
+        """Return whether this engine uses the project's kernels."""
         return self.kernels == "auto" and self.kind == "native" and not self.compile
 
 
@@ -307,5 +307,5 @@ class MemorySection:
     """[memory]"""
 
     activation_checkpointing: Literal["off", "auto", "on"] = "auto"
-    """`on`: keep a layer's input alone and compute the layer again in the backward pass, which
-    takes a third more time. auto: where the estimate of a rank's memory is above what is free."""
+    """`on`: keep only each layer's input and recompute the layer in the backward pass, which takes
+    a third more time. auto: on if a rank's estimated memory exceeds the free memory."""

@@ -1,1 +1,1 @@
-"""Errors and exit codes, checks of untrusted values, and what every program prints or starts."""
+"""Errors, exit codes, validation of untrusted values, and helpers that every program uses."""

@@ -6,4 +6,4 @@ from typing import Literal
 
 Dtype = Literal["bf16", "fp32"]
 BF16_MIN_GAIN = 1.1
-"""From this ratio to the speed in fp32 on, `auto` is bf16: it rounds, so it has to be worth it."""
+"""Lowest speed of bf16, relative to fp32, at which `auto` resolves to bf16, which rounds more."""

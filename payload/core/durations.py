@@ -1,4 +1,4 @@
-"""Durations for people, on a clock's face or in words."""
+"""Durations as text for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def as_clock(seconds: float) -> str:
-    """Return `0:42`, `12:05` or `3:20:00`; `?` for what is no finite time."""
+    """Return `0:42`, `12:05` or `3:20:00`; `?` unless `seconds` is finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(math.floor(seconds + 0.5), 60)
@@ -17,7 +17,7 @@ def as_clock(seconds: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return `42 s`, `12 min 5 s`, `3 h 20 min` or `2 d 4 h`; `?` for what is no finite time."""
+    """Return `42 s`, `12 min 5 s`, `3 h 20 min` or `2 d 4 h`; `?` unless `seconds` is finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 60:

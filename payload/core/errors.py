@@ -1,4 +1,4 @@
-"""The error tree. Each class carries the exit code that the command ends with."""
+"""The error classes. Each has the exit code of a command that fails with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Meaning of a command's exit status; README's table is this list."""
+    """Exit codes of the commands; README's table is generated from this list."""
 
     OK = 0
     USAGE = 2
@@ -28,25 +28,25 @@ class ExitCode(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name that state.json and summary.json carry as `exit_class`."""
+        """Return the name that state.json and summary.json have as `exit_class`."""
         return self.name.lower()
 
 
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended: its work is not done. A shell gives
-the same for a program that Ctrl-C killed."""
+"""Exit code of a command that Ctrl-C, SIGTERM or SIGHUP interrupted. A shell reports the same code
+for a program that Ctrl-C killed."""
 
 
 class TileforgeError(Exception):
-    """A failure that the user can act on: shown as one line, without a traceback."""
+    """A failure that the user can fix: it is shown on one line, without a traceback."""
 
     exit_code = ExitCode.TRAINING
 
     def __init__(self, cause: str, *, fix: str = "") -> None:
-        """Take what was wrong, with the value, and what to do.
+        """`cause` names the problem and the value, `fix` the remedy.
 
-        A program that shows the two apart asks for the fields; no text is split for that. A message
-        given as one has its fix within `cause`.
+        `cause` and `fix` stay available as fields, for programs that show them separately. A
+        message may also have its fix in `cause`.
         """
         super().__init__(f"{cause.rstrip('.')}. {fix}" if fix else cause)
         self.cause = cause
@@ -54,19 +54,19 @@ class TileforgeError(Exception):
 
 
 class UsageError(TileforgeError):
-    """The command line cannot be carried out as written."""
+    """The command line is invalid."""
 
     exit_code = ExitCode.USAGE
 
 
 class ConfigError(TileforgeError):
-    """A setting is wrong; nothing was started."""
+    """A setting is invalid; nothing was started."""
 
     exit_code = ExitCode.CONFIG
 
 
 class DataError(ConfigError):
-    """Input text or a data folder is missing, damaged or does not fit; nothing was trained."""
+    """Input text or a data folder is missing, damaged or unsuitable; nothing was trained."""
 
 
 class CheckpointError(ConfigError):
@@ -74,53 +74,53 @@ class CheckpointError(ConfigError):
 
 
 class QuotaError(TileforgeError):
-    """The project's quota is smaller than what the cluster needs."""
+    """The project's quota is too small for the cluster."""
 
     exit_code = ExitCode.QUOTA
 
 
 class CapacityError(TileforgeError):
-    """The cloud has no such machine free in the zone."""
+    """The zone has no free machine of this type."""
 
     exit_code = ExitCode.NO_CAPACITY
 
 
 class CloudAuthError(TileforgeError):
-    """The cloud, or Pulumi's backend, refuses these credentials, or there are none."""
+    """The credentials are missing, or the cloud or Pulumi's backend rejects them."""
 
     exit_code = ExitCode.AUTH
 
 
 class CloudError(TileforgeError):
-    """The cloud's interface cannot be reached, or fails in a way that is not the user's."""
+    """The cloud's API cannot be reached, or fails for a reason that is not the user's."""
 
     exit_code = ExitCode.PREFLIGHT
 
 
 class TeardownError(TileforgeError):
-    """Something is left in the cloud, or it cannot be shown that nothing is."""
+    """Resources remain in the cloud, or their removal could not be verified."""
 
     exit_code = ExitCode.TEARDOWN
 
 
 class SshUnreachableError(TileforgeError):
-    """A node does not answer on SSH, or the connection to it broke."""
+    """A node does not answer on SSH, or its connection broke."""
 
     exit_code = ExitCode.SSH_UNREACHABLE
 
 
 class ConnectionLostError(SshUnreachableError):
-    """The connection to a node broke. Another one may be had: the machine had answered."""
+    """An established connection to a node broke; a new connection may succeed."""
 
 
 class SshAuthError(TileforgeError):
-    """A node answers, and refuses the key."""
+    """A node answers and rejects the key."""
 
     exit_code = ExitCode.SSH_AUTH
 
 
 class HostKeyError(TileforgeError):
-    """A node is not shown to be the one that the inventory means; nothing was sent to it."""
+    """A node's host key is not the one in the inventory; nothing was sent to the node."""
 
     exit_code = ExitCode.HOST_KEY
 
@@ -138,11 +138,11 @@ class PreflightError(TileforgeError):
 
 
 class AnswerError(PreflightError):
-    """A node answered what it may not: damaged, or from somebody else's program."""
+    """A node's answer is damaged or has an unexpected format."""
 
 
 class TrainingError(TileforgeError):
-    """Training itself went wrong: a loss that is not finite, an exception in the step."""
+    """Training failed: a loss that is not finite, or an exception in a step."""
 
     exit_code = ExitCode.TRAINING
 
@@ -152,7 +152,7 @@ class RanksDifferError(TrainingError):
 
 
 class RankLostError(TileforgeError):
-    """A rank or its node died."""
+    """A rank or its node was lost."""
 
     exit_code = ExitCode.RANK_LOST
 
@@ -164,19 +164,19 @@ class BudgetError(TileforgeError):
 
 
 class NodesError(TileforgeError):
-    """One action failed on some nodes. Each is named; the most telling failure gives the code."""
+    """One action failed on some nodes. Each failure is listed; the most specific sets the code."""
 
     def __init__(self, what: str, failures: Mapping[str, TileforgeError]) -> None:
-        """`failures` by node; each message begins with its node's name."""
-        assert failures, "there is no error without a failure"
+        """`failures` are by node; each message begins with its node's name."""
+        assert failures, "at least one failure is required"
         lines = "".join(f"\n  {error}" for error in failures.values())
         super().__init__(f"{what} failed on {len(failures)} node(s):{lines}")
         self.failures = failures
         self.exit_code = most_telling([error.exit_code for error in failures.values()])
 
 
-# A wrong host key may be an attack and stops everything; after it, what keeps us out of a node
-# explains what else is wrong with it, and with those behind it.
+# First a wrong host key, which can be an attack. Then failures to reach a node or to log in, as
+# they explain later failures on that node and on the nodes behind it.
 _TELLING = (
     ExitCode.HOST_KEY,
     ExitCode.AUTH,
@@ -188,14 +188,14 @@ _TELLING = (
 
 
 def most_telling(codes: Sequence[ExitCode]) -> ExitCode:
-    """The code that says most about why several nodes failed."""
+    """Return the code that best explains why several nodes failed."""
     order = {code: place for place, code in enumerate(_TELLING)}
     return min(codes, key=lambda code: (order.get(code, len(order)), code))
 
 
 def is_failure(error: BaseException) -> bool:
-    """Tell what a library raises for bad input from a request to end, such as Ctrl-C.
+    """Return True for an error, False for a request to stop, such as Ctrl-C.
 
-    A panic of a library in Rust is no Exception.
+    The panic of a Rust library counts as an error, although it is not an Exception.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

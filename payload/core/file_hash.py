@@ -1,4 +1,4 @@
-"""The hash of a file's content, for which a process reads an unchanged file once."""
+"""SHA-256 of files, cached in the process until a file changes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import BinaryIO
 from payload.core.regular_files import open_regular
 
 _SETTLED_S = 2.0
-"""A file that was changed this recently may change again within one tick of its file system's
-clock, and would look unchanged. The longest tick is FAT's, two seconds."""
+"""A hash is cached only if the last change is older than this. A second change within one tick of
+the file system's clock would go unnoticed; the longest tick is FAT's, two seconds."""
 _MOST_FILES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Tells a file, as it is now, from every other one and from itself after a change."""
+    """Identity and state of a file; it differs for every other file and after every change."""
 
     device: int
     inode: int
@@ -29,7 +29,7 @@ class _Mark:
 
     @classmethod
     def of(cls, file: BinaryIO) -> _Mark:
-        """Return the mark of an open file."""
+        """Return the identity and state of an open file."""
         now = os.fstat(file.fileno())
         return cls(now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
 
@@ -38,10 +38,10 @@ _known: dict[_Mark, str] = {}
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hash of a file's content. Raises OSError, also for what is no regular file.
+    """Return the SHA-256 of a regular file's content in hexadecimal.
 
-    The content is read again once anything of the file has changed: also its ctime, which the
-    system sets at each change and no program can set back.
+    The file is read again after any change. A change also sets the ctime, which no program can set
+    back. Raises OSError, also if the path is not a regular file.
     """
     with open_regular(path) as file:
         began_ns, mark = time.time_ns(), _Mark.of(file)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, what stands in the way of one, and free space."""
+"""Atomic writes, moving unexpected files aside, and free disk space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.core.links import no_follow
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what is damaged, so that it is neither lost nor in the way; return its new name."""
+    """Rename a damaged file to `<name>.damaged-<number>`; return the new path."""
     taken = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
     aside = next(each for each in taken if not os.path.lexists(each))
     path.rename(aside)
@@ -20,7 +20,7 @@ def set_aside(path: Path) -> Path:
 
 
 def is_odd_file(path: Path) -> bool:
-    """Tell whether something else has a file's name: a folder, a pipe, a dead link."""
+    """Return True if the path exists and is not a regular file: a folder, a pipe, a broken link."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except OSError:
@@ -28,12 +28,12 @@ def is_odd_file(path: Path) -> bool:
 
 
 def require_file(path: Path) -> Path | None:
-    """Set aside a folder, pipe or dead link with a file's name; return its new name, or None."""
+    """Move a folder, pipe or broken link at `path` aside; return its new path, or None."""
     return set_aside(path) if is_odd_file(path) else None
 
 
 def discard(path: Path) -> None:
-    """Remove a file that is not needed any more; what is no file is set aside. Raises OSError."""
+    """Remove a file; move a folder, pipe or broken link aside instead. Raises OSError."""
     if require_file(path) is None:
         path.unlink(missing_ok=True)
 
@@ -41,9 +41,10 @@ def discard(path: Path) -> None:
 def write_whole(
     path: Path, content: str | bytes, *, durable: bool = True, is_private: bool = False
 ) -> None:
-    """Write `content` beside, then rename: whole or absent; if `durable`, after a power cut too.
+    """Write a file atomically: to a temporary file, which is then renamed.
 
-    If `is_private`, this user alone may read it. Raises OSError.
+    If `durable`, the file also survives a power cut. If `is_private`, only this user can read it.
+    Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -64,7 +65,7 @@ def write_whole(
 
 
 def fsync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk: a rename in it survives a power cut only after this."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -73,7 +74,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk that `folder` is on, or will be."""
-    whole = folder.absolute()
-    there = next(each for each in (whole, *whole.parents) if each.is_dir())
-    return shutil.disk_usage(there).free
+    """Return the free space of the file system of `folder`, which need not exist yet."""
+    path = folder.absolute()
+    existing = next(each for each in (path, *path.parents) if each.is_dir())
+    return shutil.disk_usage(existing).free

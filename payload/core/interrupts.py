@@ -1,6 +1,6 @@
-"""Presses of Ctrl-C are counted, not signals: one request may arrive as two.
+"""Count presses of Ctrl-C rather than signals, as one press can arrive as two signals.
 
-`timeout -s INT` signals its command and then its process group, which the command is in, too.
+`timeout -s INT` signals its command, and then the process group that contains the command.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import time
 from types import FrameType
 
 PRESS_S = 0.2
-"""A signal this soon after a press belongs to it: nobody presses again that fast."""
+"""A signal within this time of a press belongs to that press."""
 
 
 class Presses:
-    """Tells a new press from the second signal of the last one."""
+    """Distinguishes a new press from a second signal of the same press."""
 
     def __init__(self) -> None:
         self._last_s = -math.inf
 
     def is_new(self) -> bool:
-        """Note a signal that came now; return whether it is a press of its own."""
+        """Record a signal that arrives now; return True if it is a new press."""
         now_s = time.monotonic()
         if now_s - self._last_s < PRESS_S:
             return False
@@ -30,12 +30,12 @@ class Presses:
 
 
 def interrupt_once() -> None:
-    """Let a press of Ctrl-C raise KeyboardInterrupt once; for a program as it starts.
+    """Make each press of Ctrl-C raise KeyboardInterrupt only once.
 
-    A second one would break off what the first one does, such as saying what costs money.
+    A second signal would interrupt the handling of the first, such as a warning about costs.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return  # ignored, as in the background of a script
+        return  # SIGINT is ignored, as for a script's background job
     presses = Presses()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Symbolic links: which lead out of a folder, and files opened without following one."""
+"""Symbolic links: find those that leave a folder, and open files without following links."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from payload.core.printable_text import printable
 
 
 def inside_folder(path: Path, *, home: Path | None = None) -> Path:
-    """Return the path of a file in the folder `home`, by default its own.
+    """Return `path` if it resolves to a file inside the folder `home`, by default its parent.
 
-    Raises OSError for a link that leads out of that folder: whoever made the folder could have any
-    file read, and copied into what is made of it. The hub's cache keeps its files in `blobs`,
-    beside `snapshots`; links to them are followed.
+    Raises OSError for a link that leads out of that folder: its author could make a command read
+    any file and copy it to the output. The hub's cache stores files in `blobs`, next to
+    `snapshots`; links to these are followed.
     """
     folder, target = (Path(os.path.realpath(each)) for each in (home or path.parent, path))
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
@@ -27,10 +27,10 @@ def inside_folder(path: Path, *, home: Path | None = None) -> Path:
 
 
 def links_out(folder: Path, *, home: Path | None = None) -> Iterator[Path]:
-    """Yield the links below `folder` that lead out of the folder `home`, by default the same.
+    """Yield the links below `folder` that lead out of the folder `home`, by default `folder`.
 
-    `folder` itself is one of them where it leads out of `home`. A folder that cannot be listed has
-    none.
+    If `folder` itself leads out of `home`, only `folder` is yielded. Folders that cannot be listed
+    are skipped.
     """
     inside, waiting = os.path.realpath(home or folder), [folder]
     if home is not None and _leads_out(folder, inside):
@@ -51,7 +51,7 @@ def _leads_out(path: Path | str, inside: str) -> bool:
 
 
 def refuse_links(path: Path, *, below: Path) -> Path:
-    """Return `path`. Raises OSError where a part of it below the folder `below` is a link."""
+    """Return `path`. Raises OSError if one of its parts below the folder `below` is a link."""
     place = below
     for part in path.relative_to(below).parts:
         place /= part
@@ -61,10 +61,10 @@ def refuse_links(path: Path, *, below: Path) -> Path:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return True for a folder that is no link to one."""
+    """Return True if the path is a folder and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file, but never through a symlink in its place; an `opener` of `open`."""
+    """Open a file without following a symlink at `path`; usable as the `opener` of `open`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""Members of a seam: the files of a package, each with one object."""
+"""Plug-ins of a package: its files, each with one object."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import ModuleType
 
 
 def member_names(package: ModuleType, *, besides: Collection[str]) -> list[str]:
-    """Return the names of a package's members in alphabetical order: all files but `besides`."""
+    """Return the names of a package's files in alphabetical order, without those in `besides`."""
     found = (module.name for module in pkgutil.iter_modules(package.__path__))
     return sorted(name for name in found if name not in besides)
 
 
 def file_name(member: object) -> str:
-    """Return the name of the file that defines the class of a member."""
+    """Return the name of the file that defines the class of `member`, without its suffix."""
     return type(member).__module__.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Command lines and environments of Python processes that run modules of this package."""
+"""Command lines and environments for processes that run modules of this package."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
-"""`-P` as a variable, for a launcher that writes its ranks' command lines itself."""
+"""The variable for `-P`, for a launcher that writes the ranks' command lines itself."""
 
 
-def module_words(module: str, *words: str, python: str = sys.executable) -> list[str]:
+def module_words(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
     """Return the command line that runs a module.
 
-    Without `-P`, Python looks in the current folder first: a folder `payload` or a file `json.py`
-    that somebody has put there would run in place of this package or the standard library. So the
-    process needs `code_environment`, or this package installed.
+    Without `-P`, Python searches the current folder first. A folder `payload` or a file `json.py`
+    there would replace this package or the standard library. With `-P`, the process needs
+    `code_environment`, unless this package is installed.
     """
-    return [python, "-P", "-m", module, *words]
+    return [python, "-P", "-m", module, *arguments]
 
 
 def code_path(env: Mapping[str, str]) -> str | None:
-    """Return a PYTHONPATH that begins with this package's parent folder; None if installed.
+    """Return a PYTHONPATH that begins with this package's parent folder, or None if installed.
 
-    Empty entries of the one in `env`, which stand for the current folder, are left out.
+    Empty entries of `env`'s PYTHONPATH mean the current folder and are left out.
     """
     root = Path(__file__).absolute().parents[2]
     if root in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}:
@@ -34,9 +34,9 @@ def code_path(env: Mapping[str, str]) -> str | None:
 
 
 def code_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with this package on Python's path, for processes of its modules.
+    """Return `env` with a PYTHONPATH from which this package can be imported.
 
-    An empty entry of the path is left out, also where this package is installed.
+    Empty entries are left out, also if this package is installed.
     """
     path = code_path(env) or os.pathsep.join(_entries(env))
     others = {name: value for name, value in env.items() if name != "PYTHONPATH"}

@@ -1,7 +1,7 @@
-"""This user's key, by which a record shows that this user's commands made it.
+"""Signs records with this user's key, to verify later that this user's commands wrote them.
 
-It lies outside of all runs and projects, in this user's own state folder. Whoever made a folder
-cannot have signed what is in it.
+The key is in the user's state folder, outside of all runs and projects. So a folder from another
+user cannot contain valid signatures.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _KEY_BYTES = 32
 
 
 def sign(*parts: Any) -> str:
-    """Return a proof of what JSON makes of `parts`, in hexadecimal; empty where no key can be made.
+    """Return the signature of `parts` as JSON, in hexadecimal; empty if no key can be created.
 
-    The first part says what kind of record it is, the next ones where it lies.
+    The first part names the kind of record, the next parts its location.
     """
     key = _key(make=True)
     return "" if key is None else _proof(key, parts)
 
 
 def is_signed(proof: str, *parts: Any) -> bool:
-    """Return True for the proof that `sign` gave for the same parts with this user's key."""
+    """Return True if `proof` is the signature of `parts` by this user's key."""
     key = _key()
     return key is not None and hmac.compare_digest(proof.encode(), _proof(key, parts).encode())
 
@@ -45,8 +45,8 @@ def _proof(key: bytes, parts: tuple[Any, ...]) -> str:
 
 
 def _key(*, make: bool = False) -> bytes | None:
-    """Return this user's key, which `make` writes where there is none; None without one."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
+    """Return this user's key, which `make` creates if it is missing, or None."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: the home folder is unknown
         state = Path(os.environ.get("XDG_STATE_HOME", ""))
         folder = (state if state.is_absolute() else Path.home() / ".local/state") / "tileforge"
         found = _read_key(folder / _KEY_FILE)
@@ -61,7 +61,7 @@ def _key(*, make: bool = False) -> bytes | None:
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                # Two commands may begin at once: the first one's stands.
+                # Of two commands that create a key at the same time, the first one's key is kept.
                 os.link(beside, folder / _KEY_FILE)
             except OSError:  # it exists, or the file system has no links
                 if _read_key(folder / _KEY_FILE) is None:
@@ -73,7 +73,7 @@ def _key(*, make: bool = False) -> bytes | None:
 
 
 def _read_key(path: Path) -> bytes | None:
-    """Return the key in a file; None where it is missing or damaged."""
+    """Return the key in a file, or None if the file is missing or damaged."""
     with suppress(OSError):
         found = read_bytes(path, limit_bytes=_KEY_BYTES)
         return found if len(found) == _KEY_BYTES else None

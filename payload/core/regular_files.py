@@ -1,4 +1,4 @@
-"""Files that another program wrote: regular ones alone, of bounded size."""
+"""Read files of other programs safely: only regular files, of limited size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_FILE_BYTES = 64 * 2**20
-"""Larger than any JSON file that Tileforge writes, but for metrics.jsonl."""
+"""Larger than any JSON file of Tileforge, except metrics.jsonl."""
 
 
 def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
     """Open a regular file for reading.
 
-    Raises OSError also for anything else in its place (a folder, a pipe, a device), so that
-    reading cannot block, and unless it `follows` links for a link.
+    Raises OSError also for a folder, a pipe or a device, so that reading cannot block, and for a
+    link unless `follows`.
     """
     link = 0 if follows else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)
@@ -33,8 +33,8 @@ def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
 def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return a regular file's content.
 
-    Raises OSError also for anything else in its place, and for a file over `limit_bytes`, so that
-    reading can neither block nor fill the memory.
+    Raises OSError also if the path is not a regular file or the file is over `limit_bytes`, so
+    that reading can neither block nor fill the memory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
@@ -44,7 +44,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def can_see(path: Path) -> bool:
-    """Return True if the path exists and this user may look at it."""
+    """Return True if the path exists and this user has access to it."""
     try:
         return path.exists()
     except OSError:
@@ -52,7 +52,7 @@ def can_see(path: Path) -> bool:
 
 
 def home_path(text: str) -> Path:
-    """Return the path with `~` replaced; that of an unknown user stays as it is."""
+    """Return the path with `~` expanded; `~user` of an unknown user is unchanged."""
     with suppress(RuntimeError):
         return Path(text).expanduser()
     return Path(text)

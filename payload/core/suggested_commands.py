@@ -1,4 +1,4 @@
-"""Commands that messages tell the user to type, in words that work where the user is."""
+"""Command lines for messages, which work when pasted into the user's shell."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from pathlib import Path
 from payload.core.printable_text import printable
 
 CONSOLE = "TILEFORGE_CONSOLE"
-"""Where `tileforge` lies, in the environment of what it starts."""
+"""Environment variable with the path of `tileforge`, for the processes that it starts."""
 
-_CONSOLE_WORDS = {
+_SUBCOMMANDS = {
     "orchestrate": (),
     **{name: (name,) for name in ("data", "train", "finetune", "generate", "evaluate", "export")},
     "report": ("report",),
     "storage": ("storage",),
 }
-"""Names that stand for a program after `tileforge`."""
+"""The subcommand of `tileforge` for each program."""
 
 
 def quoted(text: str) -> str:
-    """Return text as one word of a shell's command line that is shown to people.
+    """Return text quoted for a shell command that is shown to people.
 
-    What people see has no control characters, and one that is removed after quoting may take a
-    quote with it: the rest of the text would be the shell's.
+    Control characters are removed first. Removed after quoting, an escape sequence could include
+    the closing quote, and the shell would run the rest of the text.
     """
     return shlex.quote(printable(text))
 
 
 def program_name() -> str:
-    """Return how the user calls the one command: `tileforge`, its path, or `python -m payload`."""
+    """Return the program as the user calls it: `tileforge`, its path, or `python -m payload`."""
     console = os.environ.get(CONSOLE)
     if console is None:
-        return f"{_interpreter_words()} -m payload"
+        return f"{_python_command()} -m payload"
     found = shutil.which("tileforge")
     is_on_path = found is not None and Path(found).absolute() == Path(console).absolute()
     return "tileforge" if is_on_path else quoted(console)
@@ -46,19 +46,18 @@ def program_name() -> str:
 def command(program: str, *arguments: str) -> str:
     """Return the command line that starts `payload.<program>` from the user's current folder.
 
-    Where the user typed `tileforge`, so does the message. Else it is `python -m payload.<program>
-    ...` where `python` is the interpreter that runs this and the package can be imported.
-    Otherwise the interpreter's path, PYTHONPATH or `cd` are added.
+    If the user typed `tileforge`, the command uses it too. Otherwise it is `python -m
+    payload.<program> ...`, with the interpreter's path, PYTHONPATH or `cd` added if needed.
     """
-    if CONSOLE in os.environ and program in _CONSOLE_WORDS:
-        rest = map(quoted, (*_CONSOLE_WORDS[program], *arguments))
+    if CONSOLE in os.environ and program in _SUBCOMMANDS:
+        rest = map(quoted, (*_SUBCOMMANDS[program], *arguments))
         return " ".join([program_name(), *rest])
-    words = [_interpreter_words(), "-m", f"payload.{program}", *map(quoted, arguments)]
-    return " ".join(words)
+    argv = [_python_command(), "-m", f"payload.{program}", *map(quoted, arguments)]
+    return " ".join(argv)
 
 
-def _interpreter_words() -> str:
-    return _command_words(
+def _python_command() -> str:
+    return _python_command_from(
         executable=sys.executable,
         root=Path(__file__).resolve().parents[2],
         cwd=Path.cwd(),
@@ -67,17 +66,17 @@ def _interpreter_words() -> str:
     )
 
 
-def _command_words(
+def _python_command_from(
     *, executable: str, root: Path, cwd: Path, env: Mapping[str, str], site_folders: list[str]
 ) -> str:
-    """Return what has to stand before `-m`; `root` is the folder that `payload` is in."""
+    """Return the part of a command line before `-m`; `root` is the parent folder of `payload`."""
     before = ""
-    # `make -C` and a script's `cd` leave the user's shell where it was.
+    # The user's shell is still in its own folder after `make -C` or a `cd` in a script.
     shell_folder = env.get("TILEFORGE_SHELL_FOLDER")
     if shell_folder and Path(shell_folder).resolve() != cwd.resolve():
         before = f"cd {quoted(str(cwd))} && "
     if root != cwd.resolve() and root not in [Path(folder).resolve() for folder in site_folders]:
-        # Repeated even if it is set here: it may have been set for this one command.
+        # PYTHONPATH is repeated even if it is set: it may have been set for this command only.
         old = env.get("PYTHONPATH", "").split(os.pathsep)
         others = [entry for entry in old if entry and Path(cwd, entry).resolve() != root]
         before += f"PYTHONPATH={quoted(os.pathsep.join([str(root), *others]))} "
@@ -85,8 +84,8 @@ def _command_words(
 
 
 def _interpreter(executable: str, *, cwd: Path, path: str) -> str:
-    """Return `python` where that is this interpreter, else its shortest path from `cwd`."""
-    # The link itself is not resolved: it is what makes an environment's python the environment's.
+    """Return `python` if that is this interpreter, otherwise its shortest path from `cwd`."""
+    # The link itself is not resolved: a virtual environment's python is a link.
     folder = Path(executable).parent.resolve()
     on_path = shutil.which("python", path=path)
     if on_path is not None and Path(cwd, on_path).parent.resolve() == folder:

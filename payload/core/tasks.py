@@ -1,4 +1,4 @@
-"""CONTRACT: the tasks that data is prepared for, and those that a run trains a model for."""
+"""CONTRACT: the tasks of data preparation and of training."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TrainingTask:
     """One value of `task.kind` in run.toml."""
 
     data: TaskKind
-    """The task that its data is prepared for, as `prepare --task` names it."""
+    """The task of its data, as in `prepare --task`."""
     loss: str
-    """The loss that it minimises: a file below `payload/train/losses`."""
+    """Name of the loss: a file of `payload/train/losses`."""
     splits_model: bool = False
-    """True if ranks that hold parts of the model can compute the loss together."""
+    """True if the loss supports tensor and pipeline parallelism."""
 
 
 TASKS = {

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from payload.config.settings import toml_value
 from payload.core.tasks import TaskKind
 from payload.models.spec import ModelSpec
 
@@ -194,23 +195,12 @@ def render(choices: Iterable[Choice], *, head: Sequence[str]) -> str:
     lines = [f"# {line}".rstrip() for line in head]
     for section, found in sections.items():
         lines += ["", f"[{section}]"]
-        texts = [f"{each.key.partition('.')[2]} = {_toml(each.value)}" for each in found]
+        texts = [f"{each.key.partition('.')[2]} = {toml_value(each.value)}" for each in found]
         width = max(map(len, texts))
         lines += [
             f"{text:<{width}}  # {each.reason}" for text, each in zip(texts, found, strict=True)
         ]
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return repr(value)
 
 
 def _count(params: int) -> str:

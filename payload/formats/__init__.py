@@ -1,1 +1,1 @@
-"""CONTRACT: folders that several packages read: checkpoints, data, tokenizers, Hugging Face's."""
+"""CONTRACT: folder formats that several packages read: checkpoints, data, tokenizers, models."""

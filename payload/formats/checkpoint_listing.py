@@ -1,4 +1,4 @@
-"""CONTRACT: lists a run's checkpoints and tells which are valid. Standard library only."""
+"""CONTRACT: list a run's checkpoints, and validate them against their manifests."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""Files of an adapter's checkpoint, in place of `MODEL_FILES`."""
+"""Files of an adapter's checkpoint; they replace `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
-"""The other files that a resume needs; the tokenizer's are for other programs."""
+"""The other files that a resume needs. Tokenizer files are for other programs."""
 CHECKPOINTS_NAME = "checkpoints"
-"""A run's folder of checkpoints."""
+"""Name of a run's folder of checkpoints."""
 BEST_NAME = "best"
-"""A link beside the checkpoints, to the one with the lowest validation loss."""
+"""Name of the link to the checkpoint with the lowest validation loss."""
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a checkpoint's folder while it is written or removed."""
 
 FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
-"""A checkpoint's folder, by the number of its step."""
+"""Name of a checkpoint's folder, with the step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that change no result: weights are computed with in the run's own dtype."""
+"""Keys of config.json that do not change results. The dtype is the run's, not the config's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestEntry:
-    """One file of a checkpoint, as it was written."""
+    """Size and hash of one file of a checkpoint."""
 
     bytes: int = checked(low=0)
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
@@ -57,7 +57,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """manifest.json: every other file of a checkpoint."""
+    """manifest.json: all other files of a checkpoint."""
 
     files: Mapping[str, ManifestEntry]
     schema_version: int = SCHEMA_VERSION
@@ -65,38 +65,38 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrainerConfig:
-    """The part of trainer.json that says what was trained."""
+    """The run's settings in trainer.json."""
 
     config_toml: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrainerDtype:
-    """The part of trainer.json that says in what it was trained."""
+    """The compute dtype in trainer.json."""
 
     dtype: Dtype
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the folder of the checkpoint of this step."""
+    """Return the folder name of the checkpoint at `step`."""
     return f"step_{step:08d}"
 
 
 def checkpoint_step(folder: PurePath) -> int:
-    """Return the number of steps that a checkpoint's folder has behind it."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(folder.name.partition("_")[2])
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """List the folders named as checkpoints, oldest first, whatever they hold.
+    """List the folders with a checkpoint's name, oldest first, whatever their contents.
 
-    Symlinks are left out: whoever made the run's folder could lead to another run's checkpoints.
+    Symlinks are left out, as they could lead to another run's checkpoints.
     """
     return [path for path in _named_folders(checkpoints) if not path.is_symlink()]
 
 
 def _named_folders(checkpoints: Path) -> list[Path]:
-    """List what is named as a checkpoint; nothing where the folder leads out of the run's."""
+    """List paths with a checkpoint's name; none if `checkpoints` is a link out of the run."""
     try:
         require_own(checkpoints)
     except CheckpointError:
@@ -108,9 +108,10 @@ def _named_folders(checkpoints: Path) -> list[Path]:
 
 
 def require_own(path: Path) -> None:
-    """Raise CheckpointError where a run's checkpoint, or folder of them, is a link out of the run.
+    """Raise CheckpointError if a checkpoint or folder of checkpoints is a link out of its run.
 
-    `best` leads to a checkpoint beside it. A link elsewhere is one that a person has named.
+    The link `best` must lead to a checkpoint in the same folder. Links at other paths are accepted,
+    as the user named them.
     """
     if path.name == CHECKPOINTS_NAME:
         home = path.parent
@@ -121,7 +122,9 @@ def require_own(path: Path) -> None:
     try:
         inside_folder(path, home=home)
         if path.is_symlink() and path.resolve().parent != path.parent.resolve():
-            raise OSError(errno.ELOOP, "a link that leads to no checkpoint beside it", str(path))
+            raise OSError(
+                errno.ELOOP, "a link that does not lead to a checkpoint in its folder", str(path)
+            )
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}. Name another checkpoint.") from None
 
@@ -129,9 +132,9 @@ def require_own(path: Path) -> None:
 def newest_sound(
     checkpoints: Path, *, passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None
 ) -> Path | None:
-    """Return the newest folder whose files are those of its manifest, or None.
+    """Return the newest checkpoint whose files match its manifest, or None.
 
-    Reads every file of it. `passed_over` is told of each damaged one and what is wrong with it.
+    All of its files are read. `passed_over` is called with each damaged checkpoint and its problem.
     """
     for folder in reversed(_named_folders(checkpoints)):
         problems = ["it is a link."] if folder.is_symlink() else manifest_problems(folder)
@@ -142,10 +145,10 @@ def newest_sound(
 
 
 def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
-    """Return the folders that may have the lowest validation loss; the first is named the best.
+    """Return the checkpoints that may have the lowest validation loss; the first is the best.
 
-    `val_losses` is by step. A checkpoint whose step was not evaluated is no candidate, but for the
-    one that `best` leads to: its loss was lost, so nobody can tell whether another's is lower.
+    `val_losses` is by step. A checkpoint that was not evaluated is not a candidate, except the one
+    that the link `best` names: its loss was lost, so it cannot be compared.
     """
     folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
     lowest = best_step(folders, val_losses)
@@ -161,21 +164,21 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
 
 
 def best_step(steps: Iterable[int], val_losses: Mapping[int, float]) -> int | None:
-    """Return the step with the lowest validation loss, of equals the last.
+    """Return the step with the lowest validation loss, the last of equal ones.
 
-    `val_losses` is by step. A step without a finite loss is no candidate; None where all are such.
-    """
+    `val_losses` is by step. Steps without a finite loss are left out; returns None if no step
+    remains."""
     rated = [step for step in steps if math.isfinite(val_losses.get(step, math.nan))]
     return min(rated, key=lambda step: (val_losses[step], -step), default=None)
 
 
 def partial_checkpoints(checkpoints: Path) -> list[Path]:
-    """List what interrupted writes left, or the one under way."""
+    """List the folders of interrupted or current writes of checkpoints."""
     return list(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, also when it lists no file."""
+    """Read a checkpoint's manifest. Raises CheckpointError, also if it lists no file."""
     path, fix = folder / MANIFEST_FILE, "Use another checkpoint."
     try:
         raw = parse_json(read_bytes(path), where=str(path), error=CheckpointError, fix=fix)
@@ -187,12 +190,12 @@ def load_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: lists no file. {fix}")
     odd = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
     if odd:
-        raise CheckpointError(f"{path}: {odd[0][:60]!r} is no file name. {fix}")
+        raise CheckpointError(f"{path}: {odd[0][:60]!r} is not a file name. {fix}")
     return manifest
 
 
 def manifest_problems(folder: Path) -> list[str]:
-    """List what differs from the manifest, one sentence each; empty for a sound checkpoint."""
+    """Return a sentence for each difference from the manifest; empty for a valid checkpoint."""
     try:
         manifest = load_manifest(folder)
     except CheckpointError as error:
@@ -204,7 +207,7 @@ def manifest_problems(folder: Path) -> list[str]:
 
 
 def listing_problem(manifest: Manifest) -> str | None:
-    """Return a sentence where a manifest lacks a file that a resume needs, else None."""
+    """Return a sentence if a manifest lacks a file that a resume needs, otherwise None."""
     is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
     needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
     missing = next((name for name in needed if name not in manifest.files), None)
@@ -212,7 +215,7 @@ def listing_problem(manifest: Manifest) -> str | None:
 
 
 def checkpoint_config(folder: Path) -> str | None:
-    """Return the run.toml that a checkpoint was trained by, or None where it does not say."""
+    """Return the run.toml that a checkpoint was trained with, or None if it is not recorded."""
     path = folder / TRAINER_FILE
     try:
         raw = parse_json(read_bytes(path), where=str(path))
@@ -222,7 +225,7 @@ def checkpoint_config(folder: Path) -> str | None:
 
 
 def checkpoint_dtype(folder: Path) -> Dtype | None:
-    """Return the dtype that a checkpoint was trained in, or None where it does not say."""
+    """Return the dtype that a checkpoint was trained in, or None if it is not recorded."""
     path = folder / TRAINER_FILE
     try:
         raw = parse_json(read_bytes(path), where=str(path))
@@ -232,7 +235,7 @@ def checkpoint_dtype(folder: Path) -> Dtype | None:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the hash over a model folder's files with weights: what an adapter's base is known by.
+    """Return the hash of all weight files of a model's folder, which identifies an adapter's base.
 
     Raises CheckpointError for a damaged index, for files that cannot be read and for links that
     lead out of the folder.
@@ -242,14 +245,12 @@ def weights_sha256(folder: Path) -> str:
         try:
             digest.update(sha256_of(own_file(folder, name)).encode())
         except OSError as error:
-            raise CheckpointError(
-                f"{folder / name}: {error.strerror}. Put the weights back in that place."
-            ) from None
+            raise CheckpointError(f"{folder / name}: {error.strerror}. Restore the file.") from None
     return digest.hexdigest()
 
 
 def config_sha256(folder: Path) -> str:
-    """Return the hash of what a model folder's config.json says of the arithmetic.
+    """Return the hash of the keys of config.json that affect results.
 
     Raises CheckpointError.
     """
@@ -264,9 +265,9 @@ def _file_problem(path: Path, entry: ManifestEntry) -> str | None:
             return f"{path.name}: missing."
         size = path.stat().st_size
         if size != entry.bytes:
-            return f"{path.name}: {size} bytes, the manifest says {entry.bytes}."
+            return f"{path.name}: {size} bytes, but {entry.bytes} in the manifest."
         if sha256_of(path) != entry.sha256:
-            return f"{path.name}: its sha256 is not the manifest's."
+            return f"{path.name}: its SHA-256 differs from the manifest."
     except OSError as error:
         return f"{path.name}: cannot be read ({error.strerror})."
     return None

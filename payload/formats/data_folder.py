@@ -1,6 +1,6 @@
-"""CONTRACT: what a data folder holds, as its meta.json says.
+"""CONTRACT: the contents of a data folder, recorded in its meta.json.
 
-meta.json is written last, so a folder without it is not finished.
+meta.json is written last, so a folder without it is incomplete.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ VAL_NAME = "val.bin"
 TRAIN_MARKS_NAME = "train.marks.bin"
 VAL_MARKS_NAME = "val.marks.bin"
 EXAMPLES_NAMES = {TRAIN_NAME: "train.examples.bin", VAL_NAME: "val.examples.bin"}
-"""For each token file of labelled texts, the file of their places and labels."""
+"""For each token file of labelled texts, the file with their offsets and labels."""
 EXAMPLE_BYTES = 16
 PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
-"""For each token file of preference pairs, the file of their places."""
+"""For each token file of preference pairs, the file with their offsets."""
 PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
-"""Most tokens of a label's name that meta.json has."""
+"""Most tokens of a label's name in meta.json."""
 FOLDER_WORD = "folder"
-"""Stands before a folder in `source`, where that could be a dataset at the hub."""
+"""Prefix of a folder in `source` whose name could be a dataset on the hub."""
 SCHEMA_VERSION = 1
 IGNORED_TARGET = -100
-"""A position that the loss leaves out; PyTorch's own default for cross entropy."""
+"""Target of a position without loss; PyTorch's default for cross entropy."""
 
 RANGE_BYTES = 256 * 1024
-"""A block of 1,024 tokens is 2 kB: hashing a range takes 0.2 ms, training on one block 200 ms."""
+"""Bytes of a hashed range. Hashing one takes 0.2 ms, training on 1,024 tokens (2 kB) 200 ms."""
 HASH_DIGITS = 32
-"""Digits of the sha256's 64: half of meta.json, and 128 bits still cannot be forged."""
+"""Digits kept of a range's SHA-256: 128 bits are secure, and meta.json is half as large."""
 
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
@@ -61,7 +61,7 @@ _FILES: dict[TaskKind, frozenset[str]] = {
     | {TRAIN_MARKS_NAME, VAL_MARKS_NAME}
     | frozenset(PAIRS_NAMES.values()),
 }
-"""Files of each task's folder, the tokenizer's left out."""
+"""Files of each task's folder, without the tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +71,17 @@ class DataFile:
     bytes: int = checked(low=0)
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
-    """The first digits of the sha256 of each RANGE_BYTES, which training checks as it reads; empty
-    in folders that older releases made."""
+    """The first digits of the SHA-256 of each RANGE_BYTES, which training verifies as it reads;
+    empty in folders of older releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRecord:
-    """How documents were chosen for validation."""
+    """How documents were selected for validation."""
 
     method: Literal["permutation", "hash", "stratified"]
-    """`permutation`: the same documents as `datasets`' train_test_split; `hash`: by a keyed hash of
-    the document's number, where the number of documents was not known beforehand; `stratified`: the
+    """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
+    the document's number, if the number of documents was not known in advance. `stratified`: the
     same share of each label's texts."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
@@ -89,12 +89,12 @@ class SplitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRecord:
-    """Contents of a chat folder: blocks of whole conversations, and which tokens are trained."""
+    """Contents of a chat folder: blocks of whole conversations, and the tokens with loss."""
 
     sequence_length: int = checked(low=2, high=2**20)
-    """Tokens of a block; training takes no other."""
+    """Tokens of a block; training must use the same length."""
     packing: Literal["best-fit", "none"]
-    """`none`: one conversation a block, the rest of it padding."""
+    """`none`: one conversation a block, with padding."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=1)
     """Tokens that the loss covers."""
@@ -102,45 +102,45 @@ class ChatRecord:
     train_padding_tokens: int = checked(low=0)
     val_padding_tokens: int = checked(low=0)
     truncated_conversations: int = checked(low=0)
-    """Longer than a block: their end is left out."""
+    """Conversations longer than a block, which were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Without a trained token, some of them because their answers lie behind the cut."""
+    """Conversations without a trained token, some as truncation removed their answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyRecord:
-    """Contents of a folder for classification besides its texts."""
+    """Labels and counts of a folder for classification."""
 
     labels: tuple[str, ...]
-    """By number."""
+    """Names of the labels, by number."""
     train_counts: tuple[int, ...] = checked(low=1)
     """Texts of each label."""
     val_counts: tuple[int, ...] = checked(low=1)
     pad_token: int = checked(low=0)
-    """Fills up a batch's shorter texts."""
+    """Padding of a batch's shorter texts."""
     label_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens of each label's name behind a space.
+    """Tokens of each label's name after a space.
 
-    None in folders of older versions, and where the tokenizer gives a name no tokens.
+    Empty in folders of older releases, and if the tokenizer returns no tokens for a name.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Contents of a folder of preference pairs: two conversations each, the better one first."""
+    """Contents of a folder of preference pairs: two conversations each, the preferred one first."""
 
     sequence_length: int = checked(low=2, high=2**20)
-    """Most tokens of a conversation; training takes no other length."""
+    """Most tokens of a conversation; training must use the same length."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=2)
     """Tokens of the answers, which the loss covers."""
     val_trained_tokens: int = checked(low=2)
     truncated_answers: int = checked(low=0)
-    """Answers that lost their end."""
+    """Number of truncated answers."""
     truncated_tokens: int = checked(low=0)
     pad_token: int = checked(low=0)
-    """Fills up a batch's shorter conversations."""
+    """Padding of a batch's shorter conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +149,14 @@ class DataMeta:
 
     tokenizer: str
     tokenizer_sha256: str
-    """Hash of its vocabulary with the merges."""
+    """Hash of the vocabulary and merges."""
     tokenizer_pipeline_sha256: str = ""
-    """Hash of everything of the tokenizer that changes tokens (payload.formats.tokenizer_identity).
+    """Hash of all settings that affect the tokens (payload.formats.tokenizer_identity).
 
-    Empty in folders of older versions, which have the vocabulary's `tokenizer_sha256` alone.
+    Empty in folders of older releases, which have only `tokenizer_sha256`.
     """
     tokenizer_files: dict[str, DataFile] = field(default_factory=dict)
-    """The tokenizer's own files in the folder, by name; none for GPT-2's, which is packaged."""
+    """The tokenizer's files in the folder, by name; empty for GPT-2's, which is packaged."""
     vocab_size: int = checked(low=1, high=2**32)
     end_of_text: int = checked(low=0)
     """Token that ends every document."""
@@ -167,41 +167,41 @@ class DataMeta:
     train_documents: int = checked(low=0)
     val_documents: int = checked(low=0)
     skipped_documents: int = checked(low=0)
-    """Left out as unreadable because --skip-bad allowed it."""
+    """Unreadable documents that --skip-bad left out."""
     skipped_examples: list[str] = field(default_factory=list)
-    """Where the first few of them are and what was wrong."""
+    """Location and problem of the first skipped documents."""
     text_bytes: int = checked(low=0)
     """UTF-8 bytes that were tokenized."""
     source: str = checked(pattern=PLAIN_TEXT, wanted="one line without control characters")
-    """Kind and place, as in `jsonl: corpus/part-*.jsonl`."""
+    """Kind and location, as in `jsonl: corpus/part-*.jsonl`."""
     revision: str | None
-    """The hub's commit, the Python version for `stdlib`, else None."""
+    """The hub's commit, the Python version for `stdlib`, otherwise None."""
     fingerprint: str
-    """sha256 over the source's files (name, size, time) and the settings that shape the output."""
+    """SHA-256 of the source's files (name, size, time) and the settings that affect the output."""
     split: SplitRecord
     encoder: str
-    """The program that made the tokens, as in `gigatoken 0.10.0`; checked against tiktoken."""
+    """The program that produced the tokens, as in `gigatoken 0.10.0`."""
     files: dict[str, DataFile]
     task: TaskKind = "text"
     chat: ChatRecord | None = None
-    """For the task `chat` alone."""
+    """Only for the task `chat`."""
     classify: ClassifyRecord | None = None
-    """For the task `classify` alone."""
+    """Only for the task `classify`."""
     preference: PreferenceRecord | None = None
-    """For the task `preference` alone."""
+    """Only for the task `preference`."""
     schema_version: int = SCHEMA_VERSION
 
     def hashes(self) -> dict[str, str]:
-        """Return the sha256 of each file that training reads, by name."""
+        """Return the SHA-256 of each file that training reads, by name."""
         return {name: entry.sha256 for name, entry in self.files.items()}
 
     def all_files(self) -> dict[str, DataFile]:
-        """Return the token files and the tokenizer's."""
+        """Return the token files and the tokenizer's files."""
         return {**self.files, **self.tokenizer_files}
 
 
 def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
-    """Raise ConfigError when a run's `task.kind` is another one than the data's."""
+    """Raise ConfigError if a run's `task.kind` differs from the data's task."""
     if meta.task != task:
         raise ConfigError(
             f"task.kind = {task!r}, but {folder} was prepared with --task {meta.task}. Set "
@@ -210,7 +210,7 @@ def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
 
 
 def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: int) -> None:
-    """Raise ConfigError for another sequence length than the folder was prepared for."""
+    """Raise ConfigError if the sequence length differs from the one of the prepared data."""
     record = meta.chat or meta.preference
     if record is not None and sequence_length != record.sequence_length:
         was = "packed into blocks" if meta.chat is not None else "prepared for conversations"
@@ -227,15 +227,15 @@ def task_files() -> frozenset[str]:
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
-    """The narrowest type that holds every token: nanoGPT's uint16 up to 65,536."""
+    """Return the narrowest dtype for the vocabulary: uint16 up to 65,536 tokens, as in nanoGPT."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def load_meta(folder: Path) -> DataMeta:
-    """Read a prepared folder's meta.json and compare the files' sizes with it.
+    """Read a prepared folder's meta.json, and check the sizes of the files.
 
-    Raises DataError, which says how to make the folder, when it is missing or damaged. A link out
-    of the folder is refused: whoever made it could have any file of that size trained on.
+    Raises DataError with the command that prepares the folder if it is missing or damaged. Links
+    out of the folder are refused: they could lead training to any file of the right size.
     """
     path = folder / META_NAME
     remedy = how_to_make_again(folder, source=None)
@@ -255,10 +255,10 @@ def load_meta(folder: Path) -> DataMeta:
 
 
 def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
-    """Refuse numbers that contradict each other: sizes of what is read follow from them."""
-    wanted = _FILES[meta.task]
-    if set(meta.files) != wanted:
-        raise DataError(f"{path}: files has not just {' and '.join(sorted(wanted))}. {remedy}")
+    """Raise DataError for contradicting numbers, as sizes of reads depend on them."""
+    expected = _FILES[meta.task]
+    if set(meta.files) != expected:
+        raise DataError(f"{path}: files must be {' and '.join(sorted(expected))}. {remedy}")
     records = {"chat": meta.chat, "classify": meta.classify, "preference": meta.preference}
     for name, found in records.items():
         if (meta.task == name) != (found is not None):
@@ -267,14 +267,16 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
             )
     pairs = meta.preference
     if pairs is not None and pairs.pad_token >= meta.vocab_size:
-        raise DataError(f"{path}: preference has a pad_token that is no token. {remedy}")
+        raise DataError(f"{path}: preference.pad_token is not in the vocabulary. {remedy}")
     record = meta.classify
     if record is not None:
         counts = (
             (record.train_counts, meta.train_documents),
             (record.val_counts, meta.val_documents),
         )
-        is_whole = all(len(each) == len(record.labels) and sum(each) == of for each, of in counts)
+        is_whole = all(
+            len(each) == len(record.labels) and sum(each) == total for each, total in counts
+        )
         is_known = len(set(record.labels)) == len(record.labels) >= 2
         names = record.label_tokens
         tokens = (record.pad_token, *(token for each in names for token in each))
@@ -284,10 +286,10 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         )
         is_whole = is_whole and is_named and all(0 <= each < meta.vocab_size for each in tokens)
         if not is_whole or not is_known:
-            raise DataError(f"{path}: classify has counts or labels that do not fit. {remedy}")
-    strange = sorted(set(meta.tokenizer_files) - set(TOKENIZER_FILES))
-    if strange:
-        raise DataError(f"{path}: {shown(strange[0])} is no tokenizer's file. {remedy}")
+            raise DataError(f"{path}: classify has inconsistent counts or labels. {remedy}")
+    unknown = sorted(set(meta.tokenizer_files) - set(TOKENIZER_FILES))
+    if unknown:
+        raise DataError(f"{path}: {shown(unknown[0])} is not a tokenizer's file. {remedy}")
     token_bytes = 2 if meta.dtype == "uint16" else 4
     sizes = {
         TRAIN_NAME: (meta.train_tokens, token_bytes),
@@ -325,6 +327,6 @@ def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> 
         ) from None
     if status.st_size != expected.bytes:
         raise DataError(
-            f"{folder / name}: {status.st_size:,} bytes, meta.json says {expected.bytes:,}. "
+            f"{folder / name}: {status.st_size:,} bytes, but {expected.bytes:,} in meta.json. "
             f"{how_to_make_again(folder, source=source)}"
         )

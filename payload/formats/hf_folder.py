@@ -1,7 +1,7 @@
 """CONTRACT: a model's folder in the Hugging Face layout: its files, and its config.json.
 
-Such a folder comes from the hub, from another trainer or from a checkpoint: it is read as what
-others wrote. What the config means is for payload.models.
+The folder is from the hub, another trainer or a checkpoint, so it is untrusted. payload.models
+interprets the config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Every file that a tokenizer may consist of; a folder has some of them."""
+"""All files that a tokenizer can have; a folder has some of them."""
 
 FIX = "Name a folder in the Hugging Face layout."
 _REPAIR = "Repair the folder, or name another one."
@@ -36,10 +36,10 @@ _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
 def own_file(folder: Path, name: str, *, error: type[TileforgeError] = CheckpointError) -> Path:
-    """Return the path of a file of a model's folder; there need not be one.
+    """Return the path of a file of a model's folder; the file need not exist.
 
-    Raises `error` for a link that leads out of the folder: what is behind it would be copied into
-    what is made of the model, or sent to a node.
+    Raises `error` for a link that leads out of the folder, as its target could be copied to an
+    output or sent to a node.
     """
     path = folder / name
     try:
@@ -49,18 +49,18 @@ def own_file(folder: Path, name: str, *, error: type[TileforgeError] = Checkpoin
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Read config.json of `folder`, an object. Raises CheckpointError when absent or damaged."""
+    """Read config.json of `folder`. Raises CheckpointError if it is missing or damaged."""
     path = own_file(folder, CONFIG_FILE)
     raw = _read_json(path)
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: {shown(raw)} is no JSON object. {FIX}")
+        raise CheckpointError(f"{path}: {shown(raw)} is not a JSON object. {FIX}")
     return raw
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return the names of the files with the weights, each inside `folder`.
 
-    A folder with one whole file beside an index has the weights of the file, as in transformers.
+    If a folder has both a single file and an index, the single file counts, as in transformers.
     Raises CheckpointError for a damaged index.
     """
     if not has_shards(folder):
@@ -69,14 +69,14 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def has_shards(folder: Path) -> bool:
-    """Say whether the weights in `folder` are those that its index names."""
+    """Return True if the weights in `folder` are shards that its index lists."""
     return (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists()
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return the file that the folder's index names for each tensor.
+    """Return the file of each tensor, from the folder's index.
 
-    Raises CheckpointError for a damaged index, or one that leads out of the folder.
+    Raises CheckpointError for a damaged index, or an index that leads out of the folder.
     """
     index = own_file(folder, INDEX_FILE)
     raw = _read_json(index)
@@ -92,10 +92,10 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[str, bytes]:
-    """Return the tokenizer's files in `folder` by name, for a copy.
+    """Return the contents of the tokenizer's files in `folder`, by name.
 
-    Raises `error` for one that cannot be read, or that is a link out of the folder, and for a .json
-    that is not JSON: only what a tokenizer consists of is copied.
+    Raises `error` for a file that cannot be read, for a link out of the folder, and for a .json
+    file that is not JSON.
     """
     files = {}
     for name in TOKENIZER_FILES:

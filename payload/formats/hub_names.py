@@ -1,7 +1,7 @@
-"""CONTRACT: names on the Hugging Face hub: NAME, OWNER/NAME or either with @REVISION.
+"""CONTRACT: names on the Hugging Face hub: NAME or OWNER/NAME, optionally with @REVISION.
 
-A folder here may have the form of such a name. Whoever made the current folder, as of a project
-that was cloned, could give one the name of a model or a dataset, to be taken in its place.
+A local folder can have the same form. A cloned project, for example, could contain a folder with a
+model's name, which would replace the hub's model.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from payload.core.validation.names import GIT_COMMIT
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?"
 _SPEC = re.compile(rf"(?P<name>{_NAME})(?:@(?P<revision>[\w][\w./-]{{0,254}}))?", re.ASCII)
 _OWN_FOLDERS = ("runs", "data")
-"""Folders that this program makes: `runs/first` is a run, and no model of an owner `runs`."""
+"""Folders of Tileforge: `runs/first` is a run, not a model of an owner `runs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model on the hub; without a revision it is the newest one."""
+    """A model on the hub; without a revision, the newest."""
 
     name: str
     revision: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """Return the name in `text`, or None where it can be none."""
+        """Return the name in `text`, or None if it does not have the form of a hub name."""
         found = _SPEC.fullmatch(text)
         if found is None or ".." in text or "--" in found["name"]:
             return None
@@ -42,42 +42,42 @@ class HubName:
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
     def commit(self) -> str | None:
-        """Return the revision where it is a commit, which is the same files for ever."""
+        """Return the revision if it is a commit, which never changes, otherwise None."""
         return self.revision if GIT_COMMIT.fullmatch(self.revision or "") else None
 
 
 def pinned_name(text: str) -> HubName | None:
-    """Return the name in `text` where it has a commit: it is the hub's whatever lies here."""
+    """Return the name if `text` has a commit, so that it cannot mean a local folder; or None."""
     found = HubName.parse(text)
     return found if found is not None and found.commit() else None
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the hub name that `text` stands for; None for a path that exists here, or no name."""
+    """Return the hub name in `text`; None for an existing local path, or an invalid name."""
     if (found := pinned_name(text)) is not None:
         return found
     return None if can_see(home_path(text)) else HubName.parse(text)
 
 
 def local_name(path: PurePath) -> str:
-    """Return the name by which a command takes the folder `path`, never a hub model of its name."""
+    """Return `path` in a form that commands do not confuse with a name on the hub."""
     return f"./{path}" if _could_be_on_hub(str(path)) else str(path)
 
 
 def is_ambiguous(text: str) -> bool:
-    """Return True where `text` names a folder here, and could name a model or dataset of the hub.
+    """Return True if `text` is a local folder and could also be a model or dataset on the hub.
 
-    A name with a commit is the hub's alone.
+    A name with a commit always means the hub.
     """
-    place = home_path(text)
+    path = home_path(text)
     is_name = _could_be_on_hub(text) and pinned_name(text) is None
-    return is_name and can_see(place) and place.is_dir()
+    return is_name and can_see(path) and path.is_dir()
 
 
 def require_one_meaning(
     text: str, *, setting: str, kind: Literal["model", "dataset"], error: type[TileforgeError]
 ) -> None:
-    """Raise `error` where `text`, the value of `setting`, is ambiguous; `kind` is the hub's."""
+    """Raise `error` if `text`, the value of `setting`, could be a folder or a hub `kind`."""
     if not is_ambiguous(text):
         return
     remote = f", or {text.partition('@')[0]}@COMMIT"

@@ -1,4 +1,4 @@
-"""How a data folder is made, or made again: the words of every command that finds it unfit."""
+"""Messages with the command that prepares, or prepares again, a data folder."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from payload.core.one_line import printable_line
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 
-# Folders whose name says what is in them. What lies under any other name is the user's own, and no
-# source may be named for it: the command would put that in its place.
+# Folder names that determine the source. For any other name, a suggested command must not name a
+# source, as it would replace the user's data with another source's.
 _KNOWN = ("openwebtext", "stdlib")
 _KINDS = {".jsonl": "jsonl", ".gz": "jsonl", ".parquet": "parquet"}
-# What `prepare` leaves in a folder that it has not finished.
+# Files of an incomplete `prepare`.
 _WRITTEN = (".prepare.jsonl", "train.bin", "val.bin", "train.bin.partial", "val.bin.partial")
 
 
 def missing_data(folder: Path) -> str:
-    """Say what is at `folder` instead of a finished data folder, and how to make one."""
+    """Return the message and the fix for a folder that is not a complete data folder."""
     if not folder.exists():
         return f"data folder {folder} does not exist. {_how_to_make(folder)}"
     if not folder.is_dir():
         return f"data.dir = {folder} is a file, not a data folder. {_how_to_prepare(folder)}"
     if _was_begun(folder):
-        return (
-            f"data folder {folder} has no meta.json: it was not made to the end. "
-            f"{_how_to_make(folder)}"
-        )
+        return f"data folder {folder} has no meta.json: it is incomplete. {_how_to_make(folder)}"
     if any(folder.iterdir()):
         return (
             f"data.dir = {folder} has no meta.json: it is not a data folder. "
@@ -36,22 +33,22 @@ def missing_data(folder: Path) -> str:
 
 
 def _was_begun(folder: Path) -> bool:
-    """Say whether `prepare` has written here."""
+    """Return True if the folder has files of an incomplete `prepare`."""
     return any((folder / name).exists() for name in _WRITTEN)
 
 
 def _how_to_make(folder: Path) -> str:
-    """Return the command for a folder that is not there or not finished, as a sentence."""
+    """Return a sentence with the command for a missing or incomplete folder."""
     if folder.name in _KNOWN:
         return f"Make it with: {_prepare(folder.name, '--out', str(folder))}"
     return (
         f"Make it with: {_prepare('KIND', '--input', 'PATH', '--out', str(folder))} "
-        "(prepare --help has the kinds; one that was stopped goes on)"
+        "(prepare --help lists the kinds; an interrupted command resumes)"
     )
 
 
 def _how_to_prepare(given: Path) -> str:
-    """Return the command for a file or folder of the user's own texts: data goes elsewhere."""
+    """Return a sentence with the command that prepares the user's texts, in another folder."""
     name = given.stem if given.is_file() else given.name
     out = str(given.with_name(f"{name or 'my'}-tokens"))
     kind = _KINDS.get(given.suffix, "text")
@@ -60,11 +57,11 @@ def _how_to_prepare(given: Path) -> str:
 
 
 def how_to_make_again(folder: Path, *, source: object) -> str:
-    """The same for a damaged folder; `source` is what its meta.json says that it was made from."""
+    """Return a sentence with the command for a damaged folder; `source` is from its meta.json."""
     if not isinstance(source, str):
         source = None
     plain = printable_line(source or "")[:200]
-    was = f" (it was: {plain})" if plain else ""
+    was = f" (source: {plain})" if plain else ""
     if folder.name in _KNOWN and (source is None or source.startswith(f"{folder.name}:")):
         again = _prepare(folder.name, "--out", str(folder), "--force")
         return f"Make it again with: {again}{was}"
@@ -72,7 +69,7 @@ def how_to_make_again(folder: Path, *, source: object) -> str:
 
 
 def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
-    """Return the command that makes `folder`'s data for another tokenizer, beside it."""
+    """Return the command that prepares the same data for another tokenizer, in a new folder."""
     kind, _, place = source.partition(": ")
     new = str(folder.with_name(f"{folder.name}-{Path(tokenizer.partition('@')[0]).name}"))
     arguments = ["--tokenizer", tokenizer, "--out", new]
@@ -83,7 +80,7 @@ def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
 
 
 def write_tokenizer_again(folder: Path) -> str:
-    """Return the command by which transformers writes all files of a folder's tokenizer."""
+    """Return the command that writes all files of a folder's tokenizer with transformers."""
     program = (
         f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
         f".save_pretrained({str(folder)!r})"
@@ -92,10 +89,10 @@ def write_tokenizer_again(folder: Path) -> str:
 
 
 def no_range_hashes(folder: Path) -> str:
-    """Say that a folder's content is compared only once, and what changes that."""
+    """Return the note that a folder has no range hashes, with the command that adds them."""
     return (
-        f"note: {folder} was made by a release that kept no hashes of parts: training compares its "
-        "files whole when it starts, and not as it reads them. Add the hashes with: "
+        f"note: {folder} is from an older release and has no range hashes: training verifies its "
+        "files only when it starts, not as it reads them. Add the hashes with: "
         f"{command('data', 'verify', str(folder), '--add-hashes')}"
     )
 

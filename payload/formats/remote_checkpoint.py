@@ -1,4 +1,4 @@
-"""A checkpoint that a node or a store has: its manifest, and its way to a folder here."""
+"""A checkpoint on a node or in a store: its manifest, and its download to a local folder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)"
 
 
 def load_foreign_manifest(folder: Path, *, where: str) -> Manifest:
-    """Read the manifest of a checkpoint that a node or a store has, `where` to the user.
+    """Read the manifest of a checkpoint on a node or in a store, which messages call `where`.
 
-    Raises CheckpointError as `load_manifest` does, and for files that checkpoints do not consist
-    of: loading one of those may run it, and Python runs some that only lie in a folder.
+    Raises CheckpointError as `load_manifest` does, and for files of types that checkpoints do not
+    have. Such files could run code when they are loaded, or just by being in a folder.
     """
     manifest = load_manifest(folder)
     odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
@@ -45,12 +45,11 @@ def complete_copy(
     *,
     bring: Callable[[Path, ManifestEntry], None],
 ) -> Path:
-    """Bring what `staging` lacks of a checkpoint, rename it to `target`, and return that.
+    """Download the missing files of a checkpoint to `staging`, rename it to `target`; return that.
 
-    `bring` writes one file so that it has its entry's size and hash, or raises. The first is the
-    one that says of which run the checkpoint is: what follows may be large. A file that an earlier
-    attempt has brought stays. What lies in the target's place goes once all files are there.
-    Raises OSError, and what `bring` raises.
+    `bring` writes one file with its entry's size and hash, or raises. The file that identifies the
+    run is the first, as the others can be large. Files of an earlier attempt are kept. An existing
+    target is replaced once all files are complete. Raises OSError, and the errors of `bring`.
     """
     for name in sorted(manifest.files, key=lambda name: name != TRAINER_FILE):
         path, entry = staging / name, manifest.files[name]
@@ -58,7 +57,7 @@ def complete_copy(
             bring(path, entry)
     for each in staging.iterdir():
         if each.name not in {*manifest.files, MANIFEST_FILE}:
-            discard_any(each)  # an earlier attempt's, of a checkpoint that was another one then
+            discard_any(each)  # from an earlier attempt, when the checkpoint had other files
     if target.exists():
         shutil.rmtree(target)
     staging.replace(target)
@@ -67,12 +66,12 @@ def complete_copy(
 
 
 def is_plain(path: Path) -> bool:
-    """Say whether a path is a file and no link to one."""
+    """Return True if a path is a file and not a link."""
     return path.is_file() and not path.is_symlink()
 
 
 def discard_any(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it."""
+    """Remove a file, a link or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,8 +1,7 @@
-"""CONTRACT: the canonical form of a tokenizer.json: all that changes tokens, and nothing else.
+"""CONTRACT: the canonical form of a tokenizer.json: exactly the settings that affect tokens.
 
-Two files with one form give the same tokens. The defaults are those that the package `tokenizers`
-uses for a missing key. A step of an unknown kind is compared as it is in the file, so a difference
-always changes the form.
+Two files with the same form produce the same tokens. Missing keys have the defaults of the package
+`tokenizers`. A step of an unknown kind is compared unchanged, so any difference changes the form.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip")
 _TEXT = "A"
-"""Stands for the text itself in a post-processor's template."""
+"""Placeholder of the text in a post-processor's template."""
 
 
 def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(step: object, *, inner: str) -> list[Any]:
-    """Return a normalizer or pre-tokenizer as the list of its steps, however they are nested."""
+    """Return the steps of a normalizer or pre-tokenizer as a flat list."""
     waiting: list[object] = [step]
     found: list[Any] = []
     while waiting:
@@ -67,7 +66,7 @@ def _step(step: Mapping[str, Any]) -> dict[str, Any]:
     kind = step.get("type")
     given = {key: step[key] for key in step if key not in _ONLY_OFFSETS}
     if kind == "Metaspace":
-        # Older files say in other words what comes before a text.
+        # Older files have another key for the prefix of a text.
         given.pop("str_rep", None)
         before = given.pop("add_prefix_space", None)
         if before is not None and given.get("prepend_scheme") is None:
@@ -76,7 +75,7 @@ def _step(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_defaults(given: Mapping[str, Any], kind: object) -> dict[str, Any]:
-    """Return the keys whose value is neither null nor what the package uses without them."""
+    """Return the keys whose value is neither null nor the package's default."""
     defaults = _DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
     return {
         key: given[key]
@@ -91,10 +90,10 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
     kind = given.pop("type", None) or _kind(vocabulary, merges)
     if isinstance(vocabulary, dict):
         if kind == "BPE" and _is_byte_level(pre_tokenizer) and not _lacks_bytes(vocabulary):
-            # Every byte has a token, so none is unknown.
+            # Every byte has a token, so no text is unknown.
             given.pop("unk_token", None)
             given.pop("fuse_unk", None)
-        # Files differ in which added tokens they repeat here.
+        # Files differ in the added tokens that they repeat in the vocabulary.
         numbers = {each[1]: each[0] for each in added if isinstance(each[1], str)}
         vocabulary = sorted(
             (str(number), token)
@@ -102,7 +101,7 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
             if token not in numbers or numbers[token] != number
         )
     if isinstance(merges, list):
-        # Older files write a merge as one string, newer ones as a pair.
+        # A merge is one string in older files, and a pair in newer files.
         merges = [each.split(" ") if isinstance(each, str) else each for each in merges]
     return {
         "model": {"type": kind, **_without_defaults(given, kind)},
@@ -112,7 +111,7 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
 
 
 def _kind(vocabulary: object, merges: object) -> str | None:
-    """Return the kind of model of an older file, which does not name it."""
+    """Return the kind of model of an older file, which does not record it."""
     if isinstance(merges, list):
         return "BPE"
     return "Unigram" if isinstance(vocabulary, list) else None
@@ -123,7 +122,7 @@ def _is_byte_level(pre_tokenizer: list[Any]) -> bool:
 
 
 def _lacks_bytes(vocabulary: Mapping[str, Any]) -> bool:
-    """Say whether a byte-level vocabulary lacks one of the characters that stand for bytes."""
+    """Return True if a byte-level vocabulary lacks a character of the byte alphabet."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols = {*printed, *range(0x100, 0x100 + 256 - len(printed))}
     return any(chr(symbol) not in vocabulary for symbol in symbols)
@@ -132,11 +131,11 @@ def _lacks_bytes(vocabulary: Mapping[str, Any]) -> bool:
 def _added_tokens(added: object, *, is_normalized: bool) -> list[list[Any]]:
     """Return number, content and flags of each added token.
 
-    Whether a token is special changes no tokens: it is for decoders.
+    The flag `special` is left out, as it only affects decoding.
     """
     tokens = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
-    # Without a normalizer, all tokens are found in the same text. Only the order in which the two
-    # kinds are searched is left, which matters where there are both.
+    # Without a normalizer, all tokens are searched in the same text. Then the flag `normalized`
+    # only affects the order of the search, if tokens with and without it exist.
     kinds = {bool(each.get("normalized")) for each in tokens}
     matters = is_normalized or len(kinds) > 1
     found = [
@@ -152,7 +151,7 @@ def _added_tokens(added: object, *, is_normalized: bool) -> list[list[Any]]:
 
 
 def _around(processor: object) -> list[Any]:
-    """Return the tokens around a single text by each step that adds some."""
+    """Return the template of each step that adds tokens around a text."""
     found = []
     for step in _steps(processor, inner="processors"):
         around = _template(step)
@@ -187,5 +186,5 @@ def _template(step: Any) -> Any:
 
 
 def _number(pair: object) -> object:
-    """Return the number of a token that is given as (content, number)."""
+    """Return the number of a token from the pair (content, number)."""
     return pair[1] if isinstance(pair, list) and len(pair) == 2 else pair

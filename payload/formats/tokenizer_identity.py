@@ -1,10 +1,9 @@
-"""CONTRACT: which tokenizer a folder's files are, so that two folders can be compared.
+"""CONTRACT: hashes that identify a tokenizer, to compare the tokenizers of two folders.
 
-Two tokenizers are the same when they turn texts into the same token numbers. What decides that is
-the whole pipeline of tokenizer.json: normalizer, pre-tokenizer, vocabulary with its merges,
-post-processor and added tokens. Its canonical form leaves out what changes no token: offsets,
-decoders, truncation, padding, and the layout of the file. `payload.data.tokenizers.probe` compares
-the tokens of a packaged text as well.
+Two tokenizers are the same if they produce the same token numbers. That depends on the whole
+pipeline of tokenizer.json: normalizer, pre-tokenizer, vocabulary with merges, post-processor and
+added tokens. The canonical form leaves out the rest: offsets, decoders, truncation, padding, and
+the layout of the file. `payload.data.tokenizers.probe` also compares the tokens of a packaged text.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from payload.formats.tokenizer_canonical import canonical_parts
 
 TOKENIZER_FILE = "tokenizer.json"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-"""GPT-2's vocabulary: the hash that tiktoken pins for r50k_base."""
+"""Hash of GPT-2's vocabulary, which tiktoken pins for r50k_base."""
 GPT2_PIPELINE_SHA256 = "398794b6721e9ac57f742c437aa96fd6b835e8e4b6272dd831d2426778e601be"
-"""GPT-2's whole pipeline; a test computes it from the packaged files."""
+"""Hash of GPT-2's whole pipeline; a test computes it from the packaged files."""
 _GPT2_CONTENT_SHA256 = "6535b6b8705ca03b29ab27ba8e87a8f5eacd56236ab65591ac163cbda72974c9"
 GPT2_END = "<|endoftext|>"
-"""GPT-2's one added token."""
+"""GPT-2's only added token."""
 _VOCABULARIES = ("vocab.json", "tokenizer.model")
-"""Each is a tokenizer's vocabulary by itself; other files only describe one."""
+"""Files that contain a whole vocabulary."""
 _FIX = "Repair the folder, or name another one."
 
 
@@ -43,19 +42,19 @@ class TokenizerIdentity:
     """The two hashes by which tokenizers are compared."""
 
     vocabulary_sha256: str
-    """Vocabulary and merges alone: the identity in data folders of older versions."""
+    """Hash of vocabulary and merges, the only hash in data folders of older releases."""
     pipeline_sha256: str
-    """Everything that changes tokens."""
+    """Hash of all settings that affect tokens."""
 
     def is_gpt2(self) -> bool:
-        """Say whether it is GPT-2's tokenizer, which is packaged."""
+        """Return True for GPT-2's tokenizer, which is packaged."""
         return self.pipeline_sha256 == GPT2_PIPELINE_SHA256
 
 
 def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
     """Return the identity of a parsed tokenizer.json.
 
-    Raises DataError for one that is nested too deeply.
+    Raises DataError if it is nested too deeply.
     """
     try:
         return TokenizerIdentity(
@@ -69,13 +68,13 @@ def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
 def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
     """Return the hash of the vocabulary and merges.
 
-    Data folders of every version have it, so it never changes.
+    Data folders of all releases contain this hash, so it must never change.
     """
     model = tokenizer.get("model")
     model = model if isinstance(model, dict) else {}
     vocabulary, merges = model.get("vocab"), model.get("merges")
     if isinstance(vocabulary, dict):
-        # Files differ in which special tokens they repeat here.
+        # Files differ in the special tokens that they repeat in the vocabulary.
         added = tokenizer.get("added_tokens")
         contents = [each.get("content") for each in _list(added) if isinstance(each, dict)]
         special = {each for each in contents if isinstance(each, str)}
@@ -83,14 +82,14 @@ def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
             (str(number), token) for token, number in vocabulary.items() if token not in special
         )
     if isinstance(merges, list):
-        # Older files write a merge as one string, newer ones as a pair.
+        # A merge is one string in older files, and a pair in newer files.
         merges = [each.split(" ") if isinstance(each, str) else each for each in merges]
     found = _hash([model.get("type"), vocabulary, merges])
     return GPT2_SHA256 if found == _GPT2_CONTENT_SHA256 else found
 
 
 def differing_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the parts of two parsed tokenizer.json that give other tokens, as in `normalizer`."""
+    """Return the names of the parts in which two tokenizers differ, such as `normalizer`."""
     mine, others = canonical_parts(one), canonical_parts(other)
     return tuple(name for name in mine if _hash(mine[name]) != _hash(others[name]))
 
@@ -98,7 +97,7 @@ def differing_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[s
 def folder_identity(
     folder: Path, *, error: type[TileforgeError] = DataError
 ) -> TokenizerIdentity | None:
-    """Return the identity of the tokenizer in `folder`, or None when it has no tokenizer.json.
+    """Return the identity of the tokenizer in `folder`, or None without a tokenizer.json.
 
     Raises `error` for a damaged file.
     """
@@ -109,7 +108,7 @@ def folder_identity(
 def read_tokenizer(
     folder: Path, *, error: type[TileforgeError] = DataError
 ) -> dict[str, Any] | None:
-    """Return the parsed tokenizer.json of `folder`, or None without one.
+    """Return the parsed tokenizer.json of `folder`, or None if it does not exist.
 
     Raises `error` for a damaged file.
     """
@@ -124,9 +123,9 @@ def read_tokenizer(
 
 
 def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
-    """Say whether this is the tokenizer of the data, as far as the folder's hashes tell.
+    """Return True if this is the tokenizer of the data, by the hashes in its meta.json.
 
-    A folder of an older version has the hash of the vocabulary alone.
+    A folder of an older release has only the hash of the vocabulary.
     """
     if meta.tokenizer_pipeline_sha256:
         return identity.pipeline_sha256 == meta.tokenizer_pipeline_sha256
@@ -134,7 +133,7 @@ def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
 
 
 def vocabulary_file(folder: Path) -> str | None:
-    """Return the file with the vocabulary of a folder that has no tokenizer.json, or None."""
+    """Return the vocabulary's file name if a folder has no tokenizer.json, or None."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)
@@ -161,10 +160,10 @@ def has_vocabulary(
     added: Mapping[Any, Any],
     error: type[TileforgeError] = DataError,
 ) -> bool:
-    """Say whether vocab.json and merges.txt of `folder` are this vocabulary, with these merges.
+    """Return True if vocab.json and merges.txt of `folder` are this vocabulary and merges.
 
-    `added` has the numbers of the tokens that the hash leaves out; those that the folder has must
-    be the same. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
+    `added` has the numbers of tokens that the hash does not cover; the folder's numbers must be the
+    same. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
     """
     found = {}
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
@@ -205,20 +204,20 @@ def require_same_tokenizer(
     settings: tuple[str, str] = ("data.dir", "model.init"),
     error: type[TileforgeError] = DataError,
 ) -> None:
-    """Raise `error` when the model in `folder` has a tokenizer other than the data's.
+    """Raise `error` if the tokenizer of the model in `folder` is not the data's.
 
-    `init` is what the user calls the model; `settings` name where data and model were given. A
-    folder without any vocabulary says nothing; one with a vocabulary and no tokenizer.json must
-    have the data's.
+    `init` is the user's name of the model; `settings` are the names of the settings of data and
+    model. A folder without a vocabulary is accepted. A folder with a vocabulary but without a
+    tokenizer.json must have the data's vocabulary.
     """
     raw = read_tokenizer(folder, error=error)
     if raw is None:
         name = vocabulary_file(folder)
         if name is not None and not _is_vocabulary_of(meta, data, folder, error=error):
             raise error(
-                f"{settings[1]} = {init!r} has {name} and no {TOKENIZER_FILE}, and {settings[0]} = "
-                f"{str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which is not "
-                f"known to be the same. Make the {TOKENIZER_FILE}, then prepare the data with it: "
+                f"{settings[1]} = {init!r} has {name} but no {TOKENIZER_FILE}, and {settings[0]} = "
+                f"{str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which may "
+                f"differ. Create the {TOKENIZER_FILE}, then prepare the data with it: "
                 f"{write_tokenizer_again(folder)}"
             )
         return
@@ -251,7 +250,7 @@ def other_tokenizer(
     differing = f" (they differ in: {', '.join(parts)})" if parts else ""
     return (
         f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, but "
-        f"{settings[1]} = {init!r} has another one{differing}. Prepare the data with the model's: "
+        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with it: "
         f"{again}"
     )
 

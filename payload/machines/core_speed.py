@@ -1,9 +1,8 @@
-"""CONTRACT: the speed of a CPU's cores, and the share of it that a training step reaches.
+"""CONTRACT: the GEMM peak of CPU cores, and the MFU that a training step is expected to reach.
 
-A matmul runs at the GEMM peak. The pointwise ops between matmuls take as long on a core however
-fast it multiplies, so a step reaches less of a higher peak. Without the project's kernels for the
-layers, which are for bf16, those ops take several times as long; in a narrow model they have more
-of the step.
+Matmuls run at the GEMM peak. The time of pointwise ops does not depend on it, so a higher peak
+means a lower MFU. Pointwise ops take several times as long without the project's bf16 kernels for
+the layers. In a narrow model they take a larger share of the step.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from pathlib import Path
 from payload.core.dtype import Dtype
 
 TYPICAL_CORE_FLOPS_PER_S: dict[Dtype, float] = {"bf16": 0.27e12, "fp32": 0.16e12}
-"""A core's GEMM peak with AVX-512 and without matrix tiles, where none was measured. In bf16 0.21
+"""A core's GEMM peak with AVX-512 and without AMX, if it was not measured. Measured in bf16: 0.21
 to 0.45 TFLOP/s (benchmarks/results, step_epyc-2-cores and step_smollm2_epyc-2-cores)."""
 EMULATED_BF16_CORE_FLOPS_PER_S = 0.03e12
-"""A core's peak in bf16 on a CPU without instructions for it, measured on a Xeon with AVX-512."""
+"""A core's peak in emulated bf16, measured on a Xeon with AVX-512 and without bf16 instructions."""
 GPU_MFU = 0.35
-"""The share of a GPU's peak that a step is expected to reach; none was measured."""
+"""Expected MFU on a GPU; not measured."""
 
 _KERNELS_FLOPS_PER_S = 1.0e12
 _NO_KERNELS_FLOPS_PER_S = 0.35e12
@@ -28,12 +27,13 @@ _FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def typical_mfu(*, kernels: bool, core_flops_per_s: float, width: int) -> float:
-    """Return the share of the measured GEMM peak that a step's passes are expected to reach.
+    """Return the MFU that a step's forward and backward passes are expected to reach.
 
-    `kernels` says whether the project's kernels do the layers, `core_flops_per_s` is a core's peak,
-    `width` that of the residual stream. The update is not counted. Each step prints its own share.
+    `kernels` is True if the layers use the project's kernels, `core_flops_per_s` is a core's peak,
+    `width` is the width of the residual stream. The update is not counted. Each step prints its
+    MFU.
 
-    Measured, with the expected share in brackets (benchmarks/results; tokens of a pass):
+    Measured MFU, with the expected MFU in brackets (benchmarks/results; tokens of a micro-batch):
 
     | | TFLOP/s a core | kernels | without |
     |---|---|---|---|
@@ -46,23 +46,22 @@ def typical_mfu(*, kernels: bool, core_flops_per_s: float, width: int) -> float:
     | Qwen3-0.6B's shape, 1 x 1024, AMX | 1.20 | 0.50 (0.45) | |
     | `tiny`, 8 x 1024, AVX-512 | 0.21 | 0.65 (0.54) | 0.31 (0.29) |
 
-    In fp32 the kernels do the loss and the update alone (step_smollm2_xeon-fp32-2-cores), and a
-    step is expected to reach what one without kernels does. Short sequences reach less: texts of
-    about 14 tokens, 64 a pass, reached 0.52 in fp32 where 0.69 is expected.
-    """
+    In fp32 the kernels compute only the loss and the update (step_smollm2_xeon-fp32-2-cores), so
+    the expected MFU is the one without kernels. Short sequences reach less: a micro-batch of 64
+    texts of about 14 tokens reached 0.52 in fp32, where 0.69 is expected."""
     rate = _KERNELS_FLOPS_PER_S if kernels else _NO_KERNELS_FLOPS_PER_S
-    # A model of another family may not say its width.
+    # The width is 0 for some model families.
     rate *= min(1.0, (width or _WIDE) / _WIDE)
     return rate / (rate + core_flops_per_s)
 
 
 def flags_have_bf16(flags: Collection[str]) -> bool:
-    """Return whether a CPU with these flags multiplies bf16 itself."""
+    """Return whether a CPU with these flags has bf16 instructions."""
     return any(flag in flags for flag in _FLAGS)
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
-    """Return whether this machine's CPU multiplies bf16 itself; None where that is not known."""
+    """Return whether this machine's CPU has bf16 instructions, or None if unknown."""
     try:
         lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -73,7 +72,7 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
 
 
 def typical_core_flops_per_s(dtype: Dtype, *, emulates_bf16: bool) -> float:
-    """Return a core's GEMM peak where it was not measured."""
+    """Return a typical core's GEMM peak, for machines where it was not measured."""
     if dtype == "bf16" and emulates_bf16:
         return EMULATED_BF16_CORE_FLOPS_PER_S
     return TYPICAL_CORE_FLOPS_PER_S[dtype]

@@ -1,9 +1,9 @@
-"""CONTRACT: GPUs of Google's machine types, and what they can do.
+"""CONTRACT: the GPUs of Google's machine types: memory, compute capability and quota.
 
 Sources: https://cloud.google.com/compute/docs/accelerator-optimized-machines (GPUs of a type),
 https://cloud.google.com/compute/resource-usage#gpu_quota (names of quotas),
-https://developer.nvidia.com/cuda-gpus (compute capability). Memory is what nvidia-smi shows.
-"""
+https://developer.nvidia.com/cuda-gpus (compute capability). Memory is the value that nvidia-smi
+shows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 
 FP8_CAPABILITY = (8, 9)
-"""Least compute capability with 8-bit floating-point matmuls: Ada and Hopper."""
+"""Lowest compute capability with 8-bit floating-point matmuls: Ada and Hopper."""
 NVIDIA_DRIVER_BRANCH = "580"
-"""Branch of NVIDIA's driver that nodes get."""
+"""Branch of NVIDIA's driver on nodes."""
 
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1.
 _LEAST_DRIVER_BRANCHES = {11: 450, 12: 525, 13: 580}
@@ -21,10 +21,7 @@ _LEAST_DRIVER_BRANCHES = {11: 450, 12: 525, 13: 580}
 
 
 def least_driver_branch(cuda: str) -> int | None:
-    """Return the oldest branch of NVIDIA's driver that runs programs of a CUDA version.
-
-    None for a version that is not known here.
-    """
+    """Return the oldest branch of NVIDIA's driver for a CUDA version, or None if unknown."""
     major = cuda.partition(".")[0]
     return _LEAST_DRIVER_BRANCHES.get(int(major)) if major.isdecimal() else None
 
@@ -38,7 +35,7 @@ class Gpu:
     capability: tuple[int, int]
     """Compute capability."""
     quota: str
-    """Regional quota on demand; PREEMPTIBLE_ goes before it for spot machines."""
+    """Regional quota on demand; for spot machines with the prefix PREEMPTIBLE_."""
 
 
 L4 = Gpu(name="L4", memory_mib=23_034, capability=(8, 9), quota="NVIDIA_L4_GPUS")
@@ -50,7 +47,7 @@ H100_MEGA = Gpu(
 )
 
 SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
-"""Types that are not sold on demand: "you must use Spot VMs or Flex-start VMs" ("A3 High")."""
+"""Types that are not available on demand: "you must use Spot VMs or Flex-start VMs" ("A3 High")."""
 
 _G2_GPUS = {4: 1, 8: 1, 12: 1, 16: 1, 24: 2, 32: 1, 48: 4, 96: 8}
 """By vCPUs."""
@@ -73,7 +70,7 @@ class Gpus:
 
 
 def gpus_of(machine_type: str | None) -> Gpus | None:
-    """Return the GPUs of a machine type of Google's; None for one without, or not known here."""
+    """Return the GPUs of a Google machine type; None for a type without GPUs or an unknown type."""
     text = machine_type or ""
     if text.startswith("g2-standard-"):
         vcpus = text.removeprefix("g2-standard-")

@@ -1,7 +1,7 @@
-"""CONTRACT IN: which machines there are. `infra` writes it, `orchestrate` reads it.
+"""CONTRACT IN: the machines of a cluster. `infra` writes the inventory, `orchestrate` reads it.
 
-The inventory holds no secret: it can go into a bug report. Whoever wrote it is not trusted: its
-fields become lines of ssh_config, words of command lines, names of folders and of hosts.
+The inventory contains no secret, so it can be attached to a bug report. It is untrusted: its
+fields become lines of ssh_config, command arguments, and names of folders and hosts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SCHEMA_VERSION = 1
 SHARED_FOLDER = "/srv/tileforge/shared"
 """Path of the folder that a cluster's nodes share, if they share one."""
 RANK_PORTS = range(20_000, 32_000)
-"""Where the ranks meet: below Linux' range for outgoing connections (32768 and up), above what
-services use."""
+"""Ports of the ranks' rendezvous: below Linux' range for outgoing connections (from 32768), and
+above the ports of services."""
 
 AccessKind = Literal["iap", "direct", "local", "slurm"]
 Source = Literal["pulumi", "file", "local", "slurm"]
 
-# No pattern lets a space, a control character, a quote, `%` or `$` pass, nor a hyphen in front.
+# No pattern matches a space, a control character, a quote, `%`, `$`, or a leading hyphen.
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}|[0-9A-Fa-f.]*:[0-9A-Fa-f:.]{1,45}")
 _HOST_KEY = re.compile(r"[a-z][a-z0-9@.-]{0,63} [A-Za-z0-9+/]{1,4096}={0,2}")
 _NUMBER = re.compile(r"[0-9]*|0[xX][0-9A-Fa-f]*")
@@ -52,7 +52,7 @@ _MOST_NODES = 4096
 _MOST_CORES = 16_384
 _FIX = "Correct the inventory."
 
-# ssh takes it for the absence of what could stand in its place (ProxyJump none).
+# A keyword of ssh_config that disables an option (ProxyJump none).
 _SSH_NOTHING = "none"
 
 
@@ -62,10 +62,10 @@ class Node:
 
     name: str = checked(pattern=NODE_NAME, wanted=_NAME_WORDS)
     address: str = checked(pattern=_ADDRESS, wanted=_ADDRESS_WORDS)
-    """The address that the other nodes reach it by."""
+    """Address for connections from the other nodes."""
     external_address: str | None = checked(None, pattern=_ADDRESS, wanted=_ADDRESS_WORDS)
     ssh_port: int = checked(22, low=1, high=65_535)
-    """Port that takes connections while the node is up: sshd's, and slurmd's under Slurm."""
+    """Port that accepts connections while the node is up: sshd's, or slurmd's under Slurm."""
     host_keys: tuple[str, ...] = checked(
         (), pattern=_HOST_KEY, wanted="`type base64`", max_items=16
     )
@@ -76,19 +76,19 @@ class Node:
     numa_domains: int = checked(1, low=1, high=_MOST_CORES)
     memory_gib: float = checked(low=0, high=2**20)
     gpus: int = checked(0, low=0, high=64)
-    """NVIDIA GPUs; each takes one rank."""
+    """Number of NVIDIA GPUs; each has one rank."""
     gpu_memory_gib: float | None = checked(None, low=0, high=2**14)
-    """Memory of each, or None when it is not known."""
+    """Memory of each GPU, or None if unknown."""
     gpu_capability: str | None = checked(None, pattern=CAPABILITY, wanted="such as 8.9")
-    """Compute capability, or None when it is not known."""
+    """Compute capability, or None if unknown."""
     hourly_usd: float | None = checked(None, low=0, high=1e6)
-    """Price of this node, or None when it is not known."""
+    """Price of this node, or None if unknown."""
     instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")
-    """The cloud's number of the machine: another one under the same name has another."""
+    """The cloud's number of the machine, which differs for a new machine of the same name."""
 
     @property
     def outside_address(self) -> str:
-        """Return the address that the operator's machine connects to."""
+        """Return the address for connections from the operator's machine."""
         return self.external_address or self.address
 
 
@@ -107,13 +107,13 @@ class Access:
 
     @property
     def shares_folder(self) -> bool:
-        """Return whether the run's folder here is the one that the ranks write to, not a copy."""
+        """Return whether the ranks write to the local run folder itself, not to a copy."""
         return self.kind in ("local", "slurm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterInventory:
-    """A cluster: `nodes[0]` is the head, the others are workers."""
+    """A cluster: `nodes[0]` is the head, the other nodes are workers."""
 
     cluster: str = checked(pattern=NODE_NAME, wanted=_NAME_WORDS)
     source: Source
@@ -121,22 +121,22 @@ class ClusterInventory:
     access: Access
     nodes: tuple[Node, ...] = checked(max_items=_MOST_NODES)
     bucket: str | None = checked(None, pattern=_BUCKET, wanted="a bucket's name")
-    """Missing means None: an output of Pulumi has no nulls."""
+    """The results bucket; None if missing, as Pulumi's outputs have no nulls."""
     project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
-    """Google Cloud project that the nodes are in, or None when they are not in one."""
+    """Google Cloud project of the nodes, or None if they are not in Google Cloud."""
     schema_version: int = SCHEMA_VERSION
 
     @property
     def head(self) -> Node:
-        """The node that rank 0 and mpirun run on."""
+        """Return the node of rank 0 and mpirun."""
         return self.nodes[0]
 
     def hourly_usd(self) -> float | None:
-        """Return the price of all nodes together; None when one node's price is not known."""
+        """Return the price of all nodes, or None if a price is unknown."""
         return total_hourly_usd(self.nodes)
 
     def to_json(self) -> str:
-        """The text of inventory.json."""
+        """Return the text of inventory.json."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -166,13 +166,13 @@ class ClusterInventory:
 
 
 def total_hourly_usd(nodes: Sequence[Node]) -> float | None:
-    """Return the price of these nodes together; None when one node's price is not known."""
+    """Return the price of these nodes, or None if a price is unknown."""
     prices = [node.hourly_usd for node in nodes]
     return None if None in prices else sum(price for price in prices if price is not None)
 
 
 def _problems(inventory: ClusterInventory) -> Iterator[str]:
-    """Yield what is wrong between fields that are sound by themselves."""
+    """Yield a sentence for each conflict between fields."""
     if not inventory.nodes:
         yield "nodes is empty: at least one node is needed. Add this cluster's machines."
     if not inventory.ssh_user and not inventory.access.shares_folder:
@@ -181,21 +181,21 @@ def _problems(inventory: ClusterInventory) -> Iterator[str]:
     owners: dict[str, str] = {}
     for node in inventory.nodes:
         if node.name.lower() == _SSH_NOTHING:
-            yield f"node {node.name!r}: ssh takes this name for no host at all. Rename the node."
+            yield f"node {node.name!r}: this name disables options in ssh_config. Rename the node."
         for address in (node.address, node.external_address):
             if address is not None and _as_host(address) is None:
                 yield f"node {node.name}: {shown(address)} is not {_ADDRESS_WORDS}. {_FIX}"
-        for word in sorted({node.name.lower(), _as_host(node.address) or ""}):
-            if word in owners:
-                yield f"nodes {owners[word]} and {node.name}: both are called {word!r}. {_FIX}"
-            owners[word] = node.name
+        for name in sorted({node.name.lower(), _as_host(node.address) or ""}):
+            if name in owners:
+                yield f"nodes {owners[name]} and {node.name}: both are called {name!r}. {_FIX}"
+            owners[name] = node.name
 
 
 def _as_host(text: str) -> str | None:
-    """Return an address in its usual form, a host name in lower case, or None for neither.
+    """Return an address in canonical form, a host name in lower case, or None if it is neither.
 
-    `1` and `0x7f.1` are addresses to the resolver and names to everyone else: they are neither.
-    """
+    `1` and `0x7f.1` count as neither: the resolver reads them as addresses, other programs as
+    names."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:

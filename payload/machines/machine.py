@@ -1,4 +1,4 @@
-"""CONTRACT: what a machine has, as far as a process on it may use it: cores, domains, memory."""
+"""CONTRACT: the cores, NUMA domains and memory that a process on this machine can use."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from payload.machines.inventory import Access, ClusterInventory, Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """One NUMA domain of a node, with the physical cores that may be used."""
+    """One NUMA domain of a node, with its usable physical cores."""
 
     id: int
-    """The operating system's number of it."""
+    """The operating system's number of the domain."""
     cores: tuple[int, ...]
     """One logical CPU for each physical core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This machine, as far as this process may use it."""
+    """The resources of this machine that this process can use."""
 
     name: str
     domains: tuple[Domain, ...]
     memory_bytes: int
 
     def num_cores(self) -> int:
-        """Return the number of physical cores that may be used."""
+        """Return the number of usable physical cores."""
         return sum(len(domain.cores) for domain in self.domains)
 
     def inventory(self) -> ClusterInventory:
-        """Return the cluster of this one node."""
+        """Return an inventory with this machine as its only node."""
         node = Node(
             name=self.name,
             address="127.0.0.1",
@@ -59,7 +59,7 @@ def hostname() -> str:
 
 
 def discover(*, sys_root: Path = Path("/sys")) -> Machine:
-    """Return what this machine has."""
+    """Return the usable resources of this machine."""
     if not hasattr(os, "sched_getaffinity"):
         cores = tuple(range(os.cpu_count() or 1))
         domains: tuple[Domain, ...] = (Domain(id=0, cores=cores),)
@@ -74,10 +74,10 @@ def discover(*, sys_root: Path = Path("/sys")) -> Machine:
 def read_domains(
     sys_root: Path, *, allowed: Collection[int], quota: float | None = None
 ) -> tuple[Domain, ...]:
-    """Return the NUMA domains with one logical CPU for each physical core in `allowed`.
+    """Return the NUMA domains, with one logical CPU for each physical core in `allowed`.
 
-    `quota` is the number of CPUs that a container may use at a time; more cores than that are not
-    planned for. A domain without usable cores is left out.
+    `quota` is the CPU limit of a container, which also limits the number of cores. Domains without
+    usable cores are left out.
     """
     cpus = sys_root / "devices/system/cpu"
     cores = sorted({min(_siblings(cpus, cpu, allowed)) for cpu in allowed})
@@ -104,7 +104,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def cpu_quota(cgroup: Path) -> float | None:
-    """Return the CPUs of time that a container's cgroup allows, or None without a limit."""
+    """Return the CPU limit of a container's cgroup in CPUs, or None without a limit."""
     try:
         quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def cpu_quota(cgroup: Path) -> float | None:
 
 
 def memory_limit(cgroup: Path) -> int:
-    """Return the bytes of memory: the machine's, or the container's where that is less."""
+    """Return the memory of the machine, or of the container if that is less, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
@@ -129,7 +129,7 @@ def memory_limit(cgroup: Path) -> int:
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes that programs can have without swapping; None where that is not known."""
+    """Return the available memory without swapping in bytes, or None if unknown."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -139,7 +139,7 @@ def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _siblings(cpus: Path, cpu: int, allowed: Collection[int]) -> list[int]:
-    """Return the logical CPUs of one physical core that may be used; at least `cpu` itself."""
+    """Return the usable logical CPUs of the physical core of `cpu`, at least `cpu` itself."""
     topology = cpus / f"cpu{cpu}" / "topology"
     for name in ("core_cpus_list", "thread_siblings_list"):
         try:

@@ -1,4 +1,4 @@
-"""The network interface by which this machine reaches another one."""
+"""The network interface on the route to another machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import socket
 import struct
 import sys
 
-# linux/sockios.h; macOS has another number, and one interface by which gloo finds itself.
+# From linux/sockios.h. Not needed on macOS, where gloo finds the interface itself.
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("256s")
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the interface on the route to `host`, or None where it is not found.
+    """Return the name of the interface on the route to `host`, or None if it is not found.
 
     Nothing is sent: connecting a UDP socket makes the kernel choose the route.
     """
@@ -28,7 +28,7 @@ def interface_towards(host: str) -> str | None:
                     return name
     except OSError:
         return None
-    # All of 127.0.0.0/8 is the loopback interface's, which shows one address.
+    # All of 127.0.0.0/8 belongs to the loopback interface, which reports only one address.
     return "lo" if own.startswith("127.") else None
 
 
@@ -36,5 +36,5 @@ def _address(probe: socket.socket, name: str) -> str | None:
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, _IFREQ.pack(name.encode()))
     except OSError:
-        return None  # it has no IPv4 address
+        return None  # no IPv4 address
     return socket.inet_ntoa(answer[20:24])

@@ -1,8 +1,8 @@
-"""The mesh of ranks: who holds which part of the model, and who trains on which data.
+"""The device mesh: which part of the model and of the data each rank has.
 
-Its four dimensions are pipeline x replicate x shard x tensor. The last one varies fastest with a
-rank's number, so that tensor ranks are neighbours on a node; the first one varies slowest, as
-pipeline stages send least. Splitting a tensor over one dimension is arithmetic, too.
+Its four dimensions are pipeline x replicate x shard x tensor. The tensor dimension varies fastest
+with the rank, so that tensor ranks are on the same node. The pipeline dimension varies slowest, as
+pipeline stages communicate least.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Mesh:
     """The size of each dimension."""
 
     replicate: int = 1
-    """Ranks that hold the same part of the model and train on other data."""
+    """Ranks that hold the same part of the model and train on different data."""
     shard: int = 1
-    """Ranks that hold a part of each weight, and gather it for a pass over other data each."""
+    """Ranks that each hold a shard of every weight, gather weights, and train on different data."""
     tensor: int = 1
     """Ranks that compute each layer together, on the same data."""
     pipeline: int = 1
@@ -45,11 +45,11 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Return how many ranks train on data of their own."""
+        """Return the number of data-parallel ranks."""
         return self.replicate * self.shard
 
     def splits_model(self) -> bool:
-        """Say whether several ranks make one pass over the same data together."""
+        """Return True if ranks split a model by tensor or pipeline parallelism."""
         return self.tensor > 1 or self.pipeline > 1
 
     def place(self, rank: int) -> Place:
@@ -60,27 +60,27 @@ class Mesh:
         return Place(pipeline=pipeline, replicate=replica, shard=shard, tensor=tensor)
 
     def rank(self, place: Place) -> int:
-        """Return the number of the rank at a place."""
+        """Return the rank at these indices."""
         found = place.pipeline * self.replicate + place.replicate
         return (found * self.shard + place.shard) * self.tensor + place.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Return which of `data_ranks` parts of a batch a rank trains on."""
+        """Return the index of a rank's data among `data_ranks` parts of a batch."""
         place = self.place(rank)
         return place.replicate * self.shard + place.shard
 
     def along(self, rank: int, *dimensions: Dimension) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` in these dimensions at most, in order."""
-        here = self.place(rank)
-        others = [name for name in here.__slots__ if name not in dimensions]
+        """Return the ranks with the indices of `rank` in all dimensions except these, in order."""
+        own = self.place(rank)
+        others = [name for name in own.__slots__ if name not in dimensions]
         return tuple(
             each
             for each in range(self.world_size)
-            if all(getattr(self.place(each), name) == getattr(here, name) for name in others)
+            if all(getattr(self.place(each), name) == getattr(own, name) for name in others)
         )
 
     def describe(self) -> str:
-        """Return the dimensions in words, those of one rank left out."""
+        """Return a description of the dimensions larger than 1."""
         sizes = {
             "pipeline": self.pipeline,
             "replicate": self.replicate,
@@ -90,28 +90,28 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
     def compared(self, *, tied: bool) -> str:
-        """Return in words what two ranks both hold, which the sync check compares.
+        """Return a description of what the sync check compares: values that several ranks hold.
 
-        `tied`: the token embedding is the output head, so the first and the last stage have it.
-        """
+        `tied`: the token embedding is also the output head, so it is on the first and the last
+        stage."""
         if self.replicate > 1:
             return "each weight and its optimizer state with its replicas"
         found = ["each weight as the shards gather it"] if self.shard > 1 else []
         if self.tensor > 1:
-            found.append("what tensor ranks hold whole (norms, biases added to sums)")
+            found.append("tensors that all tensor ranks hold (norms, biases added to sums)")
         if self.pipeline > 1 and tied:
             found.append("the embedding with the head on the last stage")
         if not found:
-            return "nothing, as no rank holds what another one does; it looks for NaN"
-        return f"{' and '.join(found)}; the rest is on one rank alone and checked for NaN"
+            return "nothing, as no two ranks hold the same values; it checks for NaN"
+        return f"{' and '.join(found)}; the rest is on one rank only and is checked for NaN"
 
 
 def make_mesh(
     world_size: int, *, shards: bool, shard_size: int | None, tensor: int, pipeline: int
 ) -> Mesh:
-    """Return the mesh of `world_size` ranks; `shards`: what is left over shares out weights.
+    """Return the mesh of `world_size` ranks; `shards`: data-parallel ranks shard the weights.
 
-    Raises ConfigError when a dimension does not divide what is there.
+    Raises ConfigError if a dimension does not divide the ranks.
     """
     per_model = tensor * pipeline
     if world_size % per_model:
@@ -136,20 +136,20 @@ def make_mesh(
 
 
 def require_tensor_ranks_on_a_node(tensor: int, *, ranks_per_node: int) -> None:
-    """Raise ConfigError unless ranks that compute each layer together share a node."""
+    """Raise ConfigError unless tensor ranks share a node."""
     if ranks_per_node % tensor:
         raise ConfigError(
             f"distributed.tensor_parallel = {tensor} does not divide the {ranks_per_node} rank(s) "
-            "of a node, and tensor ranks have to share one. Set launch.ranks_per_node to a "
+            "of a node, and tensor ranks must share a node. Set launch.ranks_per_node to a "
             f"multiple of {tensor}, or lower tensor_parallel."
         )
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, ascending."""
+    """Return the divisors of a number in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def one_of(place: Place, **changed: int) -> Place:
-    """Return a place with other indices in some dimensions."""
+    """Return `place` with changed indices."""
     return replace(place, **changed)

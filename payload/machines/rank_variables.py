@@ -1,4 +1,4 @@
-"""The environment variables by which launchers tell a process which rank it is: the one table."""
+"""The environment variables in which launchers pass a process its rank."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 RUN_DIR = "TILEFORGE_RUN_DIR"
-"""Marks every process of a run: two run folders may have one name, but not one path."""
+"""The run folder's path, which identifies the processes of a run."""
 NODE_RANK = "TILEFORGE_NODE_RANK"
-"""The node's place in the hosts file. Where it is set, a rank is found by it and its local rank:
-a rendezvous that numbers the nodes itself does not keep to the rank file's order."""
+"""The node's index in the hosts file. If it is set, the rank is computed from it and the local
+rank, as a rendezvous may number the nodes in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVariables:
-    """One launcher's names for a rank's numbers."""
+    """One launcher's names of the variables for rank and world size."""
 
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
     only_with: str | None = None
-    """A variable without which the others are somebody else's."""
+    """A variable that only this launcher sets; without it, the others are from another program."""
 
     def are_in(self, env: Mapping[str, str]) -> bool:
-        """Return whether this launcher started the process that has this environment."""
+        """Return whether this launcher started the process with this environment."""
         return self.rank in env and (self.only_with is None or self.only_with in env)
 
 
@@ -54,7 +54,7 @@ OPEN_MPI = RankVariables(
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-# A batch script has SLURM_PROCID, too; only what srun started has the size of its step.
+# Batch scripts also have SLURM_PROCID, but only processes of srun have the size of the step.
 SLURM = RankVariables(
     rank="SLURM_PROCID",
     world_size="SLURM_STEP_NUM_TASKS",
@@ -63,22 +63,22 @@ SLURM = RankVariables(
     only_with="SLURM_STEP_NUM_TASKS",
 )
 SLURM_NODE = "SLURM_NODEID"
-"""The node's place among a step's nodes."""
+"""The node's index among a step's nodes."""
 
 BY_PRECEDENCE = (TORCHRUN, INTEL_MPI, OPEN_MPI, TORCH, SLURM)
-"""Launchers nest: torchrun may be started by mpirun or srun, and either by a shell that has torch's
-names as leftovers. The first that fits is the innermost."""
+"""From the innermost to the outermost. Launchers nest: mpirun or srun can start torchrun, and a
+shell can have leftover variables of torch."""
 
 
 def identify(
     env: Mapping[str, str], rows: tuple[RankVariables, ...] = BY_PRECEDENCE
 ) -> RankVariables | None:
-    """Return the names that hold in this environment; None for a process without a launcher."""
+    """Return the variables of the innermost launcher, or None without a launcher."""
     return next((row for row in rows if row.are_in(env)), None)
 
 
 def names() -> tuple[str, ...]:
-    """Return every name of the table, once."""
+    """Return the names of all variables, without duplicates."""
     found: dict[str, None] = {}
     for row in BY_PRECEDENCE:
         own = (row.rank, row.world_size, row.local_rank, row.local_world_size)

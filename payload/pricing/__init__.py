@@ -1,1 +1,1 @@
-"""The hourly prices of Google's machines, from its catalog or the packaged tables."""
+"""Hourly prices of Google Cloud resources, from its billing catalog or packaged tables."""

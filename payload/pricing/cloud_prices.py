@@ -1,7 +1,7 @@
-"""Google's list prices. What is not listed is not known, and never guessed.
+"""Google's list prices. A price that is not listed is unknown, and never estimated.
 
-From Google's billing catalog where the operator's login has read it within a week (a Catalog), else
-from the packaged tables.
+Prices come from Google's billing catalog if it was read within a week (a Catalog), otherwise from
+the packaged tables.
 
 prices/*.csv: facts of pricing.yml of Cyclenerd/google-cloud-pricing-cost-calculator (Apache-2.0)
  at commit fd66b26, generated from Google's billing catalog on READ_ON.
@@ -24,22 +24,22 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
 
 READ_ON = "2026-07-30"
-"""When the tables were made from Google's catalog."""
+"""Date of the packaged tables."""
 SPOT_CHANGES_AFTER_DAYS = 31
 """Google changes spot prices up to once a month."""
 HOURS_A_MONTH = 730.0
 CATALOG_FILE = "prices.json"
-"""In a project's folder .cluster."""
+"""File name in a project's folder .cluster."""
 CATALOG_LASTS_S = 7 * 86_400.0
 _CATALOG_VERSION = 1
 
 _FOLDER = Path(__file__).resolve().parent / "prices"
-# Google bills hyperdisk-balanced by GiB less than hyperdisk-extreme, whose price the table has; the
-# 3,000 IOPS and 140 MiB/s that the cluster program asks for are free.
+# The table has only the price of hyperdisk-extreme; a GiB of hyperdisk-balanced costs less. The
+# 3,000 IOPS and 140 MiB/s that the cluster program requests are free.
 _BOUNDED_BY = {"hyperdisk-balanced": "hyperdisk-extreme"}
 # https://cloud.google.com/nat/pricing; the same in all regions.
 _NAT_PER_NODE, _NAT_MOST = 0.0014, 0.044
-# The zonal tier, a month of a GiB: Google gives this region's price alone, $256.00 for 1 TiB.
+# The zonal tier, a month of a GiB. Google documents only this region's price, $256.00 for 1 TiB.
 # https://cloud.google.com/filestore/docs/service-tiers
 _FILESTORE_GIB_MONTH = {"us-central1": 0.25}
 
@@ -52,11 +52,11 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPrice:
-    """Dollars an hour of one disk."""
+    """Hourly price of one disk in dollars."""
 
     usd: float
     is_bound: bool
-    """It costs at most this: its own price is not in the table, that of a dearer one is."""
+    """True if the price is an upper bound, from a more expensive type of disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Catalog:
     """Dollars by `rate_key`: an hour of a vCPU or of a GiB of memory, a month of a GiB of disk."""
 
     def machine(self, name: str, *, region: str, spot: bool) -> float | None:
-        """Return dollars an hour of a machine, or None when a part is not in it."""
+        """Return a machine's dollars an hour, or None if a rate is missing."""
         shape = _shapes().get(name)
         if shape is None:
             return None
@@ -84,7 +84,7 @@ def rate_key(what: str, *, region: str, spot: bool = False) -> str:
 
 
 def read_catalog(folder: Path, *, now_unix: float) -> Catalog | None:
-    """Return what was kept in `folder`; None where there is nothing sound that is young enough."""
+    """Return the catalog saved in `folder`, or None if it is missing, invalid or too old."""
     path = folder / CATALOG_FILE
     try:
         raw = parse_json(read_bytes(path), where=str(path))
@@ -102,7 +102,7 @@ def catalog_text(catalog: Catalog) -> str:
 
 
 def source(catalog: Catalog | None, now_unix: float) -> str:
-    """Return where prices come from, and how old they are."""
+    """Return the source and the age of prices as text."""
     if catalog is None:
         return f"list prices of {READ_ON}, {age_days(now_unix)} days old, packaged"
     hours = (now_unix - catalog.read_unix) / 3600
@@ -112,7 +112,7 @@ def source(catalog: Catalog | None, now_unix: float) -> str:
 def machine_price(
     name: str, *, region: str, spot: bool, catalog: Catalog | None = None
 ) -> float | None:
-    """Return dollars an hour of one machine without its disk, or None when it is not known."""
+    """Return one machine's dollars an hour without its disk, or None if unknown."""
     found = catalog.machine(name, region=region, spot=spot) if catalog is not None else None
     if found is not None:
         return found
@@ -125,7 +125,7 @@ def machine_price(
 def disk_price(
     disk_type: str, *, gib: int, region: str, catalog: Catalog | None = None
 ) -> DiskPrice | None:
-    """Return the price of one disk, or None when it is not known."""
+    """Return the price of one disk, or None if unknown."""
     rate = catalog.rates.get(rate_key(disk_type, region=region)) if catalog is not None else None
     if rate is not None:
         return DiskPrice(usd=gib * rate / HOURS_A_MONTH, is_bound=False)
@@ -137,39 +137,39 @@ def disk_price(
 
 
 def nat_price(*, nodes: int, region: str) -> float | None:
-    """Return dollars an hour of Cloud NAT and its address, without traffic; None: not known."""
+    """Return dollars an hour of Cloud NAT and its address without traffic, or None if unknown."""
     address = external_address_price(region=region)
     return None if address is None else min(nodes * _NAT_PER_NODE, _NAT_MOST) + address
 
 
 def filestore_price(*, gib: int, region: str) -> float | None:
-    """Return dollars an hour of a zonal Filestore instance, or None when it is not known."""
+    """Return dollars an hour of a zonal Filestore instance, or None if unknown."""
     per_month = _FILESTORE_GIB_MONTH.get(region)
     return None if per_month is None else gib * per_month / HOURS_A_MONTH
 
 
 def bucket_price(*, region: str) -> float | None:
-    """Return dollars a month of a GiB in a bucket of class Standard; None: not known."""
+    """Return dollars a month of a GiB in a Standard bucket, or None if unknown."""
     return _others().get(("bucket standard", region))
 
 
 def external_address_price(*, region: str) -> float | None:
-    """Return dollars an hour of an external address in use, or None when it is not known."""
+    """Return dollars an hour of an external address in use, or None if unknown."""
     return _others().get(("external address vm", region))
 
 
 def listed_machines() -> Iterator[tuple[str, str]]:
-    """Yield the machine type and region of every row."""
+    """Yield the machine type and region of every price."""
     yield from _machines()
 
 
 def age_days(now_unix: float) -> int:
-    """Return how old the tables are."""
+    """Return the age of the packaged tables in days."""
     return (datetime.fromtimestamp(now_unix, UTC).date() - date.fromisoformat(READ_ON)).days
 
 
 def spot_warning(now_unix: float) -> str | None:
-    """Return a warning where the spot prices are older than a month, or None."""
+    """Return a warning if the packaged spot prices are older than a month, otherwise None."""
     days = age_days(now_unix)
     if days <= SPOT_CHANGES_AFTER_DAYS:
         return None
@@ -191,7 +191,7 @@ def _machines() -> dict[tuple[str, str], _Machine]:
 
 @cache
 def _shapes() -> dict[str, tuple[int, float]]:
-    """Return vCPUs and GiB of memory of each machine type."""
+    """Return vCPUs and GiB of memory by machine type."""
     return {
         row["machine_type"]: (int(row["vcpus"]), float(row["memory_gib"]))
         for row in _rows("machines.csv")

@@ -1,4 +1,4 @@
-"""The hourly cost of a cluster: the one sum of its machines, disks, addresses and shared folder."""
+"""The hourly cost of a cluster: its machines, disks, addresses and shared folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.pricing.cloud_prices import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Billed:
-    """The parts of a cluster that cost by the hour; traffic, logs and buckets are extra."""
+    """Resources of a cluster that are billed by the hour; traffic, logs and buckets are extra."""
 
     machine_type: str
     node_count: int
@@ -25,18 +25,18 @@ class Billed:
     spot: bool
     disk_type: str
     disks_gib: tuple[int, ...]
-    """Boot disks, each node's or all in one."""
+    """Sizes of the boot disks, by node or as one sum."""
     has_nat: bool = False
     has_external_address: bool = False
     filestore_gib: int = 0
     """Size of the Filestore instance; 0 for none."""
     unlisted: tuple[str, ...] = ()
-    """Other parts, which no table here has a price of."""
+    """Other resources, whose prices are not in the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Dollars an hour; None where a price is not known."""
+    """Dollars an hour; None if a price is unknown."""
 
     machine: float | None
     """One machine without its disk."""
@@ -44,27 +44,27 @@ class Cost:
     nat: float | None
     address: float | None
     filestore: float | None
-    """The Filestore instance, which costs until `pulumi destroy`."""
+    """The Filestore instance, which is billed until `pulumi destroy`."""
     known: float
-    """The parts whose price is known."""
+    """Sum of the known prices."""
     unknown: tuple[str, ...]
-    """Parts without a known price, in words."""
+    """Descriptions of the resources without a known price."""
     bounds: tuple[str, ...]
-    """Parts counted at an upper bound of their price, in words."""
+    """Descriptions of the resources whose price is an upper bound."""
 
     @property
     def hourly_usd(self) -> float | None:
-        """Return the whole cluster's hourly cost; None where a price is not known."""
+        """Return the cluster's hourly cost, or None if a price is unknown."""
         return None if self.unknown else self.known
 
     @property
     def shared(self) -> float:
-        """Return what NAT and external addresses cost, as far as it is known."""
+        """Return the known cost of NAT and external addresses."""
         return (self.nat or 0.0) + (self.address or 0.0)
 
     @property
     def disks_usd(self) -> float:
-        """Return what all disks cost, as far as it is known."""
+        """Return the known cost of all disks."""
         return sum(disk.usd for disk in self.disks if disk is not None)
 
     def nodes(self) -> tuple[float | None, ...]:
@@ -75,12 +75,12 @@ class Cost:
         )
 
     def most_usd(self, lifetime_s: int) -> float | None:
-        """Return the most that machines that all start now can cost until their limit ends them."""
+        """Return the cost until the lifetime limit of machines that all start now."""
         return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
 
 
 def cluster_cost(billed: Billed, *, catalog: Catalog | None = None) -> Cost:
-    """Return what the parts cost an hour."""
+    """Return the hourly cost of the resources."""
     region, kind = billed.region, "spot" if billed.spot else "on demand"
     machine = machine_price(billed.machine_type, region=region, spot=billed.spot, catalog=catalog)
     disks = tuple(

@@ -1,4 +1,4 @@
-"""CONTRACT: a cluster's need of quotas, APIs and permissions, from the settings of its stack."""
+"""CONTRACT: the quotas, APIs and permissions that a cluster needs, from its stack's settings."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from payload.stack.stack_settings import DEFAULTS
 
 Scope = Literal["region", "project"]
 Spot = Literal["false", "true", "auto"]
-# Continents, by which regions begin, of the multi-regions in
-# https://cloud.google.com/kms/docs/locations; the last ones have letters and a number.
+# The continent, with which names of regions begin, of each multi-region. Source:
+# https://cloud.google.com/kms/docs/locations. Some multi-regions also end in a number.
 _CONTINENTS = {
     **{"us": "us", "nam": "us", "ca": "northamerica", "europe": "europe", "eur": "europe"},
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
 UNLISTED = {"tier1": "Tier_1 bandwidth", "confidential": "confidential computing"}
-"""Settings of a stack that cost an amount that no table here has."""
+"""Billed settings of a stack whose price is not in the tables."""
 
-# The compute quotas count pd-balanced as SSD, too.
+# The compute quotas also count pd-balanced as SSD.
 _DISK_QUOTAS = {
     "pd-balanced": "SSD_TOTAL_GB",
     "pd-ssd": "SSD_TOTAL_GB",
@@ -39,7 +39,7 @@ _DISK_QUOTAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """One cluster, as far as quotas and offers go."""
+    """The resources of a cluster that quotas, prices and permissions depend on."""
 
     machine_type: str = DEFAULTS.machine_type
     node_count: int = DEFAULTS.node_count
@@ -48,7 +48,7 @@ class Need:
     spot: Spot = "false"
     disk_type: str = "pd-balanced"
     disk_gib: int = DEFAULTS.node_count * DEFAULTS.disk_gb
-    """The total of all nodes."""
+    """Total of all nodes."""
     has_nat: bool = True
     has_public_head: bool = False
     uses_os_login: bool = False
@@ -57,27 +57,27 @@ class Need:
     """Size of the Filestore instance; 0 for none."""
     makes_bucket: bool = False
     cluster: str = ""
-    """Empty where it is not known."""
+    """Empty if unknown."""
     image: str = DEFAULTS.image
-    """Boot image by its full name."""
+    """Full name of the boot image."""
     bucket_name: str = ""
-    """The bucket that exists; empty for none, and for one that is made."""
+    """Name of an existing bucket; empty without a bucket, or if it is created."""
     kms_key: str = ""
-    """Empty for Google's own keys."""
+    """Customer-managed key; empty for Google's keys."""
     unlisted: tuple[str, ...] = ()
-    """Other parts that cost, which no table here has a price of."""
+    """Other billed resources, whose price is not in the tables."""
     grants_key: bool = True
-    """True if `up` lets Google's services use the key."""
+    """True if `up` grants Google's services the use of the key."""
 
     @property
     def image_project(self) -> str:
         """Return the project of the boot image."""
-        words = self.image.split("/")
-        return words[1] if len(words) > 1 and words[0] == "projects" else "ubuntu-os-cloud"
+        parts = self.image.split("/")
+        return parts[1] if len(parts) > 1 and parts[0] == "projects" else "ubuntu-os-cloud"
 
     @property
     def needs_regional_key(self) -> bool:
-        """Return whether something besides disks is encrypted, which takes no other key."""
+        """Return whether the key must be regional, as for all encrypted resources except disks."""
         return self.makes_bucket or self.has_filestore
 
     @property
@@ -87,15 +87,15 @@ class Need:
 
     @property
     def family(self) -> str:
-        """Return the machine family as quotas name it: C3 of c3-highmem-8."""
+        """Return the machine family as in names of quotas: C3 for c3-highmem-8."""
         return self.machine_type.partition("-")[0].upper()
 
     def family_quota(self) -> str:
-        """Return the family's own regional quota; only families up to C3 have one."""
+        """Return the name of the family's regional quota, which only families up to C3 have."""
         return f"{self.family}_CPUS"
 
     def key_users(self, project_number: str) -> tuple[str, ...]:
-        """Return the service agents that have to be allowed to use the key."""
+        """Return the service agents that need permission to use the key."""
         bucket = ("gs-project-accounts",) if self.makes_bucket else ()
         file = ("cloud-filer",) if self.has_filestore else ()
         services = ("compute-system", *bucket, *file)
@@ -105,8 +105,8 @@ class Need:
         )
 
     def describe(self) -> str:
-        """Return the cluster in words, for doctor's first line."""
-        kind = {"false": "", "true": " (spot)", "auto": " (spot; on demand has to fit, too)"}[
+        """Return a description of the cluster, for doctor's first line."""
+        kind = {"false": "", "true": " (spot)", "auto": " (spot; on demand must fit as well)"}[
             self.spot
         ]
         return (
@@ -115,7 +115,7 @@ class Need:
         )
 
     def billed(self, *, spot: bool) -> Billed:
-        """Return what of the cluster costs by the hour."""
+        """Return the resources that are billed by the hour."""
         return Billed(
             machine_type=self.machine_type,
             node_count=self.node_count,
@@ -130,7 +130,7 @@ class Need:
         )
 
     def services(self) -> tuple[str, ...]:
-        """Return the APIs that have to be enabled."""
+        """Return the APIs that must be enabled."""
         iap = () if self.has_public_head else ("iap",)
         bucket = ("storage",) if self.has_bucket else ()
         dns = () if self.has_nat else ("dns",)
@@ -142,12 +142,12 @@ class Need:
         """Return each quota's scope, its metrics in order of preference, and the amount needed."""
         vcpus = float(self.node_count * vcpus_per_node)
         family = self.family_quota()
-        # Without a quota for preemptible CPUs of its own a project's spot machines use the others.
+        # If a project has no quota for preemptible CPUs, spot machines use the quota on demand.
         spot: list[tuple[Scope, tuple[str, ...], float]] = [
             ("region", ("PREEMPTIBLE_CPUS", family), vcpus)
         ]
         on_demand: list[tuple[Scope, tuple[str, ...], float]] = [("region", (family,), vcpus)]
-        wanted = [
+        needed = [
             *(spot if self.spot != "false" else ()),
             *(on_demand if self.spot != "true" else ()),
             ("project", ("CPUS_ALL_REGIONS",), vcpus),
@@ -155,16 +155,16 @@ class Need:
             ("region", ("INSTANCES",), float(self.node_count)),
             ("project", ("NETWORKS",), 1.0),
         ]
-        wanted += self._gpu_quotas()
+        needed += self._gpu_quotas()
         addresses = float(self.has_nat + self.has_public_head)
         if addresses:
-            wanted.append(("region", ("IN_USE_ADDRESSES",), addresses))
+            needed.append(("region", ("IN_USE_ADDRESSES",), addresses))
         if self.has_nat:
-            wanted.append(("project", ("ROUTERS",), 1.0))
-        return wanted
+            needed.append(("project", ("ROUTERS",), 1.0))
+        return needed
 
     def _gpu_quotas(self) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Return the quotas of GPUs, of which spot machines have their own.
+        """Return the quotas of GPUs, which are separate for spot machines.
 
         https://cloud.google.com/compute/resource-usage#gpu_quota
         """
@@ -183,10 +183,10 @@ class Need:
 
 
 def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
-    """Return whether a key at `location` can encrypt what is in `region`.
+    """Return whether a key at `location` can encrypt resources in `region`.
 
-    Disks take a key of their region, of a multi-region around it, or a global one. With `regional`
-    it is for a bucket or a Filestore instance, too: they take a key of the region alone ("Cloud KMS
+    Disks accept a key of their region, of a multi-region around it, or a global key. With
+    `regional`, the key must be of the region, as for buckets and Filestore instances ("Cloud KMS
     region 'global' not available").
     """
     if location == region:
@@ -198,25 +198,25 @@ def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
 
 
 def _named(default: str | tuple[str, ...], *, key: str) -> Any:
-    """Declare a setting that becomes a word of a request."""
+    """Declare a setting that becomes a part of a request."""
     fix = f"pulumi config set {key} NAME"
     return checked(default, key=key, pattern=CLOUD_NAME, wanted="a name", fix=fix)
 
 
 def _whole(default: int, *, key: str) -> Any:
-    return checked(default, key=key, low=0, refusal="; a whole number is needed.")
+    return checked(default, key=key, low=0, refusal=": must be a whole number.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """The settings that the need depends on; `up` holds them to more limits."""
+    """The settings that the requirements depend on; `up` checks more limits."""
 
     machine_type: str = _named(DEFAULTS.machine_type, key="machineType")
     node_count: int = _whole(DEFAULTS.node_count, key="nodeCount")
     region: str = _named(DEFAULTS.region, key="region")
     zones: tuple[str, ...] = _named((), key="zones")
     spot: Spot = checked(  # noqa: RUF009 - a field
-        DEFAULTS.spot, refusal="; use false, true or auto."
+        DEFAULTS.spot, refusal=": must be false, true or auto."
     )
     disk_type: str = _named(DEFAULTS.disk_type, key="diskType")
     disk_gb: int = _whole(DEFAULTS.disk_gb, key="diskGb")
@@ -232,8 +232,8 @@ class _Settings:
     filestore_gb: int = _whole(DEFAULTS.filestore_gb, key="filestoreGb")
 
 
-def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `_Settings` that have a value, numbers as such."""
+def _set_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `_Settings` that have a value, with numbers as integers."""
     given: dict[str, Any] = {}
     for key, each in fields_of(_Settings).items():
         value = settings.get(key)
@@ -250,11 +250,11 @@ def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def need_of(settings: Mapping[str, Any]) -> Need:
-    """Return the need by the stack's config; a key that is not set has the config's default.
+    """Return the requirements of a stack's config; a missing key has its default.
 
     Raises ConfigError.
     """
-    stack = build(_Settings, _given(settings), where="")
+    stack = build(_Settings, _set_values(settings), where="")
     head_gib = stack.head_disk_gb or stack.disk_gb
     access, egress = (settings.get(key) for key in ("accessMode", "egress"))
     has_filestore = settings.get("sharedStorage") == "filestore"
@@ -278,7 +278,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         bucket_name=stack.bucket if names_bucket else "",
         kms_key=stack.kms_key,
         unlisted=tuple(
-            words for key, words in UNLISTED.items() if str(settings.get(key)).lower() == "true"
+            name for key, name in UNLISTED.items() if str(settings.get(key)).lower() == "true"
         ),
         grants_key=str(settings.get("kmsGrant") or DEFAULTS.kms_grant).lower() != "false",
     )
@@ -293,7 +293,7 @@ def _disk_type(name: str, machine: str) -> str:
 
 
 def text_list(value: Any) -> list[str]:
-    """Return the list of a config value, which may be JSON text."""
+    """Return a config value as a list; the value can be JSON text."""
     if isinstance(value, str):
         try:
             value = parse_json(value, where="a list")

@@ -1,4 +1,4 @@
-"""CONTRACT: `.cluster` in a project's folder, with what this machine knows of its clusters."""
+"""CONTRACT: `.cluster` in a project's folder, with this machine's files about its clusters."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from payload.core.links import refuse_links
 
 
 def cluster_path(root: Path, *names: str) -> Path:
-    """Return the path of `.cluster`, of a cluster's folder in it, or of a file in that.
+    """Return the path of `.cluster`, of a cluster's folder in it, or of a cluster's file.
 
-    It need not be there. Raises ConfigError where a part of it is a symlink: in a folder that was
-    cloned or unpacked, it would lead keys and files of ssh elsewhere, as into ~/.ssh.
+    The path need not exist. Raises ConfigError if a part of it is a symlink: in a cloned project, a
+    symlink could redirect keys and files of ssh, for example to ~/.ssh.
     """
     try:
         return refuse_links(root.joinpath(".cluster", *names), below=root)
     except OSError as error:
         raise ConfigError(
-            f"{error.filename} is a symlink. Files of a cluster are written to no other place: "
-            "remove it, or put what it leads to in its place."
+            f"{error.filename} is a symlink, which is not followed for a cluster's files. Remove "
+            "it, or replace it by its target."
         ) from None

@@ -1,9 +1,9 @@
-"""CONTRACT: a cluster's identity, by which it is told from another one of the same name.
+"""CONTRACT: a cluster's identity, which distinguishes clusters with the same name.
 
-16 hexadecimal digits, random. They are in `.cluster/NAME/identity.json` of the folder that builds
-the cluster, and in a label (or the description) of everything that is built for it. Two people may
-take the same name in one project; nobody removes or adopts what has another identity. The file may
-come with a folder that was cloned: it counts only with a proof by this user's key.
+The identity is 16 random hexadecimal digits. It is in `.cluster/NAME/identity.json` of the folder
+that builds the cluster, and in a label (or the description) of all its resources. Two users can
+use the same name in one project: resources with another identity are never removed or adopted. A
+cloned folder can contain the file, so it counts only with a signature by this user's key.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ClusterIdentity:
 
     identity: str = checked(pattern=PATTERN, wanted=WANTED)
     stack: str | None = checked(None, max_chars=200)
-    """Pulumi's stack that the cluster is built by, without organization and project."""
+    """The cluster's Pulumi stack, without organization and project."""
     proof: str = checked("", pattern=PROOF, wanted=PROOF_WANTED)
-    """By this user's key, of the folder, the cluster's name and the identity."""
+    """Signature of folder, cluster name and identity by this user's key."""
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -49,23 +49,23 @@ class ClusterIdentity:
 
 
 def new_cluster_identity() -> str:
-    """Return 64 random bits as hexadecimal digits."""
+    """Return 64 random bits in hexadecimal."""
     return secrets.token_hex(8)
 
 
 def known_cluster_identity(folder: Path, cluster: str) -> str | None:
-    """Return the identity of the cluster that this user builds from `folder`; None without proof.
+    """Return the identity of the cluster in `folder`, or None without this user's signature.
 
-    Raises ConfigError where the file is damaged.
+    Raises ConfigError if the file is damaged.
     """
     identity, is_proven = recorded_cluster_identity(folder, cluster)
     return identity if is_proven else None
 
 
 def recorded_cluster_identity(folder: Path, cluster: str) -> tuple[str | None, bool]:
-    """Return the identity in the folder's file, and True where this user's key proves it.
+    """Return the identity in the folder's file, and True if it has this user's signature.
 
-    The identity is None without a file. Raises ConfigError where the file is damaged.
+    Without a file, the identity is missing. Raises ConfigError if the file is damaged.
     """
     found = _read(_path(folder, cluster))
     if found is None:
@@ -74,11 +74,11 @@ def recorded_cluster_identity(folder: Path, cluster: str) -> tuple[str | None, b
 
 
 def accept_cluster_identity(folder: Path, cluster: str) -> None:
-    """Give what the folder's file says a proof: its user has said that the cluster is theirs."""
+    """Sign the identity in the folder's file, after the user confirmed to own the cluster."""
     path = _path(folder, cluster)
     found = _read(path)
     if found is not None:
-        _keep(path, _proven(found, folder, cluster))
+        _write(path, _signed(found, folder, cluster))
 
 
 def settle_cluster_identity(
@@ -89,38 +89,38 @@ def settle_cluster_identity(
     told: Sequence[str] = (),
     writes: bool = True,
 ) -> str:
-    """Return the identity of the cluster that is built from `folder`, made where it is missing.
+    """Return the identity of the cluster that is built from `folder`; create it if it is missing.
 
-    `told` are those in the stack's own state, and override the file's. `stack` is the one that
-    builds. What the folder's file alone says is returned, too, and gets no proof by that.
-    Without `writes`, as in a preview, nothing is kept.
-    Raises ConfigError where another stack of this folder builds a cluster of that name.
+    `told` are the identities in the stack's state, which override the file's. `stack` is the
+    current stack. An identity that is only in the file is returned, but not signed. Without
+    `writes`, as in a preview, no file is written. Raises ConfigError if another stack of this
+    folder builds a cluster with this name.
     """
     path = _path(folder, cluster)
     found = _read(path)
     if found is not None and None not in (stack, found.stack) and stack != found.stack:
         raise ConfigError(
-            f"cluster = {cluster!r}: stack {found.stack} builds a cluster of this name from this "
-            "folder. Take another name: pulumi config set cluster NAME; or, once nothing of that "
-            f"one is left, remove {path}"
+            f"cluster = {cluster!r}: stack {found.stack} builds a cluster with this name from this "
+            "folder. Choose another name: pulumi config set cluster NAME; or, once that cluster is "
+            f"destroyed, remove {path}"
         )
     if told and (found is None or found.identity not in told):
         found = ClusterIdentity(identity=told[0], stack=stack)
         if writes:
-            _keep(path, _proven(found, folder, cluster))
+            _write(path, _signed(found, folder, cluster))
     elif found is None:
         fresh = ClusterIdentity(identity=new_cluster_identity(), stack=stack)
-        # Two commands may begin at once: the first one's stands.
-        is_ours = not writes or _keep_if_absent(path, _proven(fresh, folder, cluster))
+        # Of two commands that start at the same time, the first one's identity is kept.
+        is_ours = not writes or _write_if_absent(path, _signed(fresh, folder, cluster))
         found = fresh if is_ours else _read(path) or fresh
     elif writes and stack is not None and found.stack is None:
         found = replace(found, stack=stack)
-        _keep(path, found)
+        _write(path, found)
     return found.identity
 
 
 def identity_in(labels: Mapping[str, str]) -> str | None:
-    """Return the identity that labels name; None for none, or for what is no identity."""
+    """Return the identity in labels, or None if it is missing or invalid."""
     text = labels.get(IDENTITY_LABEL, "")
     return text if PATTERN.fullmatch(text) else None
 
@@ -130,11 +130,11 @@ def _path(folder: Path, cluster: str) -> Path:
 
 
 def _parts(folder: Path, cluster: str, identity: str) -> tuple[str, ...]:
-    """Return what a proof is of. With the folder in it, no copy in another one has the proof."""
+    """Return the signed parts. They include the folder, so that a copied file is not valid."""
     return "cluster", os.path.realpath(folder), cluster, identity
 
 
-def _proven(found: ClusterIdentity, folder: Path, cluster: str) -> ClusterIdentity:
+def _signed(found: ClusterIdentity, folder: Path, cluster: str) -> ClusterIdentity:
     return replace(found, proof=sign(*_parts(folder, cluster, found.identity)))
 
 
@@ -145,18 +145,18 @@ def _read(path: Path) -> ClusterIdentity | None:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from None
-    fix = "It names what was built from this folder: bring it back from a copy."
+    fix = "It identifies the cluster of this folder. Restore the file from a copy."
     raw = parse_json(content, where=str(path), fix=fix)
     check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix)
     return build(ClusterIdentity, raw, where=str(path), fix=fix)
 
 
-def _keep(path: Path, identity: ClusterIdentity) -> None:
+def _write(path: Path, identity: ClusterIdentity) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(path, identity.to_json())
 
 
-def _keep_if_absent(path: Path, identity: ClusterIdentity) -> bool:
+def _write_if_absent(path: Path, identity: ClusterIdentity) -> bool:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     write_whole(staged, identity.to_json())

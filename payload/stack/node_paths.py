@@ -1,12 +1,12 @@
-"""CONTRACT: where the cluster program puts files on a node."""
+"""CONTRACT: paths of the cluster program's files on a node."""
 
 from __future__ import annotations
 
 from pathlib import PurePosixPath
 
 BOOTSTRAP_STATE = "/var/lib/tileforge/bootstrap.json"
-"""How far a node's set-up is."""
+"""State of a node's set-up."""
 VENV = PurePosixPath("/opt/tileforge/venv")
-"""The environment of Python that a run starts its programs from."""
+"""The Python environment of a run's programs."""
 MONITORING_FOLDER = PurePosixPath("/etc/tileforge/monitoring")
-"""Dashboards, and the configuration of the servers that show them."""
+"""Dashboards, and the configuration of their servers."""

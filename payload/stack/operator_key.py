@@ -1,6 +1,6 @@
-"""The operator's key of a cluster, `.cluster/NAME/id_ed25519`: made and read here alone.
+"""Create and read the operator's key of a cluster, `.cluster/NAME/id_ed25519`.
 
-cryptography is imported within functions: it takes time, and this package needs no installed one.
+cryptography is imported within functions, as it is slow to import and not always installed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from payload.stack.cluster_files import cluster_path
 
 
 def operator_key_path(root: Path, *, cluster: str) -> Path:
-    """Return where the operator's key of `cluster` is, under the project folder `root`.
+    """Return the path of the operator's key of `cluster` in the project folder `root`.
 
-    Raises ConfigError for a link in its place.
+    Raises ConfigError if a part of the path is a symlink.
     """
     return cluster_path(root, cluster, "id_ed25519")
 
 
 def make_operator_key(path: Path) -> str:
-    """Return the public half of the key at `path`, which is made if there is none.
+    """Return the public half of the key at `path`, which is created if it is missing.
 
-    The key is 0600 in a folder of 0700, and may have a passphrase. Raises ConfigError as
-    `require_private` does, and for what is not an OpenSSH private key.
+    The key has mode 0600 in a folder of mode 0700, and can have a passphrase. Raises ConfigError as
+    `require_private` does, and if the file is not an OpenSSH private key.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
 
@@ -42,16 +42,16 @@ def make_operator_key(path: Path) -> str:
         public = _public_half(path.read_bytes())
     except (ValueError, UnsupportedAlgorithm, struct.error) as error:
         raise ConfigError(
-            f"{path} cannot be read as an OpenSSH private key ({error}). Put the key back, or move "
-            "the file away, and a new key is made."
+            f"{path} cannot be read as an OpenSSH private key ({error}). Restore the key, or move "
+            "the file away for a new key."
         ) from None
     return _line(public, path)
 
 
 def write_public_half(path: Path) -> str:
-    """Write the public half of the key at `path` beside it, and return it.
+    """Write the public half of the key at `path` to a .pub file, and return it.
 
-    Makes the key if there is none. Raises as `make_operator_key`, and OSError.
+    Creates the key if it is missing. Raises as `make_operator_key`, and OSError.
     """
     public = make_operator_key(path)
     write_whole(path.with_name(f"{path.name}.pub"), f"{public}\n")
@@ -59,27 +59,27 @@ def write_public_half(path: Path) -> str:
 
 
 def make_key(public_file: Path) -> str:
-    """Write and return the public half in `public_file`, for the cluster program.
+    """Write the public half to `public_file` and return it, for the cluster program.
 
-    Makes the key beside it if there is none. Raises ConfigError.
+    Creates the key in the same folder if it is missing. Raises ConfigError.
     """
     private_file = public_file.with_suffix("")
     try:
         return write_public_half(private_file)
     except OSError as error:
         raise ConfigError(
-            f"the operator's key {private_file} cannot be made or read ({error}). Move it away for "
-            "a new one, or name another: pulumi config set operatorPublicKeyFile FILE"
+            f"the operator's key {private_file} cannot be created or read ({error}). Move it away "
+            "for a new key, or name another: pulumi config set operatorPublicKeyFile FILE"
         ) from None
 
 
 def would_make_key(public_file: Path) -> str:
-    """Return a public key for a preview, which writes nothing; its private half is dropped."""
+    """Return a new public key for a preview, which writes no files."""
     return _line(_public_half(_new_key()), public_file)
 
 
 def _public_half(private: bytes) -> bytes:
-    """Return the public half of an OpenSSH private key, whose passphrase is not asked for.
+    """Return the public half of an OpenSSH private key, without its passphrase.
 
     Raises ValueError, struct.error and UnsupportedAlgorithm.
     """
@@ -87,13 +87,13 @@ def _public_half(private: bytes) -> bytes:
 
     try:
         key = serialization.load_ssh_private_key(private, password=None).public_key()
-    except TypeError:  # it has a passphrase, and its public half is in clear
+    except TypeError:  # the key has a passphrase; its public half is not encrypted
         key = serialization.load_ssh_public_key(_clear_half(private))
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
 
 
 def _clear_half(private: bytes) -> bytes:
-    """Return the public key that stands before the encrypted part of an OpenSSH private key.
+    """Return the public key in front of the encrypted part of an OpenSSH private key.
 
     Source: https://github.com/openssh/openssh-portable/blob/master/PROTOCOL.key.
     """
@@ -115,18 +115,18 @@ def _clear_half(private: bytes) -> bytes:
 
 
 def require_private(path: Path) -> None:
-    """Raise ConfigError where a cluster's own key is another user's, or others may read it.
+    """Raise ConfigError if a cluster's key belongs to another user or is readable by others.
 
-    It may have come with the folder, so that somebody else has it too.
+    The key may have been copied with the folder, so that others own a copy.
     """
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"the key {path} is not yours. Move it away, and a new key is made.")
+        raise ConfigError(f"the key {path} is not yours. Move it away for a new key.")
     if mode & 0o077:
         raise ConfigError(
-            f"the key {path} may be read by others (mode {mode:o}). If nobody did: chmod 600 "
-            f"{path}; else move it away, and a new key is made."
+            f"the key {path} is readable by others (mode {mode:o}). If it is still secret: chmod "
+            f"600 {path}; otherwise move it away for a new key."
         )
 
 
@@ -155,7 +155,7 @@ def _write_new_key(path: Path) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # Unlike a rename, this leaves alone what another process has made in the meantime.
+        # Unlike a rename, a link does not replace a key that another process has created.
         os.link(fresh, path)
     except FileExistsError:
         pass

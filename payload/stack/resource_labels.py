@@ -1,9 +1,9 @@
-"""CONTRACT: labels of a cluster's resources in the cloud, beside that of its identity."""
+"""CONTRACT: labels of a cluster's cloud resources, in addition to the identity."""
 
 from __future__ import annotations
 
 CLUSTER_LABEL = "tileforge-cluster"
 EXPIRES_LABEL = "tileforge-expires"
-"""Unix seconds."""
+"""Label with the time of expiry in Unix seconds."""
 KEPT_LABEL = "tileforge-kept"
-"""On what outlives `pulumi destroy` on purpose: the results bucket."""
+"""Label of resources that `pulumi destroy` keeps: the results bucket."""

@@ -1,4 +1,4 @@
-"""CONTRACT: every setting of a stack, as Pulumi.yaml declares it: default, limits and message."""
+"""CONTRACT: all settings of a stack, as in Pulumi.yaml, with default, limits and message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from payload.core.validation.fields import checked
 from payload.stack.google_name_patterns import KMS_KEY, REGION
 
 MTU = 8896
-"""The largest, and the default. The network of another one has that in its name."""
+"""The largest MTU, and the default. Other values are part of the network's name."""
 MAX_NODES = 64
 _MAX_DISK_GIB = 65_536
 LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-"""A user's name on a node."""
+"""Name of a user on a node."""
 CLUSTER_NAME = re.compile(r"[a-z]([a-z0-9-]{0,22}[a-z0-9])?")
 _PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
@@ -28,7 +28,7 @@ def _or_empty(pattern: re.Pattern[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSettings:
-    """One field a key of Pulumi.yaml, `node_count` for `nodeCount`; its descriptions are there."""
+    """The keys of Pulumi.yaml, which describes them; `node_count` is `nodeCount`."""
 
     cluster: str = checked(
         "",
@@ -39,15 +39,15 @@ class StackSettings:
     project: str = checked(
         "",
         pattern=_PROJECT,
-        refusal=" is no Google Cloud project id. `gcloud projects list` shows yours; pulumi config "
-        "set project ID",
+        refusal=" is not a Google Cloud project id. `gcloud projects list` shows yours; pulumi "
+        "config set project ID",
     )
     region: str = checked(
-        "us-central1", pattern=REGION, refusal=" is no region. Use one such as us-central1."
+        "us-central1", pattern=REGION, refusal=" is not a region. Use a region such as us-central1."
     )
     zones: tuple[str, ...] = ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f")
     node_count: int = checked(
-        3, low=1, high=MAX_NODES, refusal=f"; from 1 to {MAX_NODES} nodes can be had."
+        3, low=1, high=MAX_NODES, refusal=f": must be from 1 to {MAX_NODES} nodes."
     )
     machine_type: str = "c3-highmem-8"
     access_mode: str = checked("iap", choices=("iap", "direct", "oslogin"))
@@ -57,14 +57,14 @@ class StackSettings:
     spot: str = checked("false", choices=("false", "true", "auto"))
     max_lifetime: str = "12h"
     max_hourly_usd: str = checked(
-        "10", pattern=_DOLLARS, refusal="; use dollars an hour such as 2.50, or none."
+        "10", pattern=_DOLLARS, refusal=": must be dollars an hour such as 2.50, or none."
     )
     disk_type: str = "auto"
     disk_gb: int = checked(
         100,
         low=30,
         high=_MAX_DISK_GIB,
-        refusal=f"; from 30 (the environment needs 10) to {_MAX_DISK_GIB} GiB.",
+        refusal=f": must be from 30 (the environment needs 10) to {_MAX_DISK_GIB} GiB.",
     )
     head_disk_gb: int = 0
     bucket: str = checked(
@@ -72,7 +72,10 @@ class StackSettings:
     )
     threads_per_core: int = checked(1, choices=(1, 2))
     mtu: int = checked(
-        MTU, low=1300, high=MTU, refusal=f"; a network of Google's has 1300 to {MTU}."
+        MTU,
+        low=1300,
+        high=MTU,
+        refusal=f": must be from 1300 to {MTU}, the limits of Google's networks.",
     )
     compact_placement: str = checked("auto", choices=("auto", "true", "false"))
     tier1: bool = False
@@ -80,7 +83,7 @@ class StackSettings:
     kms_key: str = checked(
         "",
         pattern=_or_empty(KMS_KEY),
-        refusal="; projects/P/locations/L/keyRings/R/cryptoKeys/K is needed.",
+        refusal=": must be projects/P/locations/L/keyRings/R/cryptoKeys/K.",
     )
     kms_grant: bool = True
     confidential: bool = False
@@ -88,7 +91,7 @@ class StackSettings:
     wheelhouse: str = checked(
         "",
         pattern=_or_empty(NODE_PATH),
-        refusal="; it must be an absolute path on the node.",
+        refusal=": must be an absolute path on the node.",
     )
     flow_logs: bool = True
     monitoring: str = checked("none", choices=("none", "prometheus"))
@@ -97,8 +100,8 @@ class StackSettings:
     labels: tuple[str, ...] = checked(
         (),
         pattern=_LABEL,
-        refusal="; key=value of lower-case letters, digits, - and _ is needed, and keys of "
-        "tileforge and goog are taken.",
+        refusal=": must be key=value of lower-case letters, digits, - and _. Keys must not begin "
+        "with tileforge or goog.",
     )
 
 

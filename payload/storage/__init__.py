@@ -1,1 +1,1 @@
-"""A run's results in an object store or a mounted folder: upload, and the way back."""
+"""A run's results in a bucket or a mounted folder: upload and restore."""

@@ -26,13 +26,13 @@ from payload.storage.restore import has_run, require_absent, restore
 from payload.storage.uploader import Uploader
 
 _NICE = 10
-"""The ranks have the processors first."""
+"""Niceness of the upload, so that ranks have priority."""
 _UPLOAD_RETRY_S = 8.0
-"""Retries of one request; the uploader's own follow, and the run says why."""
+"""Retry time of one request. The uploader then logs the error and retries itself."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Carry out one command and return its exit code."""
+    """Run one command and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.command(arguments))
@@ -96,8 +96,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
     """Return the run's folder and its address in the store.
 
-    Raises ConfigError for a folder with a linked folder in it, and where only the run's own
-    settings name the store: whoever made the folder could have any place written to.
+    Raises ConfigError if the folder contains a linked folder, or if only the run's own settings
+    name the store. Otherwise a copied run folder could direct writes anywhere.
     """
     paths = RunPaths(arguments.run_dir.resolve())
     require_own_folders(paths)

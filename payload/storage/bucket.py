@@ -1,4 +1,4 @@
-"""A store in a bucket of Google Cloud Storage: the one file that imports its client."""
+"""A store in a bucket of Google Cloud Storage. Only this file imports Google's client."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from payload.storage.objects import (
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0
 _PART_BYTES = 32 * 2**20
+"""Bytes of one request of a resumable upload or a download."""
 _T = TypeVar("_T")
 _FETCHES = 3
-"""Tries for an object whose checksum is not the store's: the network may have changed it."""
-"""Bytes of one request of a resumable upload or a download: the most that a broken one costs."""
+"""Attempts to download an object whose checksum is wrong, as the network may have changed it."""
 _WRITE_ID = "tileforge-write"
-"""Metadata of every object: a random id of the write, by which a writer knows its own."""
+"""Metadata key of a random id of each write, so that a writer recognises its own object."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _STAND_IN = "STORAGE_EMULATOR_HOST"
-"""The client's variable for a server in Google's place, which is sent no credentials."""
+"""The client's variable for an emulator, which gets no credentials."""
 _REFUSED = "invalid_grant"
-"""In the answer of Google's token server about a login or a key that is not valid."""
+"""Error code of Google's token server for an invalid login or key."""
 
 
 class BucketStore:
-    """Objects in a bucket below a prefix. Threads may share it: each gets its own connection."""
+    """Objects in a bucket below a prefix. Threads can share it; each has its own connection."""
 
     def __init__(self, address: StoreAddress, *, timeout_s: float, retry_s: float) -> None:
-        """Raises StoreRefusedError where the client, or the login that is named, is not there."""
+        """Raises StoreRefusedError if the client or the configured login is missing."""
         self.address = address
         self._prefix = f"{address.path}/" if address.path else ""
         self._timeout = (_CONNECT_S, timeout_s)
         self._retry_s = retry_s
-        # The client reads its variables of the environment itself, too.
+        # The client also reads its environment variables itself.
         self._login = GoogleLogin() if _STAND_IN in os.environ else GoogleLogin.from_env(os.environ)
         self._local = threading.local()
         _libraries()
         try:
             with quiet():
-                # Without any the client finds the node's, or the application default.
+                # With None, the client uses the node's or the application default credentials.
                 self._credentials = (
                     None if self._login.is_default else load_credentials(self._login)
                 )
@@ -83,7 +83,7 @@ class BucketStore:
             return _read_again(pages)
 
     def groups(self) -> list[str]:
-        """List the first parts of names that have more parts."""
+        """List the first parts of the names that have several parts."""
 
         def pages() -> list[str]:
             listed = self._client().list_blobs(
@@ -93,7 +93,7 @@ class BucketStore:
                 timeout=self._timeout,
                 retry=self._retry(),
             )
-            for _ in listed:  # the prefixes are known when all pages are read
+            for _ in listed:  # the prefixes are complete when all pages are read
                 continue
             return sorted(each[len(self._prefix) :].rstrip("/") for each in listed.prefixes)
 
@@ -101,7 +101,7 @@ class BucketStore:
             return _read_again(pages)
 
     def siblings(self) -> list[str]:
-        """List the groups of the address that this one lies in."""
+        """List the groups of the parent address."""
         return BucketStore(
             self.address.parent(), timeout_s=self._timeout[1], retry_s=self._retry_s
         ).groups()
@@ -109,7 +109,7 @@ class BucketStore:
     def put(
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:
-        """Write `size` bytes of `content`; what the store has then is compared by checksum."""
+        """Write `size` bytes of `content`, and verify the stored object's checksum."""
         blob = self._blob(name)
         write_id = secrets.token_hex(16)
         blob.metadata = {_WRITE_ID: write_id}
@@ -125,19 +125,21 @@ class BucketStore:
                     checksum="crc32c",
                 )
         except ConflictError:
-            # A write that was done and whose answer was lost is sent again by the client, and
-            # then its own object is in the way.
+            # If the answer to a successful write was lost, the client sends the write again. It
+            # then conflicts with its own object.
             if not self._is_own(blob, name, write_id=write_id):
                 raise
         stored = self._stored(blob)
         if stored.bytes != size or blob.crc32c != _crc32c(content):
-            # Not every server compares the checksum that it is sent; ours must not stay wrong.
+            # Not every server verifies the checksum. A wrong object must not remain.
             self.remove(name, generation=stored.generation)
-            raise StoreError(f"writing {self.address.under(name)}: the store got other bytes")
+            raise StoreError(
+                f"writing {self.address.under(name)}: the store received different bytes"
+            )
         return stored
 
     def _is_own(self, blob: Any, name: str, *, write_id: str) -> bool:
-        """Read the object's properties back into `blob`; say whether this write made it."""
+        """Reload the properties of `blob`; return True if this write created the object."""
         try:
             with self._plainly(f"reading {self.address.under(name)}"):
                 _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
@@ -177,7 +179,7 @@ class BucketStore:
                 )
             for start in range(0, size, _PART_BYTES):
                 end = min(size, start + _PART_BYTES)
-                # Of a part the store has no checksum; whoever brings more compares hashes.
+                # The store has no checksum of a part. Callers compare hashes of larger files.
                 whole = blob.crc32c if end - start == size else None
                 into.write(self._part(blob, name, start, end, generation, crc32c=whole))
                 progressed()
@@ -185,7 +187,7 @@ class BucketStore:
     def _part(
         self, blob: Any, name: str, start: int, end: int, generation: int, *, crc32c: str | None
     ) -> bytes:
-        """Read a part into memory, so that a retry never leaves half of one behind."""
+        """Read a part into memory, so that a retry never leaves an incomplete part in the file."""
         for _ in range(_FETCHES):
             part: bytes = blob.download_as_bytes(
                 start=start,
@@ -198,14 +200,15 @@ class BucketStore:
             )
             if len(part) != end - start:
                 raise StoreError(
-                    f"reading {self.address.under(name)}: {len(part)} bytes came of {end - start}"
+                    f"reading {self.address.under(name)}: received {len(part)} of "
+                    f"{end - start} bytes"
                 )
             if crc32c in (None, _crc32c(io.BytesIO(part))):
                 return part
-        raise StoreError(f"reading {self.address.under(name)}: its bytes came over changed")
+        raise StoreError(f"reading {self.address.under(name)}: its checksum is wrong")
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
-        """Remove an object; one that is gone already is no error."""
+        """Remove an object; a missing object is not an error."""
         try:
             with self._plainly(f"removing {self.address.under(name)}"):
                 self._blob(name).delete(
@@ -215,29 +218,29 @@ class BucketStore:
             return
 
     def tidy(self) -> None:
-        """Nothing: a bucket shows no part of an object, and lets go of it after a week."""
+        """Do nothing: a bucket hides incomplete uploads, and removes them after a week."""
 
     def _client(self) -> Any:
-        # requests' sessions are not for several threads at once.
+        # The sessions of requests are not thread-safe.
         if not hasattr(self._local, "client"):
             storage, auth = _libraries().storage, _libraries().auth_errors
             try:
-                # Objects belong to a bucket; the client asks for a project all the same.
+                # The client requires a project, although objects belong to a bucket.
                 self._local.client = storage.Client(project="unused", credentials=self._credentials)
             except auth.GoogleAuthError as error:
                 raise StoreRefusedError(
                     f"{self.address}: no credentials for Google ({one_line(error)}). "
-                    f"{self._or_of_the_node(self._login.renewal())}."
+                    f"{self._or_node_account(self._login.renewal())}."
                 ) from None
         return self._local.client
 
-    def _or_of_the_node(self, fix: str) -> str:
-        """Return a fix of the login; on a node there is another one."""
+    def _or_node_account(self, fix: str) -> str:
+        """Return a fix for the login, extended by the alternative on nodes."""
         return f"{fix}, or use the node's service account" if self._login.is_default else fix
 
     def _credentials_error(self, what: str, error: Exception) -> StoreRefusedError:
-        refusal = self._or_of_the_node(self._login.refusal(str(error)))
-        return StoreRefusedError(f"{what} ({_words(error)}): {refusal}.")
+        refusal = self._or_node_account(self._login.refusal(str(error)))
+        return StoreRefusedError(f"{what} ({_described(error)}): {refusal}.")
 
     def _blob(self, name: str) -> Any:
         bucket = self._client().bucket(self.address.bucket)
@@ -252,7 +255,7 @@ class BucketStore:
         )
 
     def _retry(self) -> Any:
-        """Return the client's own policy for what may pass: 429, 5xx, broken connections."""
+        """Return the client's retry policy for temporary errors: 429, 5xx, broken connections."""
         return (
             _libraries()
             .retry.with_timeout(self._retry_s)
@@ -261,54 +264,55 @@ class BucketStore:
 
     @contextmanager
     def _plainly(self, what: str) -> Iterator[None]:
-        """Turn the client's errors into ours, in one line."""
+        """Convert the client's errors to one-line errors of Tileforge."""
         libraries = _libraries()
         try:
             yield
         except libraries.errors.PreconditionFailed:
-            raise ConflictError(f"{what}: somebody else wrote it meanwhile") from None
+            raise ConflictError(f"{what}: another process has written it") from None
         except libraries.errors.NotFound as error:
-            # Who lists or writes can miss nothing but the bucket.
+            # If listing or writing fails with NotFound, the bucket is missing.
             is_bucket = what.startswith(("listing", "writing"))
             if is_bucket or "bucket does not exist" in str(error):
                 raise StoreRefusedError(
-                    f"{what}: there is no bucket {self.address.bucket!r}. Make it with bucket: "
-                    "create in the cluster's settings, or name another in storage.results."
+                    f"{what}: bucket {self.address.bucket!r} does not exist. Set bucket: create "
+                    "in the cluster's settings, or name another bucket in storage.results."
                 ) from None
-            raise MissingObjectError(f"{what}: there is no such object") from None
+            raise MissingObjectError(f"{what}: the object does not exist") from None
         except libraries.errors.Unauthorized as error:
             raise self._credentials_error(what, error) from None
         except libraries.errors.Forbidden as error:
             raise StoreRefusedError(
-                f"{what}: Google refuses it ({_words(error)}). Give the account "
+                f"{what}: permission denied ({_described(error)}). Give the account "
                 f"roles/storage.objectUser on the bucket {self.address.bucket}."
             ) from None
         except libraries.auth_errors.DefaultCredentialsError:
             raise StoreRefusedError(
-                f"{what}: no credentials for Google. {self._or_of_the_node(self._login.renewal())}."
+                f"{what}: no credentials for Google. "
+                f"{self._or_node_account(self._login.renewal())}."
             ) from None
         except libraries.auth_errors.RefreshError as error:
-            # A node's metadata server may fail for a moment, and the library does not say so.
+            # A node's metadata server can fail temporarily, which the library does not report.
             is_refused = _REFUSED in str(error) or not self._login.is_default
             if error.retryable or not is_refused:
-                raise StoreError(f"{what}: {_words(error)}") from None
+                raise StoreError(f"{what}: {_described(error)}") from None
             raise self._credentials_error(what, error) from None
         except StoreError:
             raise
         except libraries.all as error:
-            raise StoreError(f"{what}: {_words(error)}") from None
+            raise StoreError(f"{what}: {_described(error)}") from None
 
 
-def _read_again(ask: Callable[[], _T]) -> _T:
-    """Return an answer that is a document, asking again where the network has changed one."""
+def _read_again(read: Callable[[], _T]) -> _T:
+    """Return the result of `read`, repeated if the network has damaged the answer."""
     for _ in range(_FETCHES - 1):
         with suppress(ValueError):
-            return ask()
-    return ask()
+            return read()
+    return read()
 
 
 def _crc32c(content: BinaryIO) -> str:
-    """Return the checksum of a whole file as the store writes it."""
+    """Return the checksum of a whole file in the store's notation."""
     content.seek(0)
     checksum = _libraries().crc32c.Checksum()
     while part := content.read(_PART_BYTES):
@@ -316,19 +320,19 @@ def _crc32c(content: BinaryIO) -> str:
     return base64.b64encode(checksum.digest()).decode()
 
 
-def _words(error: Exception) -> str:
-    """Return an error in one short line: the client puts request and answer into its text."""
+def _described(error: Exception) -> str:
+    """Return an error as one short line; the client's text includes request and answer."""
     cause: BaseException = getattr(error, "cause", None) or error.__cause__ or error
-    # Whoever has the query of an upload's URL may write.
+    # The query of an upload's URL allows anyone to write.
     return one_line(_QUERY.sub("?...", f"{type(cause).__name__}: {cause}"))
 
 
 class _Libraries:
-    """The parts of the client that are used, once it is imported."""
+    """The imported parts of Google's client."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
-            # That Google will stop supporting a Python in some years is not for a run's log.
+            # Keep warnings about the support of Python versions out of a run's log.
             warnings.simplefilter("ignore", FutureWarning)
             import google.auth.exceptions as auth_errors
             import google_crc32c
@@ -352,20 +356,20 @@ class _Libraries:
             KeyError,
             TypeError,
         )
-        """Also what the client raises when an answer is not what it expects."""
+        """All errors of the client, including those for unexpected answers."""
 
 
 _loaded: list[_Libraries] = []
 
 
 def _libraries() -> _Libraries:
-    """Import the client at its first use. Raises StoreRefusedError where it is not installed."""
+    """Import the client at its first use. Raises StoreRefusedError if it is not installed."""
     if not _loaded:
         try:
             _loaded.append(_Libraries())
         except ImportError as error:
             raise StoreRefusedError(
-                f"a gs:// address needs Google's client, which is not installed here ({error}). "
+                f"a gs:// address needs Google's client, which is not installed ({error}). "
                 "Install it: pip install google-cloud-storage, or bootstrap/install-payload.sh "
                 "--extras storage."
             ) from None

@@ -1,8 +1,7 @@
-"""Checkpoints in a store: whole or absent, as on a disk.
+"""Checkpoints in a store. They are complete or absent, as on a disk.
 
-The manifest is the last object of a checkpoint to be written and the first to be removed, and is
-written only where there is none. A reader takes a checkpoint whose manifest is there and whose
-files have the manifest's sizes and hashes, and no other.
+The manifest is written last and removed first, and never overwritten. Readers accept only
+checkpoints that have a manifest, and whose files match its sizes and hashes.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ from payload.storage.objects import (
 
 _NO_HASHES = ManifestHashes()
 _FETCHES = 3
-"""Tries for a file whose hash is not the manifest's: the network may have changed it."""
+"""Attempts to download a file whose hash is wrong, as the network may have changed it."""
 
 
 class Upload:
-    """One checkpoint on its way to the store; `send` may be called again after an error.
+    """The upload of one checkpoint; `send` can be called again after an error.
 
-    Its files stay open, so that the trainer may remove the folder meanwhile.
+    The files stay open, so that the upload can finish after the trainer has removed the folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError for a checkpoint that is not sound, or gone."""
+        """Raises CheckpointError for a damaged or missing checkpoint."""
         self.name = folder.name
         self.sent_bytes = 0
         self._sent: dict[str, int] = {}
-        """Generations of the objects that were written by this upload."""
+        """Generations of the objects that this upload has written."""
         self._open = ExitStack()
         try:
             with ExitStack() as opened:
@@ -77,7 +76,7 @@ class Upload:
         self.manifest_sha256 = hashlib.sha256(_whole(self._files[MANIFEST_FILE])).hexdigest()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._open.close()
 
     def send(
@@ -87,28 +86,28 @@ class Upload:
         may_write: Callable[[], None],
         note_hash: Callable[[str, str], None] = lambda name, sha256: None,
     ) -> None:
-        """Write all files that are not there yet, then the manifest.
+        """Write the missing files, then the manifest.
 
-        `may_write` is called before anything is written or removed, and raises to refuse.
-        `note_hash` gets the checkpoint's name and its manifest's hash at a time when the store has
-        no other manifest of that name. Raises StoreError, and CheckpointError when the files here
-        are not the manifest's.
+        `may_write` is called before each write or removal, and raises to prevent it. `note_hash` is
+        called with the checkpoint's name and its manifest's hash, at a time when the store has no
+        other manifest of that name. Raises StoreError, and CheckpointError if the local files do
+        not match the manifest.
         """
         prefix = f"{CHECKPOINTS_NAME}/{self.name}/"
-        there = {entry.name: entry for entry in store.entries(prefix)}
+        stored = {entry.name: entry for entry in store.entries(prefix)}
         manifest = f"{prefix}{MANIFEST_FILE}"
         content = _whole(self._files[MANIFEST_FILE])
-        if manifest in there:
+        if manifest in stored:
             text, generation = store.read(manifest)
-            if text == content and self._is_complete(there, prefix):
+            if text == content and self._is_complete(stored, prefix):
                 note_hash(self.name, self.manifest_sha256)
                 return
             may_write()
             store.remove(manifest, generation=generation)
         note_hash(self.name, self.manifest_sha256)
         for name, entry in self._manifest.files.items():
-            place = there.get(f"{prefix}{name}")
-            if place is not None and self._sent.get(name) == place.generation:
+            existing = stored.get(f"{prefix}{name}")
+            if existing is not None and self._sent.get(name) == existing.generation:
                 continue
             file = self._files[name]
             self._require_unchanged(name)
@@ -117,37 +116,37 @@ class Upload:
                 f"{prefix}{name}",
                 file,
                 size=entry.bytes,
-                generation=place.generation if place else ABSENT,
+                generation=existing.generation if existing else ABSENT,
             )
             self._sent[name] = put.generation
             self.sent_bytes += entry.bytes
-        for name in there.keys() - {f"{prefix}{name}" for name in self._manifest.files}:
+        for name in stored.keys() - {f"{prefix}{name}" for name in self._manifest.files}:
             if name != manifest:
-                store.remove(name, generation=there[name].generation)
+                store.remove(name, generation=stored[name].generation)
         may_write()
         self._put_manifest(store, manifest, content)
         self.sent_bytes += len(content)
 
     def _put_manifest(self, store: ObjectStore, name: str, content: bytes) -> None:
-        """Write it where there is none; an answer that was lost may have left ours there."""
+        """Write the manifest; an earlier attempt, whose answer was lost, may have written it."""
         try:
             store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
         except ConflictError:
             if store.read(name)[0] != content:
                 raise
 
-    def _is_complete(self, there: Mapping[str, StoredObject], prefix: str) -> bool:
+    def _is_complete(self, stored: Mapping[str, StoredObject], prefix: str) -> bool:
         return all(
-            (place := there.get(f"{prefix}{name}")) is not None and place.bytes == entry.bytes
+            (found := stored.get(f"{prefix}{name}")) is not None and found.bytes == entry.bytes
             for name, entry in self._manifest.files.items()
         )
 
     def _require_unchanged(self, name: str) -> None:
-        """A damaged file must not become a checkpoint that only a reader finds out about."""
+        """Raise CheckpointError for a damaged file, which must not be uploaded."""
         file = self._files[name]
-        # By the open file, as the folder may be gone by now.
+        # Read the open file, as the folder may have been removed.
         if sha256_of(Path(f"/dev/fd/{file.fileno()}")) != self._manifest.files[name].sha256:
-            raise CheckpointError(f"{self.name}/{name}: its sha256 is not the manifest's")
+            raise CheckpointError(f"{self.name}/{name}: its SHA-256 differs from the manifest")
 
 
 def whole_checkpoints(store: StoreReader) -> list[str]:
@@ -161,7 +160,7 @@ def whole_checkpoints(store: StoreReader) -> list[str]:
 
 
 def stored_manifests(store: ObjectStore) -> dict[str, str]:
-    """Return the sha256 of every checkpoint's manifest by the checkpoint's name."""
+    """Return the SHA-256 of each checkpoint's manifest, by the checkpoint's name."""
     found = {}
     for name in whole_checkpoints(store):
         with suppress(MissingObjectError, TooLargeError):
@@ -173,7 +172,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
 def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
-    """Remove every checkpoint but `keep`, and what interrupted uploads left: manifests first."""
+    """Remove all checkpoints except `keep`, also incomplete ones; manifests are removed first."""
     found: dict[str, list[StoredObject]] = {}
     for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
         path = PurePosixPath(entry.name)
@@ -197,11 +196,11 @@ def fetch_newest(
     say: Callable[[str], None] = lambda line: None,
     after_step: int = -1,
 ) -> Path | None:
-    """Bring the newest sound checkpoint to the folder `checkpoints`, and return where it is.
+    """Download the newest valid checkpoint to the folder `checkpoints`; return its path.
 
-    `run` is the one that they have to be of, `known` what the head says of them. `passed_over` is
-    told of each that is not sound, of another run or not the head's, and why; `say` gets a line
-    before each. None when the store has none of a later step than `after_step`.
+    Checkpoints must belong to `run` and match the head's hashes in `known`. `passed_over` is called
+    with each rejected checkpoint and the reason; `say` gets a line before each download. Returns
+    None if the store has no valid checkpoint after `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):
         if checkpoint_step(PurePosixPath(name)) <= after_step:
@@ -222,11 +221,11 @@ def fetch_checkpoint(
     known: ManifestHashes = _NO_HASHES,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
+    """Download one checkpoint to the folder `checkpoints`, verify it, then rename it.
 
-    One that is there and sound stays, and so does one that the trainer is writing.
-    Raises CheckpointError for one that is not sound, of another identity than the run's or with
-    another manifest than the head's in `known`, and PreflightError on a full disk.
+    A valid local checkpoint is kept, as is a checkpoint that the trainer is writing. Raises
+    CheckpointError for a checkpoint that is damaged, of another run, or not the one in `known`, and
+    PreflightError for a full disk.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{CHECKPOINTS_NAME}/{name}/"
@@ -248,7 +247,7 @@ def fetch_checkpoint(
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
             _require_room(store, name, size, checkpoints)
-            say(f"bringing {name} ({size / 1e9:.2f} GB) from {store.address}")
+            say(f"downloading {name} ({size / 1e9:.2f} GB) from {store.address}")
 
             def bring(path: Path, entry: ManifestEntry) -> None:
                 _fetch_file(store, f"{prefix}{path.name}", path, entry)
@@ -265,32 +264,33 @@ def fetch_checkpoint(
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError for another manifest than the head wrote, where that is known."""
+    """Raise CheckpointError if the manifest's hash differs from the one that the head recorded."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(
-            f"its manifest in the store has the sha256 {found}, and the head wrote {wrote}: "
-            "somebody else has written it. If the run was resumed from elsewhere meanwhile, bring "
+            f"its manifest in the store has the SHA-256 {found}, but the head wrote {wrote}: "
+            "another machine has replaced it. If the run was resumed on another machine, fetch "
             "it into another folder with --runs-dir DIR"
         )
 
 
 def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
-    """Before anything large is fetched."""
-    there = {entry.name: entry.bytes for entry in store.entries(prefix)}
+    """Raise CheckpointError if a stored file's size differs from the manifest."""
+    stored = {entry.name: entry.bytes for entry in store.entries(prefix)}
     for name, entry in manifest.files.items():
         if name == TRAINER_FILE and entry.bytes > SMALL_BYTES:
             raise CheckpointError(f"{name}: {entry.bytes} bytes are too many")
-        size = there.get(f"{prefix}{name}")
+        size = stored.get(f"{prefix}{name}")
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"
-            raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
+            raise CheckpointError(f"{name}: {found}, but {entry.bytes} bytes in the manifest")
 
 
 def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -> None:
-    """Raise PreflightError where `size` bytes do not fit the disk.
+    """Raise PreflightError if `size` bytes do not fit on the disk.
 
-    CheckpointError where no checkpoint of the run can be as large: all have the same tensors.
+    Raises CheckpointError instead if the run's other checkpoints are much smaller, as all have the
+    same tensors.
     """
     free = shutil.disk_usage(checkpoints).free
     if size <= free:
@@ -302,20 +302,20 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     least = min((sizes[each] for each in whole_checkpoints(store) if each != name), default=size)
     needs = f"it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free"
     if size > 2 * least:
-        raise CheckpointError(f"{needs}; another one of the run has {least / 1e9:,.2f} GB")
+        raise CheckpointError(f"{needs}; another checkpoint of the run has {least / 1e9:,.2f} GB")
     raise PreflightError(
         f"{store.address.under(f'{CHECKPOINTS_NAME}/{name}')}: {needs}. Free disk space."
     )
 
 
 def _require_own(folder: Path, run: RunIdentity) -> None:
-    """Raise CheckpointError for another run's; an older version's says nothing of its run."""
-    told = checkpoint_identity(folder)
-    if told is None and (run.is_older or run.identity is None):
+    """Raise CheckpointError for another run's checkpoint; older releases recorded no identity."""
+    identity = checkpoint_identity(folder)
+    if identity is None and (run.is_older or run.identity is None):
         return
-    if told != run.identity:
+    if identity != run.identity:
         raise CheckpointError(
-            f"it is of run identity {told or 'none'}, and this run's is {run.words()}"
+            f"its run identity is {identity or 'none'}, and this run's is {run.words()}"
         )
 
 
@@ -332,7 +332,7 @@ def _fetch_file(store: StoreReader, name: str, path: Path, entry: ManifestEntry)
             os.fsync(file.fileno())
         if sha256_of(path) == entry.sha256:
             return
-    raise CheckpointError(f"{path.name}: its sha256 is not the manifest's")
+    raise CheckpointError(f"{path.name}: its SHA-256 differs from the manifest")
 
 
 def _whole(file: BinaryIO) -> bytes:

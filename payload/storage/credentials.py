@@ -1,4 +1,4 @@
-"""Credentials for Google's clients, here and in `payload.orchestrate`: one source for both."""
+"""Credentials for Google's clients in `payload.storage` and `payload.orchestrate`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back what google.api_core says about Python's age, which no operator can act on.
+    """Suppress warnings of Google's libraries that the user cannot act on.
 
-    Not for threads: what is kept back is the whole process's.
+    Not thread-safe: it changes the warnings of the whole process.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -29,7 +29,7 @@ def quiet() -> Iterator[None]:
 
 
 def load_credentials(login: GoogleLogin) -> Any:
-    """Return Google's object for the credentials of a login. Raises CloudAuthError."""
+    """Return the credentials object of a login. Raises CloudAuthError."""
     import google.auth
     from google.auth import impersonated_credentials
     from google.auth.exceptions import GoogleAuthError
@@ -49,7 +49,7 @@ def load_credentials(login: GoogleLogin) -> Any:
         else:
             credentials, _ = google.auth.default(scopes=_SCOPES)
     except (GoogleAuthError, AttributeError, KeyError, TypeError, ValueError):
-        # Their texts quote what they read.
+        # Their messages quote the credentials.
         where = f"in {login.variable}" if login.variable else "on this machine"
         raise CloudAuthError(
             f"there are no Google Cloud credentials {where}. {login.renewal()}"

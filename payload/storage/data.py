@@ -1,4 +1,4 @@
-"""A data folder in a bucket: brought here once, verified by the hashes in its meta.json."""
+"""Download a data folder from a bucket once, and verify the hashes in its meta.json."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from payload.storage.objects import MissingObjectError, StoreReader, TooLargeErr
 
 _TRIES = 3
 _REPLACED = ".replaced-"
-"""Followed by random digits: data of before, which is removed once no process uses it."""
+"""Suffix, with random digits, of replaced data, which is removed once no process uses it."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:
-    """Bring the data at the store's address to `folder`, unless it is there already.
+    """Download the data at the store's address to `folder`, unless it is up to date.
 
-    Raises DataError for data that is not there, or not what its meta.json says.
+    Raises DataError for data that is missing or does not match its meta.json.
     """
     try:
         meta, _ = store.read(META_NAME)
     except MissingObjectError:
         raise DataError(
-            f"data.dir = {store.address}: there is no {META_NAME}. Copy a prepared folder there: "
+            f"data.dir = {store.address}: {META_NAME} is missing. Upload a prepared folder: "
             f"gcloud storage cp -r FOLDER/* {store.address}/"
         ) from None
-    if _is_here(folder, meta):
+    if _is_up_to_date(folder, meta):
         return
-    say(f"data: {store.address} comes to {folder}")
+    say(f"downloading data: {store.address} to {folder}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -53,7 +53,7 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
             try:
                 staging.rename(folder)
             except OSError:
-                if not _is_here(folder, meta):  # else another command has brought it meanwhile
+                if not _is_up_to_date(folder, meta):  # otherwise another command has downloaded it
                     raise
             for old in folder.parent.glob(f"{glob.escape(folder.name)}{_REPLACED}*"):
                 if not _is_in_use(old):
@@ -67,22 +67,22 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Tell whether a process has mapped or opened a file of the folder, as far as can be seen."""
+    """Return True if a process visible to this user has mapped or opened a file of the folder."""
     folder = folder.resolve()
     processes = list(Path("/proc").glob("[0-9]*"))
     for process in processes:
-        with suppress(OSError):  # ended meanwhile, or another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             if f"{folder}/" in (process / "maps").read_text(errors="replace"):
                 return True
             for opened in (process / "fd").iterdir():
-                with suppress(OSError):  # closed meanwhile
+                with suppress(OSError):  # the file was closed
                     if str(opened.readlink()).startswith(f"{folder}/"):
                         return True
     return not processes
 
 
-def _is_here(folder: Path, meta: bytes) -> bool:
-    """Say whether the folder is of this meta.json, with all files at their sizes."""
+def _is_up_to_date(folder: Path, meta: bytes) -> bool:
+    """Return True if the folder has this meta.json, and all files have the right sizes."""
     try:
         if read_bytes(folder / META_NAME) != meta:
             return False
@@ -93,13 +93,13 @@ def _is_here(folder: Path, meta: bytes) -> bool:
 
 
 def _file_sizes(meta: bytes, *, where: str) -> dict[str, int]:
-    """Return the size of each file in a meta.json; the folder's own reader checks the rest."""
+    """Return the size of each file in a meta.json; `load_meta` checks the rest later."""
     raw = parse_json(meta, where=where, error=DataError)
     found = [raw.get(key) for key in ("files", "tokenizer_files")] if isinstance(raw, dict) else []
     sizes: dict[str, int] = {}
     for name, entry in (item for each in found if isinstance(each, dict) for item in each.items()):
         if Path(name).name != name or name.startswith("."):
-            raise DataError(f"{where}: {name[:60]!r} is no file of a data folder.")
+            raise DataError(f"{where}: {name[:60]!r} is not a file of a data folder.")
         sizes[name] = build(DataFile, entry, where=f"{where}: {name}", error=DataError).bytes
     return sizes
 
@@ -119,15 +119,15 @@ def _fetch(store: StoreReader, name: str, path: Path, *, size: int) -> None:
             store.fetch(name, file, most_bytes=size, progressed=lambda: None)
     except TooLargeError:
         raise DataError(
-            f"data.dir = {store.address}: {name} is larger than {META_NAME} says. Copy the folder "
-            "there again."
+            f"data.dir = {store.address}: {name} is larger than in {META_NAME}. Upload the folder "
+            "again."
         ) from None
     except MissingObjectError:
-        raise DataError(f"data.dir = {store.address}: {name} is missing. Copy it there.") from None
+        raise DataError(f"data.dir = {store.address}: {name} is missing. Upload it.") from None
 
 
 def _verify(store: StoreReader, folder: Path) -> None:
-    """Compare sizes and hashes; a file that came over damaged is fetched again."""
+    """Verify sizes and hashes; damaged files are downloaded again."""
     for _ in range(_TRIES):
         meta = load_meta(folder)
         wrong = {
@@ -140,6 +140,6 @@ def _verify(store: StoreReader, folder: Path) -> None:
         for name, size in wrong.items():
             _fetch(store, name, folder / name, size=size)
     raise DataError(
-        f"data.dir = {store.address}: the sha256 of {next(iter(wrong))} is not that of "
-        f"{META_NAME}. Copy the folder there again."
+        f"data.dir = {store.address}: the SHA-256 of {next(iter(wrong))} differs from "
+        f"{META_NAME}. Upload the folder again."
     )

@@ -1,4 +1,4 @@
-"""A store in a folder, such as a mounted file system: the same rules as a bucket's."""
+"""A store in a folder, such as a mounted file system, with the semantics of a bucket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PART_BYTES = 2**20
 _LOCK_S = 30.0
 _LOOK_S = 0.02
 _HIDDEN = "."
-"""Begins the names of files that are being written, and of the lock."""
+"""First character of the names of partial files and of the lock."""
 _PARTIAL = ".partial"
 _LOCK = ".lock"
 _MOST_FOLDERS = 8
@@ -39,14 +39,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class FolderStore:
-    """Files below a folder. A generation is the file's time of change in nanoseconds.
+    """Files below a folder. A file's generation is its modification time in nanoseconds.
 
-    Others may write there, too: below the folder that a person named, nothing is read or written
-    through a symlink, and only regular files are opened.
+    Other users may have write access. So below the configured folder, symlinks are not followed,
+    and only regular files are opened.
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Nothing is looked at yet."""
+        """The folder is not accessed yet."""
         self.address = address
         self._root = Path(address.path)
         parts = PurePosixPath(address.path).parts
@@ -77,13 +77,13 @@ class FolderStore:
         return sorted(name for name in folders if not name.startswith(_HIDDEN))
 
     def siblings(self) -> list[str]:
-        """List the groups of the address that this one lies in."""
+        """List the groups of the parent address."""
         return FolderStore(self.address.parent()).groups()
 
     def put(
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:
-        """Write beside, flush to disk, then rename."""
+        """Write a temporary file, flush it to disk, then rename it."""
         folder, _, last = self._checked(name).rpartition("/")
         path, partial = self._root / name, f"{_HIDDEN}{last}.{secrets.token_hex(4)}{_PARTIAL}"
         content.seek(0)
@@ -97,13 +97,13 @@ class FolderStore:
                     os.fsync(file.fileno())
                     written = file.tell()
                 if written != size:
-                    raise StoreError(f"writing {path}: {written} bytes came of {size}")
+                    raise StoreError(f"writing {path}: received {written} of {size} bytes")
                 with self._alone():
                     before = _generation(last, descriptor)
                     _require_generation(before, generation, path)
                     os.replace(partial, last, src_dir_fd=descriptor, dst_dir_fd=descriptor)
                     if _generation(last, descriptor) <= before:
-                        # A coarse clock must not give two contents one generation.
+                        # With a coarse clock, two contents could have the same generation.
                         times = (before + 1, before + 1)
                         os.utime(last, ns=times, dir_fd=descriptor, follow_symlinks=False)
                 os.fsync(descriptor)
@@ -115,7 +115,7 @@ class FolderStore:
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small file's content and generation."""
         with self._opened(name) as file:
-            # What is read counts: the file may grow meanwhile.
+            # The limit applies to the bytes read, as the file may grow.
             content = file.read(SMALL_BYTES + 1)
             if len(content) > SMALL_BYTES:
                 raise _too_large(self._root / name, SMALL_BYTES)
@@ -135,7 +135,7 @@ class FolderStore:
                 progressed()
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
-        """Remove a file, and the folders that are empty without it."""
+        """Remove a file, and the folders that become empty."""
         folder, _, last = self._checked(name).rpartition("/")
         path = self._root / name
         with self._plainly(f"removing {path}"):
@@ -144,9 +144,9 @@ class FolderStore:
                     if _generation(last, descriptor) == ABSENT:
                         return
                     with self._alone():
-                        there = _generation(last, descriptor)
-                        if there != ABSENT:
-                            _require_generation(there, generation, path)
+                        found = _generation(last, descriptor)
+                        if found != ABSENT:
+                            _require_generation(found, generation, path)
                             os.unlink(last, dir_fd=descriptor)
             except FileNotFoundError:
                 return
@@ -158,7 +158,7 @@ class FolderStore:
                 folder = above
 
     def tidy(self) -> None:
-        """Remove the files of writes that never ended."""
+        """Remove the partial files of interrupted writes."""
         gone = contextlib.suppress(FileNotFoundError)
         with self._plainly("removing"), gone, self._folder("") as descriptor:
             for _, _, names, within in os.fwalk(".", dir_fd=descriptor):
@@ -171,12 +171,12 @@ class FolderStore:
         parts = PurePosixPath(name).parts
         plain = bool(parts) and "/".join(parts) == name and "\0" not in name
         if not plain or any(part.startswith(_HIDDEN) for part in parts):
-            raise StoreError(f"{self.address}: {name!r} is no object's name")
+            raise StoreError(f"{self.address}: {name!r} is not a valid object name")
         return name
 
     @contextmanager
     def _folder(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """Open a folder below the address without following a symlink; `make` it where missing.
+        """Open a folder below the address without following symlinks; `make` creates it.
 
         Raises OSError, and StoreRefusedError for a symlink.
         """
@@ -206,19 +206,19 @@ class FolderStore:
         path = self._root / name
         with self._plainly(f"reading {path}"), self._folder(folder) as descriptor:
             try:
-                # A pipe must not hold us up.
+                # O_NONBLOCK: opening a pipe must not block.
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
                 opened = os.open(last, flags, dir_fd=descriptor)
             except OSError as error:
                 raise _refused(error, path) from None
             with os.fdopen(opened, "rb") as file:
                 if not stat.S_ISREG(os.fstat(opened).st_mode):
-                    raise StoreRefusedError(f"{path} is no regular file. Move it away.")
+                    raise StoreRefusedError(f"{path} is not a regular file. Move it away.")
                 yield file
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the store's lock: a file system has no writes that depend on a generation."""
+        """Hold the store's lock, as file systems have no conditional writes."""
         with self._folder("", make=True) as descriptor:
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -232,18 +232,18 @@ class FolderStore:
 
     @contextmanager
     def _plainly(self, what: str) -> Iterator[None]:
-        """Turn what the file system refuses into our errors."""
+        """Convert the file system's errors to errors of Tileforge."""
         try:
             yield
         except FileNotFoundError as error:
-            raise MissingObjectError(f"{what}: {error.filename} is not there") from None
+            raise MissingObjectError(f"{what}: {error.filename} does not exist") from None
         except OSError as error:
-            words = f"{what}: {error.strerror} ({error.filename or self._root})"
+            problem = f"{what}: {error.strerror} ({error.filename or self._root})"
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
                 raise StoreRefusedError(
-                    f"{words}. Name a folder in storage.results that this user can write."
+                    f"{problem}. Name a folder in storage.results that this user can write to."
                 ) from None
-            raise StoreError(words) from None
+            raise StoreError(problem) from None
 
 
 def _too_large(path: Path, most_bytes: int) -> TooLargeError:
@@ -251,19 +251,18 @@ def _too_large(path: Path, most_bytes: int) -> TooLargeError:
 
 
 def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
-    """Return what to raise for a part of a store that could not be opened."""
+    """Return the error for a path of the store that could not be opened."""
     if path.is_symlink():
         return StoreRefusedError(
-            f"{path} is a symlink: a store is neither read nor written through one. Move it away."
+            f"{path} is a symlink, which a store does not follow. Move it away."
         )
     return OSError(error.errno, error.strerror, str(path))
 
 
 def _files(descriptor: int, *, within: PurePosixPath) -> Iterator[StoredObject]:
-    """Yield the regular files below an open folder, but hidden ones.
+    """Yield the regular files below an open folder, except hidden files.
 
-    A folder that cannot be read is no run's, such as a file system's lost+found; nor is one that
-    lies deeper than a run's.
+    Folders that cannot be read, such as lost+found, and folders deeper than a run's are skipped.
     """
     if len(within.parts) > _MOST_FOLDERS:
         return
@@ -271,7 +270,7 @@ def _files(descriptor: int, *, within: PurePosixPath) -> Iterator[StoredObject]:
         for each in entries:
             if each.name.startswith(_HIDDEN):
                 continue
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # removed by another process
                 if each.is_dir(follow_symlinks=False):
                     try:
                         inner = os.open(each.name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
@@ -302,18 +301,18 @@ def _generation(name: str, descriptor: int) -> int:
         return ABSENT
 
 
-def _require_generation(there: int, generation: int | None, path: Path) -> None:
-    if generation is not None and there != generation:
-        raise ConflictError(f"writing {path}: somebody else wrote it meanwhile")
+def _require_generation(found: int, generation: int | None, path: Path) -> None:
+    if generation is not None and found != generation:
+        raise ConflictError(f"writing {path}: another process has written it")
 
 
 def _lock(descriptor: int, *, root: Path) -> None:
-    """Raises StoreError where another process keeps the lock: one that hangs would hang all."""
+    """Take the lock. Raises StoreError if another process holds it for too long."""
     ends_s = time.monotonic() + _LOCK_S
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > ends_s:
-                raise StoreError(f"{root}: another process keeps its lock") from None
+                raise StoreError(f"{root}: another process holds its lock") from None
         time.sleep(_LOOK_S)

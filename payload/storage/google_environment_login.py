@@ -1,8 +1,8 @@
-"""CONTRACT: reads the Google login from the environment, for Google's clients and gcloud. Pure.
+"""CONTRACT: the Google login in the environment, for Google's clients and gcloud. Pure.
 
-It is read as Google's Pulumi provider reads it, in its order: an access token, a key or its
-file, then application default credentials; and as whom they act (google/transport/config.go of
-terraform-provider-google).
+The order is the one of Google's Pulumi provider: an access token, a key or its file, then
+application default credentials; with optional impersonation. Source: google/transport/config.go of
+terraform-provider-google.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _KEYS = ("GOOGLE_CREDENTIALS", "GOOGLE_CLOUD_KEYFILE_JSON", "GCLOUD_KEYFILE_JSON
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _IMPERSONATED = "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT"
 _LOG_IN = "Log in: gcloud auth application-default login"
-# As Google's token server, its APIs and the clients in Go and Python write it:
+# Texts of Google's token server, its APIs and the clients in Go and Python:
 # https://github.com/pulumi/pulumi-gcp/issues/479
 REFUSED_CREDENTIALS = re.compile(
     r"invalid_grant|invalid_client|unauthorized_client|(?i:\breauth)|\bError 401\b"
     r"|\b401 Unauthorized|(?:status|response) code:? 401|iam\.serviceAccounts\.getAccessToken"
     r"|(?i:invalid authentication credentials|invalid credentials)|\bUNAUTHENTICATED\b"
 )
-"""Matches the text of a refusal of credentials, whatever their roles."""
+"""Matches messages about invalid credentials, as opposed to missing roles."""
 _MAY_NOT_ACT = re.compile(r"getAccessToken|PERMISSION_DENIED|\b40[34]\b|NOT_FOUND|[Nn]ot found")
 _WRONG_CLOCK = re.compile(r"short-lived token|reasonable timeframe|Token used too early")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoogleLogin:
-    """Whose credentials requests have."""
+    """The credentials of requests to Google."""
 
     variable: str = ""
-    """The variable that holds or names them; empty: application default credentials."""
+    """Variable with the credentials or their file; empty for application default credentials."""
     value: str = field(default="", repr=False)
     impersonated: str = ""
-    """The service account that they act as; empty: as themselves."""
+    """Service account to impersonate; empty for none."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> GoogleLogin:
-        """Return the login of these variables."""
+        """Return the login that these variables configure."""
         variable = next((name for name in (TOKEN, *_KEYS, _FILE) if env.get(name)), "")
         return cls(
             variable=variable,
@@ -53,33 +53,33 @@ class GoogleLogin:
 
     @property
     def is_default(self) -> bool:
-        """Return whether it is the application default, as itself."""
+        """Return whether these are application default credentials without impersonation."""
         return not self.variable and not self.impersonated
 
     def source(self) -> str | Path:
         """Return the token, the JSON of a key, or the path of its file.
 
-        Raises CloudAuthError for a file that is not there.
+        Raises CloudAuthError for a missing file.
         """
         if self.variable == TOKEN or self.key_text:
             return self.value
         path = Path(self.value).expanduser()
         if not path.is_file():
             raise CloudAuthError(
-                f"{self.variable} = {str(path)!r}: there is no such file. Give the file of a key, "
-                f"or take the variable away: unset {self.variable}. {_LOG_IN}"
+                f"{self.variable} = {str(path)!r}: the file does not exist. Set the variable to "
+                f"a key file, or remove it: unset {self.variable}. {_LOG_IN}"
             )
         return path
 
     @property
     def key_text(self) -> str:
-        """Return the JSON of a key that the variable holds itself; empty for any other login."""
+        """Return the JSON of a key if the variable contains it, otherwise an empty text."""
         return self.value if self.variable != TOKEN and self.value.startswith("{") else ""
 
     def for_gcloud(self, *, key_file: str) -> dict[str, str]:
-        """Return the variables by which gcloud takes the same login.
+        """Return the variables that configure gcloud with the same login.
 
-        `key_file` has `key_text`: gcloud reads a key from a file alone.
+        `key_file` is a file with `key_text`, as gcloud reads keys only from files.
         https://cloud.google.com/sdk/docs/authorizing, https://cloud.google.com/sdk/docs/properties
         """
         found = {"CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT": self.impersonated}
@@ -91,41 +91,41 @@ class GoogleLogin:
         return {name: value for name, value in found.items() if value}
 
     def renewal(self) -> str:
-        """Return how to come by credentials that are valid."""
+        """Return a sentence on how to get valid credentials."""
         if self.variable == TOKEN:
-            return f"Make a new token: export {TOKEN}=$(gcloud auth print-access-token)"
+            return f"Create a new token: export {TOKEN}=$(gcloud auth print-access-token)"
         if self.variable:
             return (
-                f"Give a key that is valid in {self.variable}, or take the variable away: unset "
-                f"{self.variable}. {_LOG_IN}"
+                f"Set {self.variable} to a valid key, or remove it: unset {self.variable}. "
+                f"{_LOG_IN}"
             )
         return _LOG_IN
 
-    def refusal(self, said: str) -> str:
-        """Return the cause and the fix where Google refuses these credentials, with `said`.
+    def refusal(self, message: str) -> str:
+        """Return cause and fix for credentials that Google rejected with `message`.
 
-        No role is missing then, but for the right to act as another account.
+        The cause is never a missing role, except the role to impersonate another account.
         """
-        if self.impersonated and _MAY_NOT_ACT.search(said):
+        if self.impersonated and _MAY_NOT_ACT.search(message):
             return (
-                f"{_IMPERSONATED} = {self.impersonated!r}: there is no such account, or this login "
-                "may not act as it. It needs roles/iam.serviceAccountTokenCreator on that account, "
-                "and its project the API iamcredentials.googleapis.com"
+                f"{_IMPERSONATED} = {self.impersonated!r}: the account does not exist, or this "
+                "login cannot act as it. It needs roles/iam.serviceAccountTokenCreator on that "
+                "account, and its project the API iamcredentials.googleapis.com"
             )
-        whose = f"Google refuses the credentials ({self.describe()}): "
-        if _WRONG_CLOCK.search(said):
-            return f"{whose}this machine's clock is wrong. Set it, then repeat the command"
+        prefix = f"Google rejected the credentials ({self.describe()}): "
+        if _WRONG_CLOCK.search(message):
+            return f"{prefix}this machine's clock is wrong. Set it, then repeat the command"
         if self.variable == TOKEN:
             cause = (
-                "an access token is good for one hour, and this one has expired or is not a token"
+                "access tokens are valid for one hour, and this one has expired or is not a token"
             )
         elif self.variable:
-            cause = "the key was deleted or replaced, or its account is disabled or gone"
+            cause = "the key was deleted or replaced, or its account was disabled or deleted"
         else:
             cause = "the login has expired or was revoked"
-        return f"{whose}{cause}. {self.renewal()}"
+        return f"{prefix}{cause}. {self.renewal()}"
 
     def describe(self) -> str:
-        """Return where the credentials are from, in words."""
+        """Return a description of the source of the credentials."""
         whose = self.variable or "application default"
         return f"{whose}, as {self.impersonated}" if self.impersonated else whose

@@ -1,8 +1,8 @@
-"""A store that is read by a helper process, so that one that hangs cannot hang its reader.
+"""Read a store through a helper process, so that a hanging store cannot hang the caller.
 
-A read of a mount whose server is gone may be uninterruptible; then not even its process can be
+A read of a mount whose server is gone can be uninterruptible, so that its process cannot be
 killed. The helper is `python -m payload.storage serve`. It answers each request on its stdin with
-frames on its stdout: a line of JSON, and after `{"bytes": n}` as many bytes of content.
+frames on its stdout: a line of JSON, followed by n bytes of content after `{"bytes": n}`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from payload.storage.opening import open_store
 _NOTE_S = 10.0
 _FOLDER_S = 60.0
 _BUCKET_S = 150.0
-"""The client itself gives a request up after two minutes, and says more."""
+"""Longer than the client's own timeout of two minutes, whose error has more details."""
 _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {
@@ -54,10 +54,10 @@ def watched_store(
     most_s: float | None = None,
     note_s: float = _NOTE_S,
 ) -> Iterator[StoreReader]:
-    """Yield a store to read from, whose silence is a StoreError after `most_s`.
+    """Yield a store for reading, which raises StoreError after `most_s` without an answer.
 
-    After `note_s` without an answer `say` gets a line. `most_s` None is a minute for a folder, and
-    for a bucket more than its client waits. `env` is the helper's environment.
+    After `note_s` without an answer, `say` gets a line. By default, `most_s` is a minute for a
+    folder, and longer than the client's timeout for a bucket. `env` is the helper's environment.
     """
     if most_s is None:
         most_s = _FOLDER_S if address.bucket is None else _BUCKET_S
@@ -69,7 +69,7 @@ def watched_store(
 
 
 class _WatchedStore:
-    """Carries out every method in the helper. For one thread."""
+    """Runs every method in the helper. Not thread-safe."""
 
     def __init__(
         self,
@@ -84,19 +84,19 @@ class _WatchedStore:
         self._say = say
         self._most_s = most_s
         self._note_s = note_s
-        words = ["serve", "--below", str(address.num_below), str(address)]
+        arguments = ["serve", "--below", str(address.num_below), str(address)]
         self._process = subprocess.Popen(
-            module_words("payload.storage", *words),
+            module_words("payload.storage", *arguments),
             env=code_environment(env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the reader, which ends the helper
+            start_new_session=True,  # only the caller handles Ctrl-C, and ends the helper
         )
         self._received = bytearray()
 
     def close(self) -> None:
-        """End the helper; one that hangs in the kernel stays until its mount answers."""
+        """End the helper; if it hangs in the kernel, it remains until its mount answers."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):
@@ -107,39 +107,39 @@ class _WatchedStore:
 
     def entries(self, prefix: str = "") -> list[StoredObject]:
         """List the objects whose names begin with `prefix`."""
-        return [StoredObject(**each) for each in self._ask("entries", prefix)]
+        return [StoredObject(**each) for each in self._request("entries", prefix)]
 
     def groups(self) -> list[str]:
-        """List the first parts of names that have more parts."""
-        return list(self._ask("groups"))
+        """List the first parts of the names that have several parts."""
+        return list(self._request("groups"))
 
     def siblings(self) -> list[str]:
-        """List the groups of the address that this one lies in."""
-        return list(self._ask("siblings"))
+        """List the groups of the parent address."""
+        return list(self._request("siblings"))
 
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small object's content and generation."""
         content = io.BytesIO()
-        generation = self._ask("read", name, into=content)
+        generation = self._request("read", name, into=content)
         return content.getvalue(), int(generation)
 
     def fetch(
         self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
     ) -> None:
         """Write a whole object to `into`."""
-        self._ask("fetch", name, str(most_bytes), into=into, progressed=progressed)
+        self._request("fetch", name, str(most_bytes), into=into, progressed=progressed)
 
-    def _ask(
+    def _request(
         self,
         verb: str,
-        *words: str,
+        *arguments: str,
         into: BinaryIO | None = None,
         progressed: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return the helper's answer; content goes to `into`. Raises what the store raises."""
+        """Return the helper's answer, and write content to `into`. Raises the store's errors."""
         assert self._process.stdin is not None
         with self._unbroken():
-            self._process.stdin.write(json.dumps([verb, *words]).encode() + b"\n")
+            self._process.stdin.write(json.dumps([verb, *arguments]).encode() + b"\n")
             self._process.stdin.flush()
         while True:
             frame = json.loads(self._line())
@@ -170,12 +170,12 @@ class _WatchedStore:
         return part
 
     def _receive(self) -> None:
-        """Wait for more of the answer, but not for too long."""
+        """Wait for more of the answer. Raises StoreError after the timeout."""
         assert self._process.stdout is not None
-        began_s, has_said = time.monotonic(), False
+        began_s, is_noted = time.monotonic(), False
         while True:
             waited_s = time.monotonic() - began_s
-            until_s = self._most_s if has_said else min(self._note_s, self._most_s)
+            until_s = self._most_s if is_noted else min(self._note_s, self._most_s)
             if select.select([self._process.stdout], [], [], max(0.0, until_s - waited_s))[0]:
                 break
             if until_s == self._most_s:
@@ -183,9 +183,9 @@ class _WatchedStore:
                     f"{self.address} did not answer within {self._most_s:.0f} s. Is it mounted, "
                     "and does its server run?"
                 )
-            has_said = True
+            is_noted = True
             self._say(
-                f"waiting for {self.address}: no answer for {self._note_s:.0f} s; given up after "
+                f"waiting for {self.address}: no answer for {self._note_s:.0f} s; timeout after "
                 f"{self._most_s:.0f} s"
             )
         with self._unbroken():
@@ -205,48 +205,48 @@ class _WatchedStore:
 
 
 def serve(address: StoreAddress, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Carry out a reader's requests until there are no more; the helper's side."""
+    """Serve requests until the input ends; this runs in the helper."""
 
-    def tell(**frame: object) -> None:
+    def send_frame(**frame: object) -> None:
         answers.write(json.dumps(frame).encode() + b"\n")
         answers.flush()
 
     def send(content: bytes) -> None:
-        tell(bytes=len(content))
+        send_frame(bytes=len(content))
         answers.write(content)
         answers.flush()
 
     store: ObjectStore | None = None
     for line in requests:
-        verb, *words = json.loads(line)
+        verb, *arguments = json.loads(line)
         try:
             store = store or open_store(address)
             if verb == "entries":
-                tell(done=[asdict(entry) for entry in store.entries(*words)])
+                send_frame(done=[asdict(entry) for entry in store.entries(*arguments)])
             elif verb == "groups":
-                tell(done=store.groups())
+                send_frame(done=store.groups())
             elif verb == "siblings":
-                tell(done=store.siblings())
+                send_frame(done=store.siblings())
             elif verb == "read":
-                content, generation = store.read(*words)
+                content, generation = store.read(*arguments)
                 send(content)
-                tell(done=generation)
+                send_frame(done=generation)
             else:
-                name, most_bytes = words
+                name, most_bytes = arguments
                 sink = cast(BinaryIO, _Sink(send))
                 store.fetch(name, sink, most_bytes=int(most_bytes), progressed=lambda: None)
-                tell(done=None)
+                send_frame(done=None)
         except (StoreError, StoreRefusedError) as error:
-            tell(error=str(error), kind=type(error).__name__)
+            send_frame(error=str(error), kind=type(error).__name__)
 
 
 class _Sink:
-    """The part of a file that `ObjectStore.fetch` uses; sends what is written to it."""
+    """The file methods that `ObjectStore.fetch` uses; written content is sent to the caller."""
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
 
     def write(self, content: bytes) -> int:
-        """Send it; return its size in bytes."""
+        """Send the content; return its size in bytes."""
         self._send(content)
         return len(content)

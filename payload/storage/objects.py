@@ -1,4 +1,4 @@
-"""The seam to a store: named objects with generations, and the errors that it may raise."""
+"""The interface of a store: named objects with generations, and its errors."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from payload.core.errors import ConfigError, ExitCode, TileforgeError
 ABSENT = 0
 """The generation of an object that does not exist."""
 SMALL_BYTES = 64 * 2**20
-"""Most that `read` takes into memory: the largest JSON file that the project reads."""
+"""Largest object that `read` loads into memory; also the limit for JSON files."""
 
 
 class StoreError(TileforgeError):
-    """The store fails or cannot be reached; the same request may work later."""
+    """The store fails or cannot be reached; a retry may succeed."""
 
     exit_code = ExitCode.PREFLIGHT
 
 
 class StoreRefusedError(ConfigError):
-    """The store cannot be used as it is set up: no such bucket, no permission, no client."""
+    """The store cannot be used as configured: no bucket, no permission, or no client."""
 
 
 class ConflictError(StoreError):
-    """An object is not at the generation that was asked for: somebody else wrote it."""
+    """An object's generation is not the expected one: another process wrote the object."""
 
 
 class MissingObjectError(StoreError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class TooLargeError(StoreError):
-    """An object is larger than its reader takes: no program of ours wrote it."""
+    """An object exceeds its reader's limit, so it is not from Tileforge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """One object as the store lists it."""
+    """One object of the store's listing."""
 
     name: str
-    """Below the store's address."""
+    """Name below the store's address."""
     bytes: int
     generation: int
-    """A number that is new with every write of the object."""
+    """A number that changes with every write of the object."""
     changed_unix: float = 0.0
 
 
 class StoreReader(Protocol):
-    """Named objects below one address. Every method may raise StoreError or StoreRefusedError."""
+    """Named objects below one address. All methods can raise StoreError or StoreRefusedError."""
 
     address: StoreAddress
 
@@ -58,10 +58,10 @@ class StoreReader(Protocol):
         """List the objects whose names begin with `prefix`."""
 
     def groups(self) -> list[str]:
-        """List the first parts of names that have more parts, which are runs' ids."""
+        """List the first parts of the names that have several parts; these are run ids."""
 
     def siblings(self) -> list[str]:
-        """List the groups of the address that this one lies in."""
+        """List the groups of the parent address."""
 
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small object's content and generation. Raises MissingObjectError."""
@@ -71,28 +71,24 @@ class StoreReader(Protocol):
     ) -> None:
         """Write a whole object to `into`, a file at its start.
 
-        Raises MissingObjectError, and TooLargeError where it has more than `most_bytes`: the
-        listing may be of before.
+        Raises MissingObjectError, and TooLargeError for more than `most_bytes`, as the object may
+        have changed since it was listed.
         """
 
 
 class ObjectStore(StoreReader, Protocol):
-    """A store that is written to as well.
-
-    A write is whole or absent: no reader ever sees a part of an object.
-    """
+    """A store with write access. Writes are atomic: readers never see a part of an object."""
 
     def put(
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:
         """Write `size` bytes of `content` from its start.
 
-        With `generation` only over that generation of the object (`ABSENT`: where there is none);
-        else raises ConflictError.
-        """
+        With `generation`, raises ConflictError unless the object has that generation (`ABSENT`:
+        does not exist)."""
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
-        """Remove an object; one that is gone already is no error. Raises ConflictError."""
+        """Remove an object; a missing object is not an error. Raises ConflictError."""
 
     def tidy(self) -> None:
-        """Remove what writes that were killed left, and what is being written now."""
+        """Remove the files of interrupted writes, and of writes in progress."""

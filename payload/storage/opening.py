@@ -1,4 +1,4 @@
-"""Opens the store at an address, a bucket or a folder, and tries whether it can be used."""
+"""Open the store at an address, a bucket or a folder, and test that it can be used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CHECK_S = 15.0
 def open_store(
     address: StoreAddress, *, timeout_s: float = 60.0, retry_s: float = 60.0
 ) -> ObjectStore:
-    """Return the store at an address; nothing is asked of it yet.
+    """Return the store at an address, without a request to it.
 
-    `timeout_s` ends one request that gets no answer, `retry_s` the attempts at one request.
-    Raises StoreRefusedError where the client is not installed.
+    `timeout_s` is the timeout of one request, `retry_s` the time for its retries. Raises
+    StoreRefusedError if the client is not installed.
     """
     if address.bucket is None:
         return FolderStore(address)
@@ -31,11 +31,12 @@ def check_store(address: StoreAddress, *, timeout_s: float = _CHECK_S) -> None:
     """Write, read and remove a small object. Raises StoreRefusedError and StoreError."""
     store = open_store(address, timeout_s=timeout_s, retry_s=timeout_s)
     name, content = f"tileforge-check-{secrets.token_hex(4)}", secrets.token_bytes(64)
-    # A first attempt whose answer was lost has written it; nobody else knows the name.
+    # The name is random, so a conflict means that an earlier attempt wrote it and its answer was
+    # lost.
     with suppress(ConflictError):
         store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
     try:
         if store.read(name)[0] != content:
-            raise StoreError(f"{address}: what was written came back as something else")
+            raise StoreError(f"{address}: an object has other content than was written")
     finally:
         store.remove(name)

@@ -1,4 +1,4 @@
-"""The owner of a run in the store: the place that started it, or resumed it last."""
+"""The owner of a run in the store: the machine that started it, or last resumed it."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ _TRAINER = re.compile(rf"{CHECKPOINTS_NAME}/{FOLDER_NAME.pattern}/{re.escape(TRA
 
 
 class LostOwnershipError(ConfigError):
-    """Another place has resumed the run, and writes its results now."""
+    """Another machine has resumed the run and now writes its results."""
 
 
 class OtherRunError(LostOwnershipError):
-    """The store has another run of the same name."""
+    """The store has another run with the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """owner.json: replaced whenever the run is resumed."""
+    """owner.json, which each resume replaces."""
 
     token: str = checked(max_chars=64)
     host: str = checked(max_chars=255)
     since_unix: float = checked(low=0)
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """The run's, as in its identity.json; None in an older version's."""
+    """The run's identity, as in its identity.json; None in files of older releases."""
     schema_version: int = 1
 
 
 def new_token() -> str:
-    """Return a token for `claim`. Whoever claims keeps it first: an answer may get lost."""
+    """Return a token for `claim`. Record it before the claim, as the answer can be lost."""
     return secrets.token_hex(16)
 
 
 def claim(
     store: ObjectStore, *, token: str, is_new: bool, host: str, run: RunIdentity, place: str
 ) -> None:
-    """Become the run's owner; to claim again with the same token changes nothing.
+    """Become the run's owner; another claim with the same token has no effect.
 
-    `place` names the run's folder. Raises ConfigError for a new run whose id the store has already,
-    OtherRunError where it has another run, and StoreError.
+    `place` names the run's folder. Raises ConfigError for a new run whose id is already in the
+    store, OtherRunError if the store has another run, and StoreError.
     """
     owner = Owner(token=token, host=host, since_unix=time.time(), identity=run.identity)
     content = (json.dumps(asdict(owner), indent=2) + "\n").encode()
@@ -79,7 +79,7 @@ def claim(
             return
         if is_new and generation != ABSENT:
             raise ConfigError(
-                f"{store.address}: the store has a run of this id already. Continue it with "
+                f"{store.address}: the store already has a run with this id. Continue it with "
                 f"--resume {store.address}, or choose another --run-id."
             )
         _require_own(store, run, place=place)
@@ -88,24 +88,24 @@ def claim(
             return
         except ConflictError:
             continue
-    raise ConflictError(f"{store.address.under(OWNER)}: others write it again and again")
+    raise ConflictError(f"{store.address.under(OWNER)}: other processes keep writing it")
 
 
 def require_owner(store: ObjectStore, token: str) -> None:
-    """Raise LostOwnershipError when another place has resumed the run since `claim`."""
+    """Raise LostOwnershipError if another machine has resumed the run since `claim`."""
     owner, _ = _read(store)
     if owner is not None and owner.token != token:
         raise LostOwnershipError(
-            f"{store.address}: {owner.host} has resumed the run, so nothing more is uploaded from "
-            "here. Stop this run, or that one."
+            f"{store.address}: {owner.host} has resumed the run, so uploads from here stopped. "
+            "Stop one of the two runs."
         )
 
 
 def stored_identity(store: StoreReader) -> RunIdentity | None:
-    """Return what the store tells of its run's identity; None where it has no run.
+    """Return the identity of the store's run, or None if it has no run.
 
-    Where owner.json does not say it, as after an older version's resume, the run's own record and
-    the newest checkpoint do.
+    If owner.json has no identity, as after a resume by an older release, the identity is from the
+    run's own record or the newest checkpoint.
     """
     names = {entry.name for entry in store.entries()}
     checkpoints = [name for name in names if _TRAINER.fullmatch(name)]
@@ -113,32 +113,32 @@ def stored_identity(store: StoreReader) -> RunIdentity | None:
         return None
     owner, _ = _read(store)
     token = owner.token if owner is not None else ""
-    told = owner.identity if owner is not None else None
+    identity = owner.identity if owner is not None else None
     record = None
     if IDENTITY_FILE in names:
         record = parse_identity(_content(store, IDENTITY_FILE), where=IDENTITY_FILE)
     record = record or RunIdentity()
-    told = told or record.identity
+    identity = identity or record.identity
     newest_first = sorted(checkpoints, key=lambda name: (len(name), name), reverse=True)
-    for name in newest_first if told is None else ():
-        told = told or parse_checkpoint_identity(_content(store, name), where=name)
-    is_older = record.is_older and record.identity == told
-    return RunIdentity(identity=told, store_token=token, is_older=is_older)
+    for name in newest_first if identity is None else ():
+        identity = identity or parse_checkpoint_identity(_content(store, name), where=name)
+    is_older = record.is_older and record.identity == identity
+    return RunIdentity(identity=identity, store_token=token, is_older=is_older)
 
 
 _FIX = (
-    "Bring the stored run into another folder with --runs-dir DIR, or continue this one without "
+    "Fetch the stored run into another folder with --runs-dir DIR, or continue this run without "
     "a store: --set storage.results=none"
 )
 
 
 def require_own_store(store: StoreReader, run: RunIdentity, *, place: str, fix: str = _FIX) -> None:
-    """Raise ConfigError for a store with another run than the one in `place`, a folder."""
-    there = stored_identity(store)
-    if there is not None:
+    """Raise ConfigError if the store has another run than the folder `place`."""
+    stored = stored_identity(store)
+    if stored is not None:
         require_same_run(
             run,
-            there,
+            stored,
             place=place,
             other=str(store.address),
             fix=fix,
@@ -160,14 +160,14 @@ def _content(store: StoreReader, name: str) -> bytes:
 
 
 def _read(store: StoreReader) -> tuple[Owner | None, int]:
-    """Return the owner, None where it is damaged, and the object's generation."""
+    """Return the owner, or None if missing or damaged, and the object's generation."""
     try:
         content, generation = store.read(OWNER)
     except MissingObjectError:
         return None, ABSENT
     except TooLargeError:
-        there = (each.generation for each in store.entries(OWNER) if each.name == OWNER)
-        return None, next(there, ABSENT)
+        listed = (each.generation for each in store.entries(OWNER) if each.name == OWNER)
+        return None, next(listed, ABSENT)
     try:
         where = str(store.address.under(OWNER))
         return build(Owner, parse_json(content, where=where), where=where), generation

@@ -1,4 +1,4 @@
-"""A run's files besides its checkpoints: what is uploaded, and what comes back."""
+"""A run's records: upload and download of all its files except checkpoints."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from payload.storage.objects import (
 
 EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20
-"""A file that is larger is uploaded the more rarely, as objects cannot grow: see `Records`."""
+"""Larger files are uploaded less often, as an object must be replaced as a whole."""
 _MOST_BYTES = 2**30
 _MOST_LOG_BYTES = 4 * 2**30
 _MOST_LOGS = 20_000
-"""Logs and profiles together, of a run that is brought from a store."""
+"""Most logs and profiles of a downloaded run."""
 
 
 class Records:
-    """Uploads settings, metrics and logs whenever they have changed."""
+    """Uploads settings, metrics and logs after changes."""
 
     def __init__(self, paths: RunPaths, *, say: Callable[[str], None] = lambda line: None) -> None:
-        """`say` gets a line for people."""
+        """`say` gets log lines."""
         self.too_large: set[str] = set()
-        """Names of the files that are left out."""
+        """Names of files that are not uploaded."""
         self._paths = paths
         self._say = say
         self._generations: dict[str, int] | None = None
-        """Generations of the objects in the store; None when it has to be asked."""
+        """Generations of the objects in the store; None if they must be listed first."""
         self._sent: dict[str, tuple[int, int]] = {}
-        """Size and time of change of what the store has."""
+        """Size and modification time of the uploaded files."""
         self._sent_s: dict[str, float] = {}
 
     def send(self, store: ObjectStore, *, all_of_them: bool = False) -> int:
-        """Upload the files whose turn it is, or all that have changed; return the bytes sent."""
+        """Upload the changed files that are due, or all changed files; return the bytes sent."""
         files = list(_files(self._paths))
         return sum(self._send_file(store, path, at_once=all_of_them) for path in files)
 
     def send_for_checkpoint(self, store: ObjectStore) -> int:
-        """Upload what a resume from a checkpoint needs besides, if it has changed."""
+        """Upload the changed records that a resume from a checkpoint needs."""
         paths = self._paths
         files = (paths.identity, paths.config, paths.plan, paths.metrics, paths.state)
         return sum(self._send_file(store, path, at_once=True) for path in files)
@@ -71,10 +71,10 @@ class Records:
                 return 0
             if stat.st_size > _MOST_BYTES:
                 if name not in self.too_large:
-                    self._say(f"warning: {name} is not uploaded any more: it is over 1 GiB")
+                    self._say(f"warning: {name} is no longer uploaded: it is over 1 GiB")
                 self.too_large.add(name)
                 return 0
-            # No more than there is now: the file may grow while it is sent.
+            # Only the current size: the file may grow during the upload.
             content = io.BytesIO(file.read(stat.st_size))
             self._put(store, name, content)
             self._sent[name], self._sent_s[name] = mark, time.monotonic()
@@ -82,7 +82,7 @@ class Records:
         return 0
 
     def _put(self, store: ObjectStore, name: str, content: io.BytesIO) -> None:
-        """Write over what this place knows of, and over nothing else."""
+        """Write an object, and overwrite only a generation that this machine has seen."""
         if self._generations is None:
             self._generations = {each.name: each.generation for each in store.entries()}
         generation = self._generations.get(name, ABSENT)
@@ -90,7 +90,7 @@ class Records:
         try:
             put = store.put(name, content, size=size, generation=generation)
         except ConflictError:
-            self._generations = None  # another place's, or ours and its answer was lost
+            self._generations = None  # from another machine, or an own write whose answer was lost
             raise
         self._generations[name] = put.generation
 
@@ -102,11 +102,11 @@ def fetch_records(
     names: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Bring the run's records, or those of `names`, to the folder `root`; return their names.
+    """Download the run's records, or only `names`, to the folder `root`; return their names.
 
-    Logs and profiles may take half of the free disk space, and 4 GiB at most: whoever may write to
-    the store can list large files that take no space there. `say` gets a line for what is left
-    out. Raises PreflightError where they cannot be written.
+    Logs and profiles can use half of the free disk space, at most 4 GiB: a manipulated store could
+    list huge files. `say` gets a line about skipped files. Raises PreflightError if a file cannot
+    be written.
     """
     chosen = set(names)
     found = [
@@ -115,36 +115,36 @@ def fetch_records(
         if _is_record(each.name) and (not chosen or each.name in chosen)
     ]
     logs = [each for each in found if each.name not in _NAMES]
-    brought = []
+    fetched = []
     for entry in found:
-        if entry.name in _NAMES and _bring(store, entry, root, most_bytes=_MOST_BYTES, say=say):
-            brought.append(entry.name)
+        if entry.name in _NAMES and _download(store, entry, root, most_bytes=_MOST_BYTES, say=say):
+            fetched.append(entry.name)
     room = log_room(root) if logs else 0
     left_out = logs[_MOST_LOGS:]
     for entry in logs[:_MOST_LOGS]:
         if room < entry.bytes <= _MOST_BYTES:
             left_out.append(entry)
-        elif _bring(store, entry, root, most_bytes=min(room, _MOST_BYTES), say=say):
-            brought.append(entry.name)
+        elif _download(store, entry, root, most_bytes=min(room, _MOST_BYTES), say=say):
+            fetched.append(entry.name)
             room -= (root / entry.name).stat().st_size
     if left_out:
         say(
-            f"warning: {len(left_out)} log(s) or profile(s) are not brought here, the first "
-            f"{left_out[0].name}: all of them are over {_MOST_LOG_BYTES // 2**30} GiB, over half "
-            f"of the free disk space, or over {_MOST_LOGS:,}"
+            f"warning: {len(left_out)} log(s) or profile(s) are not downloaded, the first is "
+            f"{left_out[0].name}: together they are over {_MOST_LOG_BYTES // 2**30} GiB, over half "
+            f"of the free disk space, or over {_MOST_LOGS:,} files"
         )
-    return brought
+    return fetched
 
 
 def log_room(folder: Path, *, taken_bytes: int = 0) -> int:
-    """Return how many bytes of logs may still come to a run's folder, which has `taken_bytes`.
+    """Return the bytes of logs that can still be added to a run's `taken_bytes`.
 
-    All of them may take 4 GiB, and half of the disk space that would be free without them.
+    All logs can use 4 GiB, at most half of the disk space that would be free without them.
     """
     return min(_MOST_LOG_BYTES, (free_bytes(folder) + taken_bytes) // 2) - taken_bytes
 
 
-def _bring(
+def _download(
     store: StoreReader,
     entry: StoredObject,
     root: Path,
@@ -152,15 +152,15 @@ def _bring(
     most_bytes: int,
     say: Callable[[str], None],
 ) -> bool:
-    """Bring one file and return True; `say` gets a line for one that is too large."""
+    """Download one file and return True; `say` gets a line about a file that is too large."""
     name, path = entry.name, root / entry.name
     try:
         if entry.bytes <= _MOST_BYTES:
             _fetch(store, name, path, most_bytes=most_bytes)
             return True
-        say(f"warning: {name} is not brought here: it is over 1 GiB")
+        say(f"warning: {name} is not downloaded: it is over 1 GiB")
     except TooLargeError:
-        say(f"warning: {name} is not brought here: it is larger than the store lists")
+        say(f"warning: {name} is not downloaded: it is larger than listed")
     except MissingObjectError:
         pass
     except OSError as error:
@@ -171,7 +171,7 @@ def _bring(
 
 
 def _fetch(store: StoreReader, name: str, path: Path, *, most_bytes: int) -> None:
-    """Bring one file: beside, then renamed."""
+    """Download one file to a temporary name, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -185,9 +185,9 @@ def _fetch(store: StoreReader, name: str, path: Path, *, most_bytes: int) -> Non
 
 
 def _files(paths: RunPaths) -> Iterator[Path]:
-    """Yield the files that are there; metrics before what is said about them.
+    """Yield the existing files; metrics before the results that refer to them.
 
-    A linked folder has none: it could be any folder of this user.
+    Linked folders are skipped, as they could be any folder of this user.
     """
     yield from _settings(paths)
     yield paths.report
@@ -208,9 +208,9 @@ def _results(paths: RunPaths) -> Sequence[Path]:
 
 
 _NAMES = frozenset(path.name for path in (*_settings(NAMES), *_results(NAMES)))
-"""Records that are taken from a store. Whoever may write there could put any other file beside
-them: one that a command obeys (job.json, mirror.json), or a page with a script. The report is
-written from the records."""
+"""Records that are accepted from a store. Another user with write access could add other files,
+such as one that a command reads (job.json, mirror.json), or a page with a script. The report is
+generated from the records."""
 _IN_FOLDERS = re.compile(
     r"logs/[A-Za-z0-9_.-]{1,100}\.log"
     r"|profile/(operators\.json|step_\d{1,18}_rank_\d{1,9}\.json\.gz)"
@@ -218,7 +218,7 @@ _IN_FOLDERS = re.compile(
 
 
 def _is_record(name: str) -> bool:
-    """Say whether an object is one that `_files` may have been, and may be taken."""
+    """Return True if an object is a record that is accepted from a store."""
     if name in _NAMES:
         return True
     return bool(_IN_FOLDERS.fullmatch(name)) and not PurePosixPath(name).name.startswith(".")

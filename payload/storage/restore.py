@@ -1,4 +1,4 @@
-"""The way back: a run's records and its newest sound checkpoint, from the store to a folder."""
+"""Restore a run from the store: its records and its newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -25,59 +25,59 @@ _TRY_S = 15.0
 TO_RESUME = tuple(
     path.name for path in (NAMES.config, NAMES.plan, NAMES.metrics, NAMES.state, NAMES.summary)
 )
-"""Records that a resume reads. The inventory is that of the new place."""
+"""Records that a resume reads. The inventory is the new machine's."""
 
 
 def has_run(store: StoreReader) -> bool:
-    """Say whether the store has a run at its address."""
+    """Return True if the store has a run at its address."""
     return any(entry.name in (OWNER, NAMES.config.name) for entry in store.entries())
 
 
 def require_absent(address: StoreAddress) -> None:
-    """Raise ConfigError for the address of a new run that the store has already."""
+    """Raise ConfigError if the store already has a run at the address of a new run."""
     if has_run(open_store(address, timeout_s=_TRY_S, retry_s=_TRY_S)):
         raise ConfigError(
-            f"{address}: the store has a run of this id. Continue it with --resume {address}, or "
+            f"{address}: the store has a run with this id. Continue it with --resume {address}, or "
             "choose another --run-id."
         )
 
 
 def fetch_run(store: StoreReader, paths: RunPaths) -> None:
-    """Make the folder of a run that is known to the store alone, for a resume to read.
+    """Create the folder of a run that exists only in the store, so that it can be resumed.
 
-    Raises ConfigError where the store has no such run.
+    Raises ConfigError if the store does not have the run.
     """
     if not has_run(store):
         found = ", ".join(map(shown_name, store.siblings()[:10])) or "no run"
-        raise ConfigError(f"{store.address}: there is no run. The store has: {found}.")
+        raise ConfigError(f"{store.address}: no run found. The store has: {found}.")
     fetch_records(store, paths.root, names=TO_RESUME)
-    # What the store's owner says is the identity; the token counts for an older version's run.
-    there = stored_identity(store) or RunIdentity()
-    is_older = there.is_older or there.identity is None
-    token = there.store_token if there.identity is None else None
-    run = RunIdentity(identity=there.identity, store_token=token, is_older=is_older)
+    # The identity is from the store's owner.json; a run of an older release has only the token.
+    stored = stored_identity(store) or RunIdentity()
+    is_older = stored.is_older or stored.identity is None
+    token = stored.store_token if stored.identity is None else None
+    run = RunIdentity(identity=stored.identity, store_token=token, is_older=is_older)
     write_whole(paths.identity, run.to_json())
 
 
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
-    """Bring the newest checkpoint here, if the store has a newer one; return where it is.
+    """Download the store's newest checkpoint if it is newer than the local ones; return its path.
 
-    Also metrics up to it, and the records of before in the folder `restored`. None where the
-    checkpoints here are as new, and where neither has one yet. The last line for `say` is how it
-    ended. Raises StoreError, also where the run would start from scratch although it had got
-    further, and ConfigError where the store has another run of this name.
+    Also downloads the metrics up to it, and the earlier records to the folder `restored`. Returns
+    None if the local checkpoints are as new, or if there is no checkpoint yet. The last line for
+    `say` is the result. Raises StoreError, also if the run would lose its progress and start from
+    scratch, and ConfigError if the store has another run with this name.
     """
     run = known_identity(paths)
     require_own_store(store, run, place=str(paths.root))
-    here = newest_sound(paths.checkpoints)
-    step_here = checkpoint_step(here) if here else -1
+    local = newest_sound(paths.checkpoints)
+    local_step = checkpoint_step(local) if local else -1
     if not whole_checkpoints(store):
-        _require_same_store(store, paths, here=here)
+        _require_same_store(store, paths, local=local)
     damaged: list[str] = []
 
-    def pass_over(name: str, why: str) -> None:
+    def skip(name: str, reason: str) -> None:
         damaged.append(name)
-        say(f"warning: {name} in the store is passed over: {why}")
+        say(f"warning: {name} in the store is skipped: {reason}")
 
     known = known_hashes(paths)
     found = fetch_newest(
@@ -85,40 +85,40 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         paths.checkpoints,
         run=run,
         known=known,
-        passed_over=pass_over,
+        passed_over=skip,
         say=say,
-        after_step=step_here,
+        after_step=local_step,
     )
-    if found is None and here is None and damaged:
+    if found is None and local is None and damaged:
         raise StoreError(
-            f"{store.address}: every checkpoint is damaged, {damaged[0]} the newest. See "
-            "logs/storage.log for what is wrong with each."
+            f"{store.address}: all checkpoints are damaged; the newest is {damaged[0]}. See "
+            "logs/storage.log for the problem of each."
         )
-    if found is None and here is not None:
+    if found is None and local is not None:
         if damaged:
-            say(f"warning: the run goes on from {here.name} of the disk: {_are_damaged(damaged)}")
+            say(f"warning: the run resumes from {local.name} on the disk: {_are_damaged(damaged)}")
         return None
     fetch_records(store, paths.restored.root, say=say)
     if found is None:
-        say(f"note: {store.address} has no checkpoint yet, and neither has the disk")
+        say(f"note: neither {store.address} nor the disk has a checkpoint yet")
         return None
     _take_metrics(paths)
     _fetch_best(store, paths, run, known, newest=found, say=say)
-    words = f"; {_are_damaged(damaged)}" if damaged else ""
+    skipped = f"; {_are_damaged(damaged)}" if damaged else ""
     how = verdict(found.name, known)
-    say(f"the run goes on from {found.name}, which came from {store.address} ({how}){words}")
+    say(f"the run resumes from {found.name}, downloaded from {store.address} ({how}){skipped}")
     return found
 
 
-def _require_same_store(store: StoreReader, paths: RunPaths, *, here: Path | None) -> None:
-    """Refuse a store without the run where it should have it: its folder may not be mounted."""
+def _require_same_store(store: StoreReader, paths: RunPaths, *, local: Path | None) -> None:
+    """Raise StoreError if the run is missing from the store: it may not be mounted."""
     if has_run(store):
         return
     before = last_record(StoreState, paths.store_state)
     had = before.checkpoint if before and before.address == str(store.address) else None
-    if here is None or had is not None:
+    if local is None or had is not None:
         raise StoreError(
-            f"{store.address}: there is no run{f', and it had {had}' if had else ''}. If it is in "
+            f"{store.address}: no run found{f', although it had {had}' if had else ''}. If it is "
             "a mounted folder, mount it."
         )
 
@@ -128,14 +128,14 @@ def _are_damaged(names: Sequence[str]) -> str:
 
 
 def _take_metrics(paths: RunPaths) -> None:
-    """Take the store's rows where they go further than those here."""
-    there = paths.restored.metrics
-    if there.is_file() and last_step(there) > last_step(paths.metrics):
-        there.replace(paths.metrics)
+    """Replace the local metrics by the store's if these have a later step."""
+    restored = paths.restored.metrics
+    if restored.is_file() and last_step(restored) > last_step(paths.metrics):
+        restored.replace(paths.metrics)
 
 
 def last_step(metrics: Path) -> int:
-    """Return the last step of a metrics file; -1 where it has none."""
+    """Return the last step of a metrics file, or -1 without steps."""
     return max((int(row["step"]) for row in stream_metrics(metrics, newest=True)), default=-1)
 
 
@@ -148,7 +148,7 @@ def _fetch_best(
     newest: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Bring the checkpoint with the lowest validation loss, too: it is kept to the end."""
+    """Also download the checkpoint with the lowest validation loss, which a run keeps."""
     last = checkpoint_step(newest)
     stored = {checkpoint_step(Path(name)): name for name in whole_checkpoints(store)}
     steps = [last, *(step for step in stored if step < last)]
@@ -158,6 +158,6 @@ def _fetch_best(
     best = stored[step]
     try:
         fetch_checkpoint(store, best, paths.checkpoints, run=run, known=known)
-        say(f"the best checkpoint, {best}, came too ({verdict(best, known)})")
+        say(f"downloaded the best checkpoint, {best} ({verdict(best, known)})")
     except ConfigError as error:
-        say(f"warning: the best checkpoint, {best}, is passed over: {error}")
+        say(f"warning: the best checkpoint, {best}, is skipped: {error}")

@@ -1,4 +1,4 @@
-"""Access to a run's store from the operator's machine: a write test, data and runs fetched."""
+"""Access to a run's store from the operator's machine: test writes, fetch data and runs."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ from payload.storage.objects import StoreReader
 from payload.storage.restore import fetch_run
 
 TRY_STORE_S = 60.0
-"""Longest that an attempt at a store takes."""
+"""Timeout of the test of a store."""
 _END_S = 0.2
 _WITHOUT = 'Or run without it: --set storage.results="none".'
 
 
 def is_address(text: str | None) -> bool:
-    """Say whether a run is named by its address in a store: no run's id begins so."""
+    """Return True if a run is named by its address in a store, not by its id."""
     return text is not None and text.startswith(("gs://", "/"))
 
 
 def run_address(text: str) -> StoreAddress:
-    """Read the address of one run. Raises UsageError and ConfigError."""
+    """Parse the address of one run. Raises UsageError and ConfigError."""
     address = parse_store_address(text, setting="RUN")
     address = address.parent().under(address.last())
     if not RUN_ID.fullmatch(address.last()):
         raise UsageError(
-            f"run {shown(text)}: its last part is no run's id. See what a store has: "
+            f"run {shown(text)}: its last part is not a run id. List the runs of a store: "
             + command("storage", "list", "gs://BUCKET/PREFIX")
         )
     return address
 
 
 def settle_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
-    """Return the config with what `storage.results = "auto"` stands for with this bucket."""
+    """Return the config with `storage.results = "auto"` resolved for this bucket."""
     results = settled_results(config.storage.results, bucket=bucket)
     return replace(config, storage=replace(config.storage, results=results))
 
 
 def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
-    """Try the run's store from this machine, as `try_store_here`, where it has one."""
+    """Test the run's store from this machine with `try_store_here`, if one is set."""
     results = config.storage.address()
     if results is not None:
         try_store_here(results, env=env, new_run=run_id)
@@ -75,10 +75,10 @@ def try_store_here(
     new_run: str | None = None,
     timeout_s: float = TRY_STORE_S,
 ) -> None:
-    """Raise ConfigError or PreflightError where this machine cannot write to a store.
+    """Raise ConfigError or PreflightError if this machine cannot write to a store.
 
-    The same holds for `new_run`, a run's id, that the store has already. The attempt is a process
-    of its own: one that touches a dead mount hangs, and cannot even be killed.
+    Also if the store already has the run `new_run`. The test runs in a separate process, as access
+    to a stale mount hangs and cannot be interrupted.
     """
     process = subprocess.Popen(
         check_words(address, new_run=new_run),
@@ -88,7 +88,7 @@ def try_store_here(
         start_new_session=True,
     )
     try:
-        _, said = process.communicate(timeout=timeout_s)
+        _, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise PreflightError(
             f"{address} did not answer within {timeout_s:.0f} s. Is it mounted, and does its "
@@ -98,32 +98,32 @@ def try_store_here(
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-    require_stored(process.returncode, said)
+    require_stored(process.returncode, stderr)
 
 
 def check_words(
     address: StoreAddress, *, new_run: str | None, python: str = sys.executable
 ) -> list[str]:
-    """Return the command line that tries a store."""
+    """Return the command line that tests a store."""
     run = [] if new_run is None else ["--new", new_run]
     return module_words("payload.storage", "check", *run, str(address), python=python)
 
 
-def require_stored(status: int, said: bytes, *, where: str = "") -> None:
-    """Raise ConfigError or PreflightError for the end of an attempt at a store, but for success."""
+def require_stored(status: int, stderr: bytes, *, where: str = "") -> None:
+    """Raise ConfigError or PreflightError unless the test of a store succeeded."""
     if status == ExitCode.OK:
         return
-    reason = last_line(said.decode(errors="replace"), otherwise="no reason given")
-    words = where + reason
+    reason = last_line(stderr.decode(errors="replace"), otherwise="no reason given")
+    message = where + reason
     if status == ExitCode.CONFIG:
-        raise ConfigError(words)
-    raise PreflightError(f"{words} {_WITHOUT}")
+        raise ConfigError(message)
+    raise PreflightError(f"{message} {_WITHOUT}")
 
 
 def bring_data_here(
     config: RunConfig, *, env: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
-    """Bring data that is in a bucket to this machine's cache. Raises DataError and StoreError."""
+    """Download data from a bucket to this machine's cache. Raises DataError and StoreError."""
     if is_bucket_address(config.data.dir):
         address = parse_store_address(config.data.dir, setting="data.dir")
         with watched_store(address, env=env, say=say) as store:
@@ -131,7 +131,7 @@ def bring_data_here(
 
 
 def stored_at(paths: RunPaths) -> StoreAddress | None:
-    """Return where a run's settings say that its results are; None where they name no store."""
+    """Return the address of a run's results from its settings, or None without a store."""
     with suppress(ConfigError):
         address = load_run_config(paths.config).storage.address()
         return None if address is None else address.under(paths.run_id)
@@ -139,9 +139,9 @@ def stored_at(paths: RunPaths) -> StoreAddress | None:
 
 
 def fetch_whole(store: StoreReader, paths: RunPaths) -> None:
-    """Make the run's folder with the records that a resume reads: whole, or absent.
+    """Atomically create the run's folder with the records that a resume reads.
 
-    A folder that another process has made meanwhile stays as it is.
+    If another process creates the folder first, that folder is kept.
     """
     runs_dir = paths.root.parent
     try:

@@ -1,7 +1,7 @@
-"""The process that brings a run's results to the store while the run goes on.
+"""The process that uploads a run's results to the store during the run.
 
-Training never waits for it: the ranks write to the head's disk, this process reads there. A store
-that fails is retried with exponential backoff, and reported once.
+Training never waits for it: the ranks write to the head's disk, and this process reads from it. If
+the store fails, uploads are retried with exponential backoff, and one warning is logged.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from payload.storage.records import Records
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _OWNER_EVERY_S = 20.0
-"""Time between two looks at whether another place has resumed the run."""
+"""Time between two checks whether another machine has resumed the run."""
 
 
 class Uploader:
-    """Make one, call `run` once."""
+    """Uploads the results of one run; call `run` once."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Uploader:
         say: Callable[[str], None],
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
-        """`keep` checkpoints stay in the store besides the best; `say` gets a line for people."""
+        """`keep` newest checkpoints and the best stay in the store; `say` gets log lines."""
         self._paths = paths
         self._store = store
         self._keep = keep
@@ -66,10 +66,10 @@ class Uploader:
         if before is None or before.address != str(store.address):
             before = StoreState(address=str(store.address))
         self._is_new = is_new
-        # That of a new run's earlier process may be in owner.json already. A resume has one of its
-        # own, so that what is left of the process before the resume loses the run.
+        # An earlier process of a new run may have written its token to owner.json. A resume has a
+        # new token, so that a leftover process from before the resume loses the ownership.
         token = before.token if is_new else None
-        # The supervisor has set the counts to 0 where the run was started or resumed.
+        # The supervisor resets the counts when a run is started or resumed.
         self._state = StoreState(
             address=before.address,
             checkpoint=before.checkpoint,
@@ -82,31 +82,31 @@ class Uploader:
         self._records = Records(paths, say=say)
         self._upload: Upload | None = None
         self._refused: set[tuple[str, str | None]] = set()
-        """Checkpoints that are damaged here, by name and manifest: see `_in_store`."""
+        """Names and manifest hashes of damaged local checkpoints."""
         self._in_store: dict[str, str] = {}
-        """The sha256 of each manifest there, as far as this process knows: a step that is trained
-        again is another checkpoint of the same name."""
-        self._owner_seen_s = float("-inf")
+        """Known SHA-256 of each manifest in the store. A step that is trained again has another
+        checkpoint with the same name."""
+        self._owner_checked_s = float("-inf")
         self._has_old = False
-        """True while the store may have more than is kept."""
+        """True if the store may have checkpoints to remove."""
 
     def run(self, commands: TextIO) -> None:
-        """Upload until `commands` has a line, then all that is left; end with its end.
+        """Upload until `commands` has a line, then upload the rest until `commands` ends.
 
-        The supervisor lets the process drain, completes the summary, and closes `commands`: the
-        last records follow. Without a supervisor, what is there is brought to the store.
+        The supervisor sends a line, waits for the upload of the rest, completes the summary, and
+        closes `commands`. Then the last records are uploaded.
         """
-        self._tell()
+        self._update_state()
         pause_s, next_s, ends_s = 0.0, 0.0, float("inf")
         draining = closed = False
         while not (self._state.lost or time.monotonic() > ends_s):
             if time.monotonic() >= next_s:
-                done = self._pass(all_of_them=draining)
+                done = self._upload_changes(all_of_them=draining)
                 if done and draining:
-                    self._tell(is_idle=True, is_drained=not self._is_any_left_out())
+                    self._update_state(is_idle=True, is_drained=not self._is_any_left_out())
                     if closed:
                         break
-                # The last wait is short: many attempts are worth more than a store's rest.
+                # While draining, pauses are short, to allow many attempts.
                 most_s = self._final_wait_s / 20 if draining else _LONGEST_PAUSE_S
                 pause_s = 0.0 if done else self._longer(pause_s, most_s=most_s)
                 next_s = time.monotonic() + pause_s
@@ -118,15 +118,15 @@ class Uploader:
                 draining, next_s = True, 0.0
             elif closed:
                 time.sleep(min(_LOOK_S, max(0.0, next_s - time.monotonic())))
-        self._let_go()
+        self._close_upload()
 
     def _longer(self, pause_s: float, *, most_s: float) -> float:
-        """Return the next pause: twice as long, and not the same for all runs of a cluster."""
+        """Return the next pause: exponential, with jitter."""
         doubled = min(_LONGEST_PAUSE_S, most_s, max(self._first_pause_s, 2 * pause_s))
         return doubled * random.uniform(0.75, 1.0)
 
-    def _pass(self, *, all_of_them: bool) -> bool:
-        """Bring over what is new; say whether the store took it."""
+    def _upload_changes(self, *, all_of_them: bool) -> bool:
+        """Upload all changes; return True on success."""
         try:
             self._claim()
             self._send_checkpoints()
@@ -134,16 +134,18 @@ class Uploader:
             self._add(sent)
         except LostOwnershipError as error:
             self._say(f"warning: {error}")
-            self._tell(lost=True, problem=str(error))
+            self._update_state(lost=True, problem=str(error))
             return False
         except (StoreError, StoreRefusedError, ConfigError) as error:
             if isinstance(error, ConflictError):
-                self._owner_seen_s = float("-inf")  # who else writes here?
+                self._owner_checked_s = float(
+                    "-inf"
+                )  # check the owner: another process may be writing
             self._failed(str(error))
             return False
         if self._state.problem is not None:
-            self._say(f"note: {self._store.address} takes results again")
-            self._tell(problem=None, failing_since_unix=None)
+            self._say(f"note: uploads to {self._store.address} work again")
+            self._update_state(problem=None, failing_since_unix=None)
         return True
 
     def _claim(self) -> None:
@@ -159,13 +161,13 @@ class Uploader:
             )
             self._store.tidy()
             self._in_store = stored_manifests(self._store)
-            self._owner_seen_s, self._has_claimed = time.monotonic(), True
-            self._tell(checkpoint=max(self._in_store, key=_step, default=None))
-        elif time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S:
+            self._owner_checked_s, self._has_claimed = time.monotonic(), True
+            self._update_state(checkpoint=max(self._in_store, key=_step, default=None))
+        elif time.monotonic() - self._owner_checked_s > _OWNER_EVERY_S:
             self._require_owner()
 
     def _identity(self) -> RunIdentity:
-        """Return the run's, which has one but where nothing has started or resumed it."""
+        """Return the run's identity; a new one is recorded if it is missing."""
         with suppress(OSError):
             if self._paths.root.is_dir():
                 return settle_identity(self._paths, is_new=self._is_new, say=self._say)
@@ -174,39 +176,39 @@ class Uploader:
     def _require_owner(self) -> None:
         assert self._state.token is not None
         require_owner(self._store, self._state.token)
-        self._owner_seen_s = time.monotonic()
+        self._owner_checked_s = time.monotonic()
 
     def _send_checkpoints(self) -> None:
-        """The newest first; the others only as long as they are not replaced here."""
+        """Upload checkpoints, newest first; older ones only if they still exist locally."""
         while (folder := self._next()) is not None:
             if self._upload is None or self._upload.name != folder.name:
-                self._let_go()
+                self._close_upload()
                 try:
                     self._upload = Upload(folder)
                 except CheckpointError as error:
                     if folder.is_dir():
-                        self._pass_over(folder, error)
-                    continue  # else the trainer has removed it meanwhile
+                        self._refuse(folder, error)
+                    continue  # otherwise the trainer has removed it
             upload = self._upload
             before = upload.sent_bytes
-            # The rows up to a checkpoint's step are there before it.
+            # The metrics up to a checkpoint's step are uploaded before it.
             self._add(self._records.send_for_checkpoint(self._store))
             try:
                 upload.send(
                     self._store,
-                    may_write=self._require_owner_now_and_then,
+                    may_write=self._require_owner_sometimes,
                     note_hash=self._note_hash,
                 )
             except CheckpointError as error:
-                self._let_go()
-                self._pass_over(folder, error)
+                self._close_upload()
+                self._refuse(folder, error)
                 continue
             finally:
                 self._add(upload.sent_bytes - before)
-            self._let_go()
+            self._close_upload()
             self._in_store[folder.name] = upload.manifest_sha256
-            newest = max(self._going_on(folder.name), key=_step)
-            self._tell(checkpoint=newest)
+            newest = max(self._current(folder.name), key=_step)
+            self._update_state(checkpoint=newest)
             self._say(f"checkpoint {folder.name} is in {self._store.address}")
             self._has_old = True
         if self._has_old and self._state.checkpoint is not None:
@@ -214,64 +216,64 @@ class Uploader:
             self._has_old = False
 
     def _note_hash(self, name: str, sha256: str) -> None:
-        """Record what this head uploads, as whoever else writes to the store may replace it."""
+        """Record the hash of an uploaded manifest, to detect a replacement by other writers."""
         try:
-            if self._paths.root.is_dir():  # no part of a removed run comes back
+            if self._paths.root.is_dir():  # do not recreate the folder of a removed run
                 note_hash(self._paths, name, sha256)
-        except OSError as error:  # a full disk keeps no checkpoint from the store
+        except OSError as error:  # a full disk must not prevent the upload
             self._say(f"warning: {self._paths.manifest_hashes}: {error.strerror}")
 
-    def _pass_over(self, folder: Path, error: CheckpointError) -> None:
+    def _refuse(self, folder: Path, error: CheckpointError) -> None:
         self._refused.add((folder.name, manifest_sha256(folder)))
         self._say(f"warning: {folder.name} is not uploaded: {error}")
 
     def _is_any_left_out(self) -> bool:
-        """Say whether there is something here that will never be sent as it is."""
-        here = {(each.name, manifest_sha256(each)) for each in self._whole_here()}
-        return bool(self._records.too_large or here & self._refused)
+        """Return True if a local file or checkpoint cannot be uploaded."""
+        local = {(each.name, manifest_sha256(each)) for each in self._local_checkpoints()}
+        return bool(self._records.too_large or local & self._refused)
 
-    def _require_owner_now_and_then(self) -> None:
-        if time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S / 4:
+    def _require_owner_sometimes(self) -> None:
+        if time.monotonic() - self._owner_checked_s > _OWNER_EVERY_S / 4:
             self._require_owner()
 
-    def _going_on(self, name: str) -> set[str]:
-        """Return the checkpoints up to this one, of those in the store: later ones were given up.
+    def _current(self, name: str) -> set[str]:
+        """Return the stored checkpoints up to `name`, and later ones that exist locally.
 
-        But for those that this run has written since: they are on the disk here.
+        Other later checkpoints are from before a resume at an earlier step.
         """
-        here = {folder.name for folder in self._whole_here()}
-        return {each for each in self._in_store if _step(each) <= _step(name) or each in here}
+        local = {folder.name for folder in self._local_checkpoints()}
+        return {each for each in self._in_store if _step(each) <= _step(name) or each in local}
 
     def _next(self) -> Path | None:
-        """Return the newest checkpoint here that is not in the store, the best one last."""
+        """Return the newest local checkpoint that is not in the store, or None."""
         waiting = []
-        for folder in self._whole_here():
+        for folder in self._local_checkpoints():
             sha256 = manifest_sha256(folder)
-            is_there = self._in_store.get(folder.name) == sha256
-            if not is_there and (folder.name, sha256) not in self._refused:
+            is_stored = self._in_store.get(folder.name) == sha256
+            if not is_stored and (folder.name, sha256) not in self._refused:
                 waiting.append(folder)
         sizes = [_bytes_of(folder) for folder in waiting]
         if (len(waiting), sum(sizes)) != (
             self._state.waiting_checkpoints,
             self._state.waiting_bytes,
         ):
-            self._tell(waiting_checkpoints=len(waiting), waiting_bytes=sum(sizes))
+            self._update_state(waiting_checkpoints=len(waiting), waiting_bytes=sum(sizes))
         return waiting[-1] if waiting else None
 
-    def _whole_here(self) -> list[Path]:
+    def _local_checkpoints(self) -> list[Path]:
         folders = checkpoint_folders(self._paths.checkpoints)
         return [folder for folder in folders if (folder / MANIFEST_FILE).is_file()]
 
     def _remove_old(self, newest: str) -> None:
-        """Keep what the disk keeps: the newest ones up to this one, and the best."""
-        here = {folder.name for folder in self._whole_here()}
-        going_on = sorted(self._going_on(newest), key=_step)
-        keep = {*going_on[-self._keep :], *(here & self._in_store.keys()), *self._best(going_on)}
-        remove_checkpoints(self._store, keep=keep, may_write=self._require_owner_now_and_then)
+        """Remove stored checkpoints, except the newest, the local ones and the best."""
+        local = {folder.name for folder in self._local_checkpoints()}
+        current = sorted(self._current(newest), key=_step)
+        keep = {*current[-self._keep :], *(local & self._in_store.keys()), *self._best(current)}
+        remove_checkpoints(self._store, keep=keep, may_write=self._require_owner_sometimes)
         self._in_store = {name: sha for name, sha in self._in_store.items() if name in keep}
 
     def _best(self, names: list[str]) -> set[str]:
-        """Return the checkpoint with the lowest validation loss, of those in the store."""
+        """Return the stored checkpoints that may have the lowest validation loss."""
         losses = read_val_losses(self._paths.metrics)
         lowest = best_step(map(_step, names), losses)
         best = {name for name in names if _step(name) == lowest}
@@ -280,23 +282,27 @@ class Uploader:
     def _failed(self, problem: str) -> None:
         if self._state.problem is None:
             self._say(
-                f"warning: results are not in {self._store.address} yet: {problem}. Training goes "
-                "on; the upload is retried"
+                f"warning: results are not in {self._store.address} yet: {problem}. Training "
+                "continues; the upload is retried"
             )
         since = self._state.failing_since_unix or time.time()
-        self._tell(problem=problem, failing_since_unix=since, failures=self._state.failures + 1)
+        self._update_state(
+            problem=problem, failing_since_unix=since, failures=self._state.failures + 1
+        )
 
     def _add(self, sent_bytes: int) -> None:
         if sent_bytes:
-            self._tell(sent_bytes=self._state.sent_bytes + sent_bytes, sent_unix=time.time())
+            self._update_state(
+                sent_bytes=self._state.sent_bytes + sent_bytes, sent_unix=time.time()
+            )
 
-    def _let_go(self) -> None:
+    def _close_upload(self) -> None:
         if self._upload is not None:
             self._upload.close()
             self._upload = None
 
-    def _tell(self, **changes: Any) -> None:
-        """Replace storage.json, unless the run's folder is gone."""
+    def _update_state(self, **changes: Any) -> None:
+        """Write the changed state to storage.json, unless the run's folder was removed."""
         changed = replace(self._state, **changes)
         self._state = replace(changed, updated_unix=time.time())
         with suppress(OSError):
@@ -305,7 +311,7 @@ class Uploader:
 
 
 def manifest_sha256(folder: Path) -> str | None:
-    """Return the hash of a checkpoint's manifest; None where it is gone."""
+    """Return the hash of a checkpoint's manifest, or None if it is missing."""
     with suppress(OSError):
         return sha256_of(folder / MANIFEST_FILE)
     return None

@@ -1,1 +1,1 @@
-"""Where a model's weights come from: the hub, a folder, a run, an adapter and its base."""
+"""Sources of a model's weights: the hub, a folder, a run, an adapter and its base."""

@@ -25,26 +25,26 @@ ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
 
 _UNUSED = frozenset(
     {"auto_mapping", "inference_mode", "peft_version", "runtime_config"}
-    # Each matters only beside another key, which is refused or says how training began.
+    # Each only affects another key, which is rejected or describes the initialisation.
     | {"eva_config", "layers_pattern", "megatron_core", "qalora_group_size"}
-    # How transformers stores the base's linears; the model's family says it.
+    # How transformers stores the base's linears, which the model's family determines.
     | {"fan_in_fan_out"}
 )
-"""PEFT's keys that change nothing in what a saved adapter computes."""
+"""PEFT's keys that do not affect the results of a saved adapter."""
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""PEFT's initialisations that leave the base's weights as they are; pissa and olora do not."""
+"""PEFT's initialisations that do not change the base's weights, unlike pissa and olora."""
 
 CLASSIFIER = "SEQ_CLS"
 """PEFT's task_type for a classifier's adapter."""
 CLASSIFIER_MODULES = ("classifier", "score")
-"""Modules that PEFT trains and saves whole for this task_type: the head, under either name."""
+"""Names of the head, which PEFT trains and saves in full for this task_type."""
 
 _FIX = "Name a folder with a LoRA adapter in PEFT's layout."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """The fields of adapter_config.json that decide the arithmetic."""
+    """The fields of adapter_config.json that affect results."""
 
     peft_type: str
     task_type: str | None = None
@@ -63,27 +63,27 @@ class _Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """A LoRA adapter, and the base that it belongs to."""
+    """A LoRA adapter and its base."""
 
     settings: AdapterSection
     base: str
     """Folder or hub name of the base."""
     revision: str | None
     modules_to_save: tuple[str, ...] = ()
-    """Modules of the base that are trained and saved whole: a classifier's `score`."""
+    """Modules of the base that are trained and saved in full: a classifier's `score`."""
 
     def source(self) -> str:
-        """Return the base as model.init has it."""
+        """Return the base in the form of model.init."""
         return f"{self.base}@{self.revision}" if self.revision else self.base
 
 
 def has_adapter(folder: Path) -> bool:
-    """Say whether `folder` holds an adapter instead of a model."""
+    """Return True if `folder` holds an adapter instead of a model."""
     return (folder / ADAPTER_CONFIG_FILE).is_file()
 
 
 def recorded_base(folder: Path) -> Mapping[str, object]:
-    """Return what a run's checkpoint says of its adapter's base; nothing for other programs' files.
+    """Return a checkpoint's record of its adapter's base; empty for files of other programs.
 
     Raises CheckpointError for a damaged file.
     """
@@ -94,14 +94,14 @@ def recorded_base(folder: Path) -> Mapping[str, object]:
     raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
     found = raw.get("base") if isinstance(raw, dict) else raw
     if not isinstance(found, dict | None):
-        raise CheckpointError(f"{path}: base = {shown(found)} is no JSON object. {fix}")
+        raise CheckpointError(f"{path}: base = {shown(found)} is not a JSON object. {fix}")
     return found or {}
 
 
 def base_quantization(folder: Path) -> Quantize:
     """Return how the base's linears were quantised when the adapter in `folder` was trained.
 
-    Raises CheckpointError for a way that is not known.
+    Raises CheckpointError for an unknown quantisation.
     """
     found = recorded_base(folder).get("quantize")
     for known in get_args(Quantize):
@@ -110,16 +110,16 @@ def base_quantization(folder: Path) -> Quantize:
     if found is None:
         return "none"
     raise CheckpointError(
-        f"{folder / TRAINER_FILE}: quantize = {shown(found)}: this way of quantising a base is not "
-        "known here. Use the version that trained the adapter."
+        f"{folder / TRAINER_FILE}: quantize = {shown(found)}: unknown quantisation of a base. Use "
+        "the release that trained the adapter."
     )
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read adapter_config.json of `folder`.
 
-    Raises CheckpointError when it is absent, damaged or another kind of adapter. Keys that are not
-    read must have the value that leaves them out.
+    Raises CheckpointError if it is missing, damaged or another kind of adapter. Keys that are not
+    supported must have the value that disables them.
     """
     path = own_file(folder, ADAPTER_CONFIG_FILE)
     try:
@@ -128,13 +128,13 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
     found = build(_Config, raw, where=str(path), fix=_FIX, error=CheckpointError)
     assert isinstance(raw, Mapping)
-    for key, value, wanted in (
+    for key, value, expected in (
         ("peft_type", found.peft_type, "LORA"),
         ("bias", found.bias, "none"),
     ):
-        if value != wanted:
+        if value != expected:
             raise CheckpointError(
-                f"{path}: {key} = {shown(value)}, only {wanted} can be loaded. {_FIX}"
+                f"{path}: {key} = {shown(value)}, only {expected} can be loaded. {_FIX}"
             )
     if found.init_lora_weights not in _PLAIN_INITS:
         raise CheckpointError(
@@ -144,7 +144,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         )
     read = {*_Config.__dataclass_fields__, *_UNUSED}
     for key in sorted(raw.keys() - read):
-        # PEFT writes every key that it knows; these values switch a feature off.
+        # PEFT writes all of its keys; these values disable a feature.
         if not (raw[key] is None or raw[key] is False or raw[key] in ([], {}, "")):
             raise CheckpointError(
                 f"{path}: {shown(key)[1:-1]} = {shown(raw[key])}: adapters with it cannot be "
@@ -181,8 +181,8 @@ def render_adapter_config(
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `modules` are the names of the target linears. `transposed`: transformers keeps the weights of
-    these linears as (in, out).
+    `modules` are the names of the target linears. `transposed`: transformers stores the
+    weights of these linears as (in, out).
     """
     settings = config.settings
     return {
@@ -210,6 +210,6 @@ def _target(raw: object, path: Path) -> str:
     if isinstance(raw, list) and raw and all(isinstance(name, str) and name for name in raw):
         return ",".join(raw)
     raise CheckpointError(
-        f"{path}: target_modules = {shown(raw)} is no list of names. Patterns are not supported. "
-        f"{_FIX}"
+        f"{path}: target_modules = {shown(raw)} is not a list of names. Patterns are not "
+        f"supported. {_FIX}"
     )

@@ -1,7 +1,7 @@
-"""Models by their name on the Hugging Face hub.
+"""Models on the Hugging Face hub.
 
-The one module that asks the hub for models. A name is resolved to a commit once; whoever gets the
-resolved name afterwards gets the same files, on every node and at every resume.
+Only this module downloads models from the hub. A name is resolved to a commit once, so that all
+nodes and all resumes use the same files.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _ANSWER_TIMEOUT_S = 30.0
 
 
 def resolve(wanted: HubName, *, setting: str) -> HubName:
-    """Return the name with the commit that its revision stands for now.
+    """Return the name with its revision resolved to a commit.
 
-    Offline it is the commit of the newest download. `setting` names the setting in messages.
+    Offline, this is the commit of the newest download. `setting` names the setting in messages.
     Raises CheckpointError.
     """
     if wanted.commit() is not None:
@@ -53,10 +53,7 @@ def fetch_config(wanted: HubName, *, setting: str) -> Path:
 
 
 def require_weights_on_hub(wanted: HubName, *, setting: str) -> None:
-    """Refuse a model whose weights cannot be loaded, without a download of them.
-
-    Raises CheckpointError.
-    """
+    """Raise CheckpointError if a model's weights cannot be loaded, without a download."""
     _Hub(wanted, setting).require_weights()
 
 
@@ -77,20 +74,20 @@ def fetch(
 ) -> Path:
     """Download a model's config and tokenizer, and its weights in safetensors; return the folder.
 
-    What the cache has is not asked for again. A terminal shows a progress bar; `say` gets one line
-    before a download of weights begins. Raises CheckpointError.
+    Cached files are not downloaded again. On a terminal, a progress bar is shown; `say` gets one
+    line before a download of weights. Raises CheckpointError.
     """
     return _Hub(wanted, setting).folder(weights=weights, say=say)
 
 
 class _Hub:
-    """One model on the hub, and what to say when it cannot be had."""
+    """One model on the hub, and the errors of its download."""
 
     def __init__(self, wanted: HubName, setting: str) -> None:
         self.wanted = wanted
         self.setting = setting
         try:
-            # It takes half a second to import, and is not installed everywhere that plans are made.
+            # The import takes half a second, and planning must work without the package.
             import huggingface_hub
             import huggingface_hub.constants
         except ImportError as error:
@@ -100,7 +97,7 @@ class _Hub:
         self._hub = huggingface_hub
 
     def config_folder(self) -> Path:
-        """Return a folder with config.json; it is named by its commit."""
+        """Return a folder with config.json; its name is the commit."""
         if self.wanted.commit() is not None and (known := self._cached_config()) is not None:
             return known
         try:
@@ -127,7 +124,7 @@ class _Hub:
             wanted = [name for name in names if "/" not in name and name.endswith(".json")]
             wanted += [name for name in TOKENIZER_FILES if name in names]
             if weights:
-                self._refuse_without_weights(names)
+                self._require_safetensors(names)
                 shards = self._weights(names, commit)
                 say(f"downloading {self.wanted}: {', '.join(shards[:2])}{_more(len(shards) - 2)}")
                 wanted += shards
@@ -140,17 +137,17 @@ class _Hub:
         return folder
 
     def require_weights(self) -> None:
-        """Refuse a model without safetensors."""
+        """Raise CheckpointError for a model without safetensors."""
         folder = self.config_folder()
         if self._is_whole(folder, weights=True):
             return
         try:
-            self._refuse_without_weights(self._names(folder.name))
+            self._require_safetensors(self._names(folder.name))
         except (OSError, ValueError) as error:
             raise self._explained(error) from None
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Ask for the first bytes of each file."""
+        """Download only the headers of the files, and return the tensors' shapes."""
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
         try:
@@ -184,7 +181,7 @@ class _Hub:
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
-        """Show the client's progress bar on a terminal alone: a log would keep every line."""
+        """Show the client's progress bar only on a terminal, as a log would keep every update."""
         if sys.stderr.isatty():
             yield
             return
@@ -209,7 +206,7 @@ class _Hub:
             return None
 
     def _is_whole(self, folder: Path, *, weights: bool) -> bool:
-        """Say whether an earlier download left all files of a folder."""
+        """Return True if an earlier download has all files of the folder."""
         try:
             needed = weight_files(folder) if weights else ()
             self._hub.snapshot_download(
@@ -221,14 +218,16 @@ class _Hub:
             )
         except (CheckpointError, OSError, ValueError):
             return False
-        # Where the client does not know the commit's files, it takes any of them for all.
+        # If the client has no list of the commit's files, it accepts incomplete downloads.
         if weights:
             return all((folder / name).is_file() for name in needed)
         return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
     def _require_network(self) -> None:
-        """Raise OSError where the hub cannot be reached: its client would retry for 24 s."""
-        from urllib.request import getproxies  # with http and ssl: a tenth of a command's start
+        """Raise OSError if the hub cannot be reached, as its client would retry for 24 s."""
+        from urllib.request import (
+            getproxies,
+        )  # also imports http and ssl: a tenth of a command's start-up time
 
         if getproxies() or self._hub.constants.HF_HUB_OFFLINE:
             return
@@ -242,22 +241,22 @@ class _Hub:
         index = self._hub.hf_hub_download(self.wanted.name, INDEX_FILE, revision=commit)
         return list(weight_files(Path(index).parent))
 
-    def _refuse_without_weights(self, names: list[str]) -> None:
+    def _require_safetensors(self, names: list[str]) -> None:
         if WEIGHTS_FILE in names or INDEX_FILE in names:
             return
         if any(name in PICKLE_FILES or name.endswith(".bin") for name in names):
             raise self._refusal(
-                "it has its weights as a pickle alone, which can run code when it is loaded",
-                "Use a model with safetensors, or convert it where you trust it.",
+                "its weights are only available as a pickle, which can run code when it is loaded",
+                "Use a model with safetensors, or convert it if you trust it.",
             )
         if any(name.endswith(".gguf") for name in names):
             raise self._refusal(
-                "it has GGUF files alone", "Download one of them into a folder, and name that."
+                "it has only GGUF files", "Download one of them, and name the file."
             )
         raise self._refusal(f"it has no {WEIGHTS_FILE}", "Name a model with safetensors.")
 
     def _is_unreachable(self, error: Exception) -> bool:
-        """Tell a hub that does not answer from one that refuses."""
+        """Return True if the hub does not answer, False if it answers with a refusal."""
         from huggingface_hub.errors import HfHubHTTPError
 
         if isinstance(error, HfHubHTTPError):
@@ -265,13 +264,13 @@ class _Hub:
         return isinstance(error, OSError)
 
     def _explained(self, error: Exception) -> CheckpointError:
-        """Return the error that says what is wrong, why, and what to do."""
+        """Return the error with problem, cause and fix."""
         from huggingface_hub import errors
 
         name, host = self.wanted.name, self._hub.constants.ENDPOINT
         if isinstance(error, errors.GatedRepoError):
             return self._refusal(
-                "it is gated: its owner gives it to accounts that accepted its terms",
+                "it is gated: only accounts that accepted its terms can download it",
                 f"Accept them at {host}/{name}, then log in (hf auth login, or HF_TOKEN).",
             )
         if isinstance(error, errors.RevisionNotFoundError):
@@ -281,21 +280,21 @@ class _Hub:
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return self._refusal(
-                "no such folder, and the Hugging Face hub has no such model, or a private one",
+                "not a local folder, and not on the Hugging Face hub, or private",
                 f"{self._meant(name)}Check the name, or log in (hf auth login).",
             )
         if isinstance(error, errors.RemoteEntryNotFoundError):
             return self._refusal(
-                f"the hub has no {CONFIG_FILE} of it", "Name a model in the Hugging Face layout."
+                f"it has no {CONFIG_FILE} on the hub", "Name a model in the Hugging Face layout."
             )
         if self._hub.constants.HF_HUB_OFFLINE:
             return self._refusal(
-                "HF_HUB_OFFLINE is set, and the cache does not have it "
+                "HF_HUB_OFFLINE is set, and the model is not in the cache "
                 f"({self._hub.constants.HF_HUB_CACHE})",
-                "Download it once with a network (hf download), or name a folder.",
+                "Download it while online (hf download), or name a folder.",
             )
         return self._refusal(
-            f"no such folder, and the Hugging Face hub did not give it "
+            f"not a local folder, and could not be downloaded from the Hugging Face hub "
             f"({type(error).__name__}: {one_line(error).rstrip('.')})",
             f"{self._meant(name)}Check the name or the network, or name a folder.",
         )

@@ -1,4 +1,4 @@
-"""The one place that says what the name of a model stands for: `model.init`, `--checkpoint`."""
+"""Resolve the name of a model (`model.init`, `--checkpoint`) to the source of its weights."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from payload.weights.hub import fetch_config, resolve, weight_shapes
 
 SCRATCH = "scratch"
 BASE_VARIABLE = "TILEFORGE_ADAPTER_BASE"
-"""Names the folder with bases of adapters that other programs made."""
+"""Environment variable with the folder of bases, for adapters of other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The place that a model's weights come from."""
+    """The source of a model's weights."""
 
     name: str
-    """As it was given: `scratch`, a path, or a name on the hub, perhaps with @REVISION."""
+    """As configured: `scratch`, a path, or a name on the hub, optionally with @REVISION."""
     kind: Literal["scratch", "folder", "gguf", "hub"]
     folder: Path | None = None
-    """The folder with the weights, of a checkpoint too; None for the other kinds."""
+    """The folder with the weights, which can be a checkpoint; None for the other kinds."""
     file: Path | None = None
     """The GGUF file; None for the other kinds."""
 
     def spec(self) -> ModelSpec | None:
-        """Return the model's numbers where they are known without a download, else None.
+        """Return the model's spec if it is available without a download, otherwise None.
 
-        None as well for `scratch`, whose numbers are the run config's. Raises CheckpointError.
+        Also None for `scratch`, whose sizes are in the run's config. Raises CheckpointError.
         """
         if self.folder is not None and has_adapter(self.folder):
             setting = f"{self.folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
@@ -71,24 +71,24 @@ class Source:
 
 
 def base_name(adapter: Path) -> str:
-    """Return the name of an adapter's base, as `model.init` has it.
+    """Return the name of an adapter's base, in the form of `model.init`.
 
-    Whoever made an adapter could have any model of this machine exported, trained from or sent. A
-    folder outside of the adapter's is its base only where the adapter has the hash of the base's
-    weights, which is compared when they are read and which nobody knows without them, or where a
-    person names it in the environment. Raises CheckpointError.
+    A manipulated adapter could name any model on this machine as its base. So a folder outside of
+    the adapter's is accepted only in two cases: the adapter has the hash of the base's weights,
+    which is verified when they are read, or the user names the folder in the environment. Raises
+    CheckpointError.
     """
     source = read_adapter_config(adapter).source()
     if hub_name(source) is not None:
         return source
-    place = home_path(source)
-    if not can_see(place):
+    path = home_path(source)
+    if not can_see(path):
         return source
     if recorded_base(adapter).get("sha256"):
-        return str(place.absolute())
-    real, named = os.path.realpath(place), os.environ.get(BASE_VARIABLE)
+        return str(path.absolute())
+    real, named = os.path.realpath(path), os.environ.get(BASE_VARIABLE)
     allowed = [adapter] if not named else [adapter, home_path(named)]
-    # Whole: the name of a folder that is allowed may have the form of a hub's.
+    # The absolute path is returned, as a relative one could have the form of a hub name.
     if any(Path(real).is_relative_to(os.path.realpath(each)) for each in allowed):
         return real
     remote = (
@@ -97,9 +97,9 @@ def base_name(adapter: Path) -> str:
         else ""
     )
     raise CheckpointError(
-        f"{adapter}: its base is {shown(real)} on this machine. The adapter does not prove which "
-        f"base it was trained on. If this is the base, set {BASE_VARIABLE}={quoted(real)} before "
-        f"the command.{remote}"
+        f"{adapter}: its base is {shown(real)} on this machine, but the adapter has no hash of "
+        f"the base. If this is the base, set {BASE_VARIABLE}={quoted(real)} before the "
+        f"command.{remote}"
     )
 
 
@@ -111,14 +111,15 @@ def find_source(
     takes_runs: bool = False,
     passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None,
 ) -> Source:
-    """Return the source that `name` stands for; `setting` is what messages call it.
+    """Resolve `name` to a source; `setting` names it in messages.
 
-    A folder without config.json may have one GGUF file instead. A run's folder, or its folder of
-    checkpoints, stands for its newest sound checkpoint: `passed_over` is told of each damaged one
-    and what is wrong with it. A checkpoint must be what its manifest says. Without `verify` no
-    weights are read: the newest checkpoint is taken as it is. A name with a commit is the hub's.
-    Raises CheckpointError when there is nothing to load, and for a folder of a hub name's form,
-    unless it `takes_runs` and the folder is a run or a checkpoint.
+    A folder without config.json can have one GGUF file instead. A run's folder, or its folder of
+    checkpoints, resolves to its newest valid checkpoint; `passed_over` is called with each damaged
+    checkpoint and its problem. Checkpoints are verified against their manifests. Without `verify`,
+    no weights are read and the newest checkpoint is used. A name with a commit is on the hub.
+
+    Raises CheckpointError if there is nothing to load, and for a local folder whose name could be
+    on the hub, unless `takes_runs` and the folder is a run or a checkpoint.
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")
@@ -138,25 +139,25 @@ def find_source(
 
 
 def pinned(name: str, *, setting: str, earlier: str | None = None) -> str:
-    """Return `name` with the commit that its revision stands for now, where it is on the hub.
+    """Return `name` with its revision resolved to a commit, if it is on the hub.
 
-    What is a folder here, or `scratch`, stays as it is. `earlier` is what an earlier start of the
-    same run settled on: if it is the same model, its commit is kept and nobody is asked.
-    Raises CheckpointError.
+    A local folder or `scratch` is returned unchanged. `earlier` is the result of an earlier start
+    of the same run: if it is the same model, its commit is kept without a request. Raises
+    CheckpointError.
     """
-    wanted, before = HubName.parse(name), HubName.parse(earlier or "")
-    if earlier == name and (wanted is None or wanted.commit()):
+    requested, before = HubName.parse(name), HubName.parse(earlier or "")
+    if earlier == name and (requested is None or requested.commit()):
         return name
     if find_source(name, setting=setting, verify=False).kind != "hub":
         return name
-    assert wanted is not None
-    if before is not None and before.commit() and before.name == wanted.name:
-        return name if wanted.commit() else str(before)
-    return str(resolve(wanted, setting=setting))
+    assert requested is not None
+    if before is not None and before.commit() and before.name == requested.name:
+        return name if requested.commit() else str(before)
+    return str(resolve(requested, setting=setting))
 
 
 def spec_on_hub(name: HubName, *, setting: str) -> ModelSpec:
-    """Return the numbers of a model on the hub, without a download of its weights.
+    """Return the spec of a model on the hub, without a download of its weights.
 
     Raises CheckpointError.
     """
@@ -172,15 +173,15 @@ def _weights_in(
     verify: bool,
     passed_over: Callable[[Path, str], None],
 ) -> Path:
-    """Return the folder with the weights that `path`, a folder, stands for."""
+    """Return the folder with the weights: `path`, or the newest checkpoint of a run at `path`."""
     if _is_run(path):
         checkpoints = path if checkpoint_folders(path) else RunPaths(path).checkpoints
         require_own(checkpoints)
         newest = _newest(checkpoints, verify=verify, passed_over=passed_over)
         if newest is None:
             raise CheckpointError(
-                f"{setting} = {name!r}: {checkpoints} has no sound checkpoint. Let the run reach "
-                "its first one (train.checkpoint_every), or name another run."
+                f"{setting} = {name!r}: {checkpoints} has no valid checkpoint. Let the run reach "
+                "its first checkpoint (train.checkpoint_every), or name another run."
             )
         return newest
     if verify and (path / MANIFEST_FILE).exists() and (problems := manifest_problems(path)):
@@ -191,7 +192,7 @@ def _weights_in(
 
 
 def _is_run(path: Path) -> bool:
-    """Say whether `path` is a run's folder, or its folder of checkpoints."""
+    """Return True if `path` is a run's folder, or its folder of checkpoints."""
     paths = RunPaths(path)
     known = any(each.exists() for each in (paths.config, paths.plan, paths.checkpoints))
     return known or bool(checkpoint_folders(path))
@@ -202,20 +203,20 @@ def _newest(
 ) -> Path | None:
     if verify:
         return newest_sound(checkpoints, passed_over=passed_over)
-    whole = [each for each in checkpoint_folders(checkpoints) if (each / MANIFEST_FILE).exists()]
-    return whole[-1] if whole else None
+    complete = [each for each in checkpoint_folders(checkpoints) if (each / MANIFEST_FILE).exists()]
+    return complete[-1] if complete else None
 
 
 def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
-    """Refuse what was meant as a path: a hub's names are NAME or OWNER/NAME, @REVISION behind."""
+    """Raise CheckpointError if `name` is a path, not NAME or OWNER/NAME, optionally @REVISION."""
     if path.exists():
         raise CheckpointError(
-            f"{setting} = {name!r}: that is a file and no .gguf. Name the folder it is in."
+            f"{setting} = {name!r}: that is a file, but not a .gguf. Name its folder."
         )
     is_path = name.startswith(("/", "./", "../", "~")) or HubName.parse(name) is None
-    # `runs/typo` is meant as a path where there is a folder `runs`.
+    # `runs/typo` is a path if the folder `runs` exists.
     if is_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
         raise CheckpointError(
-            f"{setting} = {name!r}: there is no such folder here. Correct the path, or name a run, "
+            f"{setting} = {name!r}: the folder does not exist. Correct the path, or name a run, "
             "a checkpoint, a folder in the Hugging Face layout or a model on the hub."
         )

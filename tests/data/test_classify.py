@@ -312,15 +312,15 @@ def test_examples_that_are_not_meta_jsons_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"task": "text"}, "files has not just train"),
+        ({"task": "text"}, "files must be train"),
         ({"classify": None}, "contradict each other"),
-        ({"labels": ["up", "up"]}, "classify has counts or labels that do not fit"),
-        ({"train_counts": [1, 2]}, "classify has counts or labels that do not fit"),
-        ({"pad_token": 10**6}, "classify has counts or labels that do not fit"),
-        ({"label_tokens": [[1]]}, "classify has counts or labels that do not fit"),
-        ({"label_tokens": [[1], [10**6]]}, "classify has counts or labels that do not fit"),
-        ({"label_tokens": [[1], []]}, "classify has counts or labels that do not fit"),
-        ({"label_tokens": [[1], [1] * 1025]}, "classify has counts or labels that do not fit"),
+        ({"labels": ["up", "up"]}, "classify has inconsistent counts or labels"),
+        ({"train_counts": [1, 2]}, "classify has inconsistent counts or labels"),
+        ({"pad_token": 10**6}, "classify has inconsistent counts or labels"),
+        ({"label_tokens": [[1]]}, "classify has inconsistent counts or labels"),
+        ({"label_tokens": [[1], [10**6]]}, "classify has inconsistent counts or labels"),
+        ({"label_tokens": [[1], []]}, "classify has inconsistent counts or labels"),
+        ({"label_tokens": [[1], [1] * 1025]}, "classify has inconsistent counts or labels"),
     ],
 )
 def test_a_damaged_meta_json_is_refused(

@@ -181,7 +181,7 @@ def test_damage_is_found_when_it_is_read(
         (CHAT, {"files": {}}, r"meta\.json"),
         (CHAT, {"train_tokens": 7}, r"meta\.json"),
         (PREFERENCE, {"preference": None}, "preference contradict each other"),
-        (PREFERENCE, {"task": "chat"}, "files has not just"),
+        (PREFERENCE, {"task": "chat"}, "files must be"),
     ],
     ids=task_name,
 )

@@ -139,9 +139,7 @@ def test_a_folder_of_an_older_release_still_trains_and_the_run_says_what_to_do(
     forget_range_hashes(folder)
     with caplog.at_level(logging.INFO):
         train_alone(tmp_path / "run", tiny_config, f"data.dir={folder}", "train.steps=1")
-    (note,) = (
-        record.message for record in caplog.records if "no hashes of parts" in record.message
-    )
+    (note,) = (record.message for record in caplog.records if "no range hashes" in record.message)
     assert note.endswith(f"-m payload.data verify {folder} --add-hashes")
 
 

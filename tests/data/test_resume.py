@@ -92,7 +92,7 @@ def test_a_run_killed_between_the_renames_and_meta_is_finished_by_the_next(
         patch.setattr("payload.data.writing.prepare.write_meta", killed)
         with pytest.raises(SystemExit):
             main(args)
-    with pytest.raises(DataError, match="not made to the end"):
+    with pytest.raises(DataError, match="it is incomplete"):
         load_meta(tmp_path / "out")
     assert main(args) == 0
     verify_files(tmp_path / "out", load_meta(tmp_path / "out"))

@@ -147,7 +147,7 @@ def test_folders_that_do_not_fit_are_refused(
     for model, folder, expected in (
         (checkpoint, short, "fewer tokens than one block"),
         (checkpoint, tmp_path / "none", "none"),
-        (tmp_path / "none", data, "no such folder"),
+        (tmp_path / "none", data, "the folder does not exist"),
         (other, data, "Prepare the text with the model's tokenizer"),
     ):
         line = complaint(["--checkpoint", str(model), "--data", str(folder)], capsys)

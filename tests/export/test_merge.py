@@ -171,8 +171,7 @@ def test_generate_and_evaluate_refuse_a_base_that_is_another_one_or_gone(
     (base / "config.json").write_text(json.dumps(config))
     (base / "model.safetensors").rename(tmp_path / "weights")
     assert run() == (
-        f"error: {base}/model.safetensors: No such file or directory. Put the weights back in that "
-        "place."
+        f"error: {base}/model.safetensors: No such file or directory. Restore the file."
     )
     base.rename(tmp_path / "elsewhere")
     said = run()
@@ -237,8 +236,8 @@ def test_a_way_of_quantising_that_is_not_known_is_refused(
     base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
     adapted(load(base), base, folder)
     for record, words in (
-        ({"quantize": "nf8"}, "quantize = 'nf8': this way of quantising"),
-        (["nf4"], "base = ['nf4'] is no JSON object"),
+        ({"quantize": "nf8"}, "quantize = 'nf8': unknown quantisation"),
+        (["nf4"], "base = ['nf4'] is not a JSON object"),
     ):
         (folder / "trainer.json").write_text(json.dumps({"base": record}))
         with pytest.raises(CheckpointError, match=re.escape(words)):
@@ -432,9 +431,9 @@ def test_an_adapter_names_no_model_of_this_machine(
             monkeypatch.setenv(BASE_VARIABLE, named)
         assert merge(folder, out) == ExitCode.CONFIG
         assert f"set {BASE_VARIABLE}={base} before" in capsys.readouterr().err
-        with pytest.raises(CheckpointError, match="does not prove"):
+        with pytest.raises(CheckpointError, match="has no hash of the base"):
             load(folder)
-        with pytest.raises(CheckpointError, match="does not prove"):
+        with pytest.raises(CheckpointError, match="has no hash of the base"):
             find_source(str(folder), setting="model.init").spec()
     (tmp_path / "gpt2").symlink_to(base)
     monkeypatch.chdir(tmp_path)

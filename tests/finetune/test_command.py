@@ -257,7 +257,10 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
         (("--data", "chats.jsonl", "--set", "adapter.rank=4096"), "above the width"),
         (("--data", "chats.jsonl", "--set", "data.sequence_length=9999"), "positions of"),
         (("--data", "chats.jsonl", "--set", "batch.global_batch_size=0"), "must be at least 1"),
-        (("--data", "chats.jsonl", "--set", "batch.global_batch_size=abc"), "whole number is"),
+        (
+            ("--data", "chats.jsonl", "--set", "batch.global_batch_size=abc"),
+            "must be a whole number",
+        ),
         (("--data", "chats.jsonl", "--set", "optimizer.lr=abc"), "optimizer.lr = 'abc': a number"),
         (("--data", "pairs.jsonl"), "row 2: no rejected in the columns 'prompt', 'chosen'"),
         (("--data", "chats.jsonl", "--task", "classify"), "no label column found"),

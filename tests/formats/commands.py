@@ -14,7 +14,7 @@ from tests.support.forked import VARIABLE, read_at_start
 from tests.support.launching import PYTHON, rank_env
 
 _CLOUD = ("paramiko", "google.cloud.compute_v1", "google.cloud.storage")
-"""Imported once for all commands: it takes seconds."""
+"""Imported once for all commands, as the import takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Commands:
         self._env[VARIABLE] = server_name(*_CLOUD, **read_at_start(self._env))
 
     def run(self, *words: object, folder: Path, env: Mapping[str, str] | None = None) -> Done:
-        """Carry out `tileforge WORDS` in `folder`."""
+        """Run `tileforge` with these arguments in `folder`."""
         done = subprocess.run(
             [*PYTHON, "-m", "payload", *map(str, words)],
             cwd=folder,
@@ -52,7 +52,7 @@ class Commands:
         return Done(status=done.returncode, out=done.stdout, err=done.stderr)
 
     def do(self, *words: object, folder: Path, env: Mapping[str, str] | None = None) -> Done:
-        """Carry it out and expect success."""
+        """Run a command and expect success."""
         done = self.run(*words, folder=folder, env=env)
         assert done.status == 0, f"{words}: {done.status}\n{done.err}\n{done.out}"
         return done

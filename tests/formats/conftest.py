@@ -25,11 +25,11 @@ def recorded(tmp_path: Path) -> Recorded:
 
 @pytest.fixture(scope="session")
 def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """A copy in which the present code has resumed the runs with an adapter."""
+    """A copy in which the current code has resumed the runs with an adapter."""
     copy = Recorded.copied_to(tmp_path_factory.mktemp("continued") / "ada")
     for name in ("lora", "labels", "pairs"):
         settings = [f"train.steps={expected()[name]['last_step']}"]
-        if name == "pairs":  # its base was a folder, which has moved
+        if name == "pairs":  # its base was a folder, which was moved
             settings.append("model.init=./models/base")
         sets = named(name) + [word for setting in settings for word in ("--set", setting)]
         commands.do("train", "--run-dir", f"runs/{name}", *sets, folder=copy.project)
@@ -38,13 +38,13 @@ def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.fixture(scope="session")
 def supervised(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """A copy in which the present code has resumed run `full` on two ranks, with a store."""
+    """A copy in which the current code has resumed run `full` on two ranks, with a store."""
     copy = Recorded.copied_to(tmp_path_factory.mktemp("supervised") / "ada")
     settings = (
         f"train.steps={expected()['full']['last_step']}",
         "train.profile_step=10",
         f"storage.results={copy.store}",
-        "data.dir=data/text",  # nobody has named it here: that version kept no record
+        "data.dir=data/text",  # the user must approve it: that release kept no record
     )
     sets = [word for setting in settings for word in ("--set", setting)]
     words = ("run", "--resume", "full", "--inventory", "local", *sets)

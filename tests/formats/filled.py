@@ -1,6 +1,6 @@
-"""Records with every optional value, as their own writers write them.
+"""Records with all optional values, as written by the code.
 
-A short run without failures leaves these null or empty: an error, a cost, a slow rank.
+In a short run without failures these are null or empty: an error, a cost, a slow rank.
 """
 
 from __future__ import annotations

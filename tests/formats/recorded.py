@@ -27,7 +27,7 @@ class Recorded:
 
     @classmethod
     def copied_to(cls, root: Path) -> Recorded:
-        """Copy all of it to `root`, a new folder."""
+        """Copy all fixtures to `root`, a new folder."""
         shutil.copytree(FIXTURES, root, symlinks=True)
         mark = root / "expected.json"
         mark.touch()
@@ -67,14 +67,14 @@ class Recorded:
 
 
 def named(name: str) -> list[str]:
-    """Return the `--set` of what a run's settings name: that version kept no record of it."""
+    """Return the `--set` options of a run's settings, whose approval was not recorded then."""
     config = load_run_config(FIXTURES / "project" / "runs" / name / "run.toml")
     found = reaching(config, of=["data.dir", "model.init"])
     return [word for key, value in found.items() for word in ("--set", f"{key}={value}")]
 
 
 def expected() -> Mapping[str, Any]:
-    """Return the results that 9e71e47 had with the fixtures."""
+    """Return the results of 9e71e47 with the fixtures."""
     loaded: dict[str, Any] = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
     return loaded
 

@@ -1,4 +1,4 @@
-"""The present code lists, resumes, evaluates, exports and reports what 9e71e47 wrote."""
+"""The current code lists, resumes, evaluates, exports and reports files of 9e71e47."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = ("far", "full", "kept", *ADAPTERS)
 
 
 def close(value: float) -> object:
-    """Return an object that equals any loss close to this one."""
+    """Return an object that equals every similar loss."""
     return pytest.approx(value, rel=CLOSE)
 
 
@@ -205,7 +205,7 @@ def test_a_cluster_s_run_is_a_copy_that_a_new_run_can_begin_from(
     run = RunPaths(recorded.run_dir("begun"))
     used = {"data.dir": str(recorded.project / "data" / "text"), "model.init": "runs/far"}
     monkeypatch.chdir(recorded.project)
-    assert unnamed(run, used) == {}  # so that --run-dir alone goes on with it
+    assert unnamed(run, used) == {}  # so that --run-dir resumes it without other options
     first = next(row["val_loss"] for row in rows(recorded.run_dir("begun")) if "val_loss" in row)
     assert first == close(read_json(recorded.run_dir("far") / "summary.json")["final_val_loss"])
 
@@ -219,4 +219,4 @@ def test_a_cluster_s_inventory_and_its_trial_are_planned_with(
     assert plan["inventory"] == read_json(recorded.project / "rack.json")
     trial = read_json(recorded.project / ".cluster" / "rack" / "trial.json")
     assert plan["plan"]["interfaces"] == trial["interfaces"]
-    assert plan["plan"]["arithmetic"]["compute_s"] > 0  # known from the trial alone
+    assert plan["plan"]["arithmetic"]["compute_s"] > 0  # only known from the trial

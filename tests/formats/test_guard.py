@@ -1,6 +1,6 @@
-"""No format of a run, a checkpoint, a data folder or a store changes without its version.
+"""No format of a run, a checkpoint, a data folder or a store changes without a new version.
 
-The present code writes the files here: it resumes the fixtures and prepares data. Other tests
+The current code writes the files: it resumes the fixtures and prepares data. Other tests
 compare the formats of clusters (tests/orchestrate/cluster) and of stacks (test_stack.py).
 """
 
@@ -43,19 +43,19 @@ AFTER_FAILURES = {
 
 
 def sets(*settings: str) -> list[str]:
-    """Return settings as words of a command line."""
+    """Return settings as command-line arguments."""
     return [word for setting in settings for word in ("--set", setting)]
 
 
 @pytest.fixture(scope="module")
 def full(supervised: Recorded) -> Path:
-    """A run that the present code has planned, trained on two ranks, profiled and stored."""
+    """A run that the current code planned, trained on two ranks, profiled and stored."""
     return supervised.run_dir("full")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data of each task that the present code has prepared, and stored a reference beside."""
+    """Data of each task, prepared by the current code, with stored reference log-probabilities."""
 
     copy: Recorded
     printed: list[Any]
@@ -158,7 +158,7 @@ def test_the_rows_of_metrics(supervised: Recorded, continued: Recorded) -> None:
 
 
 def assert_rows(name: str, run_dir: Path, *, after: int) -> None:
-    """Compare the rows of later steps, which the present code has written."""
+    """Compare the rows of later steps, which the current code wrote."""
     new = [row for row in rows(run_dir) if row["step"] > after]
     steps = [row for row in new if "loss" in row]
     assert_format(f"{name}.step", steps, also={"mfu": "float | null"})
@@ -180,7 +180,7 @@ def checkpoints(supervised: Recorded, continued: Recorded) -> dict[str, Path]:
 
 
 def documents(folders: dict[str, Path], name: str) -> list[Any]:
-    """Return the documents of that name in all folders."""
+    """Return the documents with this name in all folders."""
     return [json.loads((folder / name).read_text("utf-8")) for folder in folders.values()]
 
 
@@ -246,7 +246,7 @@ def test_what_prepare_prints(prepared: Prepared) -> None:
 def test_a_plan_and_an_inventory(
     commands: Commands, supervised: Recorded, full: Path, recorded: Recorded
 ) -> None:
-    """One of this machine, and one of a cluster whose nodes have every key."""
+    """An inventory of this machine, and one of a cluster whose nodes have all keys."""
     every = read_json(recorded.project / "rack.json")
     every |= {"project": "acme-lab", "bucket": "results", "access": IAP}
     every["nodes"] = [node | GPU_NODE for node in every["nodes"]]

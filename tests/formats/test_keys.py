@@ -1,4 +1,4 @@
-"""The changes of a format that fail, and those that cannot be stored without a version."""
+"""Changes of a format that fail, and changes that require a new version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/formats.md has a row for each golden file, with the version that it has."""
+"""docs/formats.md has a row for each golden file, with its version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stack's outputs and state, and the operator's files of it, as 9e71e47 wrote them."""
+"""A stack's outputs, state and operator files, as written by 9e71e47."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 
 class Stack:
-    """The recorded stack: `pulumi` prints its outputs and state, Google has its machines."""
+    """The recorded stack: `pulumi` prints its outputs and state, and Google lists its machines."""
 
     def __init__(self, recorded: Recorded, cloud: CloudStandIn, commands: Commands) -> None:
         self.recorded = recorded
@@ -41,7 +41,7 @@ class Stack:
         self.cloud = cloud
         self.pulumi = FakePulumi(recorded.root / "tools")
         self._commands = commands
-        # Its private half was not recorded, and without it no machine gets the public one.
+        # The private half was not recorded, and without it no machine gets the public half.
         make_key(self.own("id_ed25519"))
         self.outputs = read_json(self.folder / "stack.outputs.json")
         self.known = read_json(self.folder / ".cluster" / "dev" / "host_keys.json")["inventory"]
@@ -62,13 +62,13 @@ class Stack:
         self.pulumi.on("config", "--json", out=json.dumps(config))
 
     def run(self, *words: str) -> Done:
-        """Carry out a command of the operator."""
+        """Run a command of the operator."""
         path = f"{self.pulumi.bin}{os.pathsep}{os.environ['PATH']}"
         env = {"PATH": path, "TILEFORGE_API_ENDPOINT": self.cloud.url}
         return self._commands.run(*words, folder=self.folder, env=env)
 
     def own(self, name: str) -> Path:
-        """Return a file that this machine keeps of the cluster."""
+        """Return this machine's file about the cluster."""
         return self.folder / ".cluster" / "dev" / name
 
 
@@ -81,7 +81,7 @@ def stack(recorded: Recorded, commands: Commands) -> Iterator[Stack]:
 
 @pytest.fixture(params=[{}, {"a_later_key": {"of": [1]}}], ids=["recorded", "with unknown keys"])
 def own_files(stack: Stack, request: pytest.FixtureRequest) -> Stack:
-    """The recorded stack as it is, then with an unknown key in each file of .cluster."""
+    """The recorded stack unchanged, then with an unknown key in each file of .cluster."""
     for path in (stack.folder / ".cluster").rglob("*.json"):
         path.write_text(json.dumps(read_json(path) | request.param), encoding="utf-8")
     return stack
@@ -91,7 +91,7 @@ def test_the_outputs_are_an_inventory_with_the_host_keys_that_were_pinned(own_fi
     done = own_files.run("plan", "--inventory", "stack", "--json", "--set", "model.preset=tiny")
     assert done.status == 0, done.err
     assert "$1.09" in done.err and "2027-01-15 20:00" in done.err
-    # The machines publish no keys here: these are the ones in .cluster/dev/host_keys.json.
+    # The machines publish no keys: these are the keys of .cluster/dev/host_keys.json.
     assert json.loads(done.out)["inventory"] == own_files.known
 
 
@@ -101,7 +101,7 @@ def test_the_state_names_machines_and_firewall_rules(stack: Stack) -> None:
     resources = read_json(stack.folder / "stack.export.json")["deployment"]["resources"]
     rules = [each["inputs"]["name"] for each in resources if each["type"].endswith(":Firewall")]
     assert len(rules) == 5
-    # Google has none of them here.
+    # The stand-in for Google does not have these machines.
     missing = [each["name"] for each in checks if each["outcome"] == "error"]
     assert all(any(rule in name for name in missing) for rule in rules)
 

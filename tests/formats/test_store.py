@@ -1,4 +1,4 @@
-"""The present code lists and resumes a run from the store that 9e71e47 wrote."""
+"""The current code lists and resumes a run from a store of 9e71e47."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Readers and what they do not know: a key, a tensor, another version.
+"""Readers with unknown input: a key, a tensor, another version.
 
-docs/formats.md states each.
+docs/formats.md documents each case.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMATS = {
     "trial.json": "trial",
     "owner.json": "owner",
 }
-"""Format by the name of its file, of all files whose readers ignore unknown keys."""
+"""Formats by file name, for all files whose readers ignore unknown keys."""
 
 
 def change(path: Path, edit: Callable[[Any], Any]) -> None:
@@ -66,7 +66,7 @@ def record_in_manifest(path: Path) -> None:
 
 
 def with_unknown_keys(document: Any, *, maps: frozenset[str], path: str = "") -> Any:
-    """Return the document with an unknown key in each of its objects, but for `maps`."""
+    """Return the document with an unknown key in each of its objects, except `maps`."""
     if isinstance(document, dict):
         inner = {
             key: with_unknown_keys(

@@ -301,7 +301,7 @@ def test_a_folder_that_is_not_there_ends_in_one_line(
     (tmp_path / "runs").mkdir()
     assert main(["--checkpoint", name]) == ExitCode.CONFIG
     (error,) = capsys.readouterr().err.splitlines()
-    assert "no such folder" in error
+    assert "the folder does not exist" in error
 
 
 def test_a_run_without_a_checkpoint_says_what_to_do(
@@ -309,7 +309,7 @@ def test_a_run_without_a_checkpoint_says_what_to_do(
 ) -> None:
     paths = run_with_weights(tmp_path / "run", steps=())
     assert generate(source=paths.root) == ExitCode.CONFIG
-    assert "no sound checkpoint" in capsys.readouterr().err
+    assert "no valid checkpoint" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_differs_from_its_manifest_is_refused(

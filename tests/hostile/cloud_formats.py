@@ -1,4 +1,4 @@
-"""Pulumi's output, and the files kept for a cluster in Google Cloud."""
+"""Pulumi's output, and the local files about a cluster in Google Cloud."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.hostile.formats import INVENTORY, Format, in_file
 
 
 class Printing(Pulumi):
-    """A `pulumi` that prints what it is given."""
+    """A `pulumi` that prints a given text."""
 
     def __init__(self, folder: Path, content: bytes) -> None:
         super().__init__({}, folder=folder)

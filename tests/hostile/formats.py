@@ -1,6 +1,6 @@
 """Every format that Tileforge reads from a node, a run folder, an inventory, data or the cloud.
 
-The samples are files that the program itself has written, so a field that is new is in them.
+The samples are written by the program itself, so they include new fields.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from tests.supervise.planned import plan_stand_in
 from tests.train.alone import train_alone
 
 ALL_READS = 24_000
-"""Number of damaged samples over all formats, in the complete test."""
+"""Number of damaged samples of all formats in the complete test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: a sound sample of it, and what reads it."""
+    """One format: a valid sample and its reader."""
 
     name: str
     sample: bytes
     read: Callable[[bytes], object]
-    """Raises TileforgeError, or returns what it made of the bytes."""
+    """The reader: returns the parsed value, or raises TileforgeError."""
     damages: int | None = None
     """Number of its samples in `ALL_READS`; None = the same as for the other formats."""
 
@@ -94,7 +94,7 @@ INVENTORY = ClusterInventory(
 
 
 def run_formats(folder: Path, config: Path) -> Iterator[Format]:
-    """The files of a run and of a checkpoint in it, as real ranks and commands wrote them."""
+    """The files of a run and its checkpoint, written by real ranks and commands."""
     paths = plan_stand_in(folder / "run")
     trained = RunPaths(folder / "trained")
     train_alone(trained.root, config, "train.steps=4")
@@ -150,7 +150,7 @@ def input_formats(folder: Path, data: Path) -> Iterator[Format]:
 
 
 def text_formats(folder: Path) -> Iterator[Format]:
-    """The kinds of file that text is prepared from."""
+    """The kinds of files from which text is prepared."""
     folder.mkdir()
     lines = b"".join(b'{"text": "document %d", "n": 1}\n' % i for i in range(4))
     table = pa.table({"text": [f"document {i}" for i in range(4)]})
@@ -174,7 +174,7 @@ _TEXT_FILES: dict[str, SourceKind] = {
 
 
 def documents(kind: SourceKind, path: Path) -> int:
-    """Read a source to its end, as `prepare` does, and count its pieces."""
+    """Read a complete source, as `prepare` does, and count its pieces."""
     source = build_source(SourceRequest(kind=kind, inputs=(str(path),)))
     source.identity()
     source.survey()
@@ -182,7 +182,7 @@ def documents(kind: SourceKind, path: Path) -> int:
 
 
 def in_file(path: Path, read: Callable[[], object], *, name: str | None = None) -> Format:
-    """Return the format of a file that lies at `path`, sound."""
+    """Return the format of the valid file at `path`."""
     sample = path.read_bytes()
 
     def read_instead(content: bytes) -> object:

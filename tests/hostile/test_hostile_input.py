@@ -1,4 +1,4 @@
-"""Every field of every format gets hostile values, and every format's bytes are damaged."""
+"""All fields of all formats get hostile values, and the bytes of all formats are damaged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def formats(
 
 @pytest.fixture(autouse=True)
 def _bounded_memory() -> Iterator[None]:
-    """A size that a value names must be refused, not allocated."""
+    """A huge size in a value must be refused, not allocated."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     now_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now_bytes + _MORE_MEMORY_BYTES, before[1]))
@@ -50,7 +50,7 @@ def _bounded_memory() -> Iterator[None]:
 def _nothing_is_written_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """A path that a value names lies in an empty working folder, which has to stay empty."""
+    """Paths in values point to an empty working folder, which must stay empty."""
     monkeypatch.chdir(tmp_path)
     yield
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +58,7 @@ def _nothing_is_written_elsewhere(
 
 
 def complaint(read: Callable[[bytes], object], content: bytes) -> str | None:
-    """Return what is wrong with how `read` took `content`, or None."""
+    """Return the problem of `read` with `content`, or None."""
     try:
         read(content)
     except TileforgeError as error:
@@ -82,7 +82,7 @@ def test_every_field_of_every_format_refuses_hostile_values_in_one_line(
     for each in formats:
         if not each.sample.startswith(b"{"):
             continue
-        # Of several lines, the first.
+        # The first of several lines.
         document = json.loads(each.sample.splitlines()[0] if _is_lines(each) else each.sample)
         for number, path in enumerate(paths_of(document)):
             values = HOSTILE[number % every :: every]

@@ -1,4 +1,4 @@
-"""Hostile values for a field, and damage to a file's bytes, to test their reader."""
+"""Hostile values for a field, and damaged bytes of a file, to test readers."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def paths_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the place of every value in a JSON document, the document itself included."""
+    """Yield the path of every value in a JSON document, including the document itself."""
     yield path
     if isinstance(value, dict):
         for key in value:
             yield from paths_of(value[key], (*path, key))
     elif isinstance(value, list):
-        # One entry stands for the others.
+        # One entry represents the others.
         for i, item in enumerate(value[:1]):
             yield from paths_of(item, (*path, i))
 
 
 def replaced(value: Any, path: tuple[str | int, ...], by: Any) -> Any:
-    """Return the document with another value at `path`."""
+    """Return the document with a new value at `path`."""
     if not path:
         return by
     copy: Any = list(value) if isinstance(value, list) else dict(value)
@@ -81,7 +81,7 @@ def replaced(value: Any, path: tuple[str | int, ...], by: Any) -> Any:
 
 
 def without(value: Any, path: tuple[str | int, ...]) -> Any:
-    """Return the document without what is at `path`."""
+    """Return the document without the value at `path`."""
     copy: Any = list(value) if isinstance(value, list) else dict(value)
     if len(path) == 1:
         del copy[path[0]]
@@ -94,7 +94,7 @@ _TOKENS = (b"[" * 20_000, b'{"a":' * 5_000, b"1" * 4_300, b"1e999", b"NaN", b"In
 
 
 def mutated(sample: bytes, rng: random.Random) -> bytes:
-    """Return `sample` damaged in one to three places, as disks, links and attackers do it."""
+    """Return `sample` damaged at one to three positions, as by disks, networks and attackers."""
     content = bytearray(sample)
     for _ in range(rng.randint(1, 3)):
         at = rng.randint(0, len(content))
@@ -122,7 +122,7 @@ def mutated(sample: bytes, rng: random.Random) -> bytes:
 
 
 def _swap_digits(content: bytearray, rng: random.Random) -> None:
-    """Make one number another one."""
+    """Replace one number by another."""
     places = [i for i, byte in enumerate(content) if chr(byte).isdigit()]
     if places:
         content[rng.choice(places)] = ord(rng.choice("0123456789-.e"))

@@ -102,10 +102,10 @@ def test_the_default_disks_fit_a_new_projects_quota() -> None:
 
 # Settings, and the expected message: key, value and fix.
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"project": ""}, r"project = '' is no Google Cloud project id.*pulumi config set project"),
+    ({"project": ""}, r"project = '' is not a Google Cloud project id.*pulumi config set project"),
     ({"cluster": "Dev"}, r"cluster = 'Dev'.*must be a lower-case letter"),
     ({"cluster": "a" * 25}, r"cluster = 'a{25}'.*up to 23"),
-    ({"region": "Iowa"}, r"region = 'Iowa' is no region"),
+    ({"region": "Iowa"}, r"region = 'Iowa' is not a region"),
     ({"region": "us-east4"}, r"zones has 'us-central1-a', which is not in region us-east4.*--path"),
     ({"zones": []}, r"zones is empty"),
     ({"zones": "us-central1-a"}, r"zones = 'us-central1-a': must be a list of strings"),
@@ -138,7 +138,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"maxLifetime": "0h"}, r"maxLifetime = '0h': must be from 10m to 30d"),
     ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*It is required"),
     ({"maxLifetime": "31d"}, r"maxLifetime = '31d'"),
-    ({"maxHourlyUsd": "cheap"}, r"maxHourlyUsd = 'cheap'; use dollars an hour"),
+    ({"maxHourlyUsd": "cheap"}, r"maxHourlyUsd = 'cheap': must be dollars an hour"),
     ({"maxHourlyUsd": "0"}, r"maxHourlyUsd = '0'"),
     ({"diskType": "pd-standard"}, r"'pd-standard', which c3-highmem-8 cannot boot from.*pd-ssd"),
     (
@@ -148,7 +148,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"diskGb": 10}, r"diskGb = 10; from 30"),
     ({"headDiskGb": 50}, r"headDiskGb = 50: must be 0, which means diskGb"),
     ({"bucket": "gs://mine"}, r"bucket = 'gs://mine'\. Use none, create, or the name"),
-    ({"kmsKey": "my-key"}, r"kmsKey = 'my-key'; projects/P/locations"),
+    ({"kmsKey": "my-key"}, r"kmsKey = 'my-key': must be projects/P/locations"),
     (
         {"kmsKey": "projects/p/locations/europe-west4/keyRings/r/cryptoKeys/k"},
         r"location is europe-west4, but the cluster's region is us-central1\. Use a key of that",
@@ -163,7 +163,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"threadsPerCore": 2, "machineType": "h3-standard-88"},
         r"h3-standard-88 has one thread per core",
     ),
-    ({"mtu": 9000}, r"mtu = 9000; a network of Google's has 1300 to 8896"),
+    ({"mtu": 9000}, r"mtu = 9000: must be from 1300 to 8896"),
     ({"compactPlacement": "yes"}, r"compactPlacement = 'yes'\. Use one of: auto, true, false"),
     (
         {"compactPlacement": "true", "machineType": "n4-standard-16"},

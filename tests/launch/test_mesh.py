@@ -48,10 +48,10 @@ def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
 @pytest.mark.parametrize(
     ("mesh", "tied", "said"),
     [
-        (Mesh(pipeline=2), False, "nothing, as no rank holds what another one does"),
+        (Mesh(pipeline=2), False, "nothing, as no two ranks hold the same values"),
         (Mesh(pipeline=2), True, "the embedding with the head on the last stage"),
         (Mesh(pipeline=2, shard=2), False, "each weight as the shards gather it"),
-        (Mesh(tensor=2), True, "what tensor ranks hold whole"),
+        (Mesh(tensor=2), True, "tensors that all tensor ranks hold"),
         (Mesh(pipeline=2, replicate=2), False, "with its replicas"),
     ],
 )

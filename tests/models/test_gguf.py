@@ -152,7 +152,7 @@ def test_a_file_and_a_folder_with_one_are_names_of_a_model(exported: Path, tmp_p
 def test_a_runs_folder_is_a_run_whatever_lies_in_it(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("")
     (tmp_path / "export.gguf").write_bytes(exported.read_bytes())
-    with pytest.raises(CheckpointError, match="has no sound checkpoint"):
+    with pytest.raises(CheckpointError, match="has no valid checkpoint"):
         find_source(str(tmp_path), setting="model.init")
 
 

@@ -143,7 +143,7 @@ def test_what_was_downloaded_serves_without_a_network(
 
 
 def test_a_name_that_the_hub_does_not_have_is_refused(hub: dict[str, Path]) -> None:
-    assert "no such model, or a private one" in refusal_of("someone/else")
+    assert "not on the Hugging Face hub, or private" in refusal_of("someone/else")
     assert "it has no revision 'v9'" in refusal_of(NAME, revision="v9")
     assert "Did you mean 'gpt2'?" in refusal_of("gtp2")
 

@@ -48,12 +48,13 @@ CONFIG = {
 }
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_NETWORK = (
-    "no such folder, and the Hugging Face hub did not give it (ConnectionRefusedError: [Errno 111] "
-    "Connection refused). Check the name or the network, or name a folder."
+    "not a local folder, and could not be downloaded from the Hugging Face hub "
+    "(ConnectionRefusedError: [Errno 111] Connection refused). Check the name or the network, or "
+    "name a folder."
 )
 IS_OFFLINE = (
-    "HF_HUB_OFFLINE is set, and the cache does not have it ({cache}). Download it once with a "
-    "network (hf download), or name a folder."
+    "HF_HUB_OFFLINE is set, and the model is not in the cache ({cache}). Download it while online "
+    "(hf download), or name a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "Download the model again, or name another one."
@@ -61,7 +62,7 @@ LAYOUT = "Name a folder in the Hugging Face layout."
 ITS_OWN = "Name a folder in the Hugging Face layout, with its own config.json."
 A_WHOLE_MODEL = "Name the folder of a whole model."
 NO_FOLDER = (
-    "there is no such folder here. Correct the path, or name a run, a checkpoint, a folder in the "
+    "the folder does not exist. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
 )
 NOT_CAUSAL = (
@@ -288,7 +289,7 @@ CASES = {
     "another tokenizer": Case(
         other_tokenizer,
         "data.dir = '{data}' was prepared with the tokenizer gpt2, but model.init = '{model}' has "
-        "another one. Prepare the data with the model's: {prepare}",
+        "another tokenizer. Prepare the data with it: {prepare}",
         has_sizes=True,
     ),
     "context too long": Case(
@@ -299,22 +300,22 @@ CASES = {
     ),
     "vocabulary too small": Case(
         small_vocabulary,
-        "model.init = '{model}': its vocabulary has 300 tokens, that of the data has 512. Prepare "
+        "model.init = '{model}': its vocabulary has 300 tokens, the data's has 512. Prepare "
         "the data with the model's tokenizer.",
         has_sizes=True,
-        trained="model.init = '{model}': its vocabulary has 300 tokens, that of the data has 512 "
+        trained="model.init = '{model}': its vocabulary has 300 tokens, the data's has 512 "
         "(gpt2). Prepare the data with the model's tokenizer.",
     ),
     "gated": Case(
         named(NAME),
-        f"model.init = '{NAME}': it is gated: its owner gives it to accounts that accepted its "
-        f"terms. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
+        f"model.init = '{NAME}': it is gated: only accounts that accepted its terms can "
+        f"download it. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
         has_sizes=True,
     ),
     "unknown on the hub": Case(
         named("nobody/nothing"),
-        "model.init = 'nobody/nothing': no such folder, and the Hugging Face hub has no such "
-        "model, or a private one. Check the name, or log in (hf auth login).",
+        "model.init = 'nobody/nothing': not a local folder, and not on the Hugging Face hub, "
+        "or private. Check the name, or log in (hf auth login).",
         has_sizes=True,
     ),
     "no such folder": Case(
@@ -335,7 +336,7 @@ CASES = {
         f"{{model}}/config.json: not JSON (line 1: Expecting value). {LAYOUT}",
     ),
     "config that is a list": Case(
-        content("config.json", "[1]"), f"{{model}}/config.json: [1] is no JSON object. {LAYOUT}"
+        content("config.json", "[1]"), f"{{model}}/config.json: [1] is not a JSON object. {LAYOUT}"
     ),
     "a string for a size": Case(
         config(hidden_size="16"),
@@ -343,7 +344,7 @@ CASES = {
     ),
     "NaN": Case(
         config(rms_norm_eps=float("nan")),
-        f"{{model}}/config.json: not JSON (NaN is no JSON number). {LAYOUT}",
+        f"{{model}}/config.json: not JSON (NaN is not a JSON number). {LAYOUT}",
     ),
     "a negative size": Case(
         config(num_hidden_layers=-1),
@@ -357,7 +358,7 @@ CASES = {
     "more layers than weights": Case(
         config(num_hidden_layers=3),
         "{model}: it has no tensor model.layers.2.input_layernorm.weight, which its config.json "
-        f"asks for. {A_WHOLE_MODEL}",
+        f"requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 9 missing (first: "
         f"model.layers.2.input_layernorm.weight). {A_WHOLE_MODEL}",
@@ -407,13 +408,14 @@ CASES = {
     ),
     "a tensor's shape": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
-        f"{{model}}: {A_MATRIX} is [16, 32], its config.json says [32, 16]. {A_WHOLE_MODEL}",
+        f"{{model}}: {A_MATRIX} has the shape [16, 32], but its config.json requires [32, 16]. "
+        f"{A_WHOLE_MODEL}",
         has_sizes=True,
         trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json says (32, 16). {A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
-        f"{{model}}: it has no tensor {A_MATRIX}, which its config.json asks for. {A_WHOLE_MODEL}",
+        f"{{model}}: it has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 1 missing (first: "
         f"{A_MATRIX}). {A_WHOLE_MODEL}",

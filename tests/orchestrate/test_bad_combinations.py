@@ -42,7 +42,7 @@ _ON_TWO_RANKS = {
     ),
     "distributed.tensor_parallel=4": (
         "distributed.tensor_parallel = 4 does not divide the 2 rank(s) of a node, and tensor ranks "
-        "have to share one. Set launch.ranks_per_node to a multiple of 4, or lower tensor_parallel."
+        "must share a node. Set launch.ranks_per_node to a multiple of 4, or lower tensor_parallel."
     ),
 }
 _ANYWHERE = {
@@ -51,7 +51,7 @@ _ANYWHERE = {
     ),
     "model.quantize=nf4 adapter.kind=lora model.init=x distributed.tensor_parallel=2": (
         'model.quantize = "nf4" does not run with distributed.tensor_parallel or '
-        "pipeline_parallel: blocks of 4 bits cannot be split. Leave these out. "
+        "pipeline_parallel: 4-bit blocks cannot be split. Leave these settings out. "
         'adapter.kind = "lora" does not run with distributed.tensor_parallel = 2. Set that to '
         '1, or adapter.kind to "none".'
     ),
@@ -67,16 +67,16 @@ _ANYWHERE = {
         'distributed.strategy = "shard" does not run with engine.compile = true. Set it to false.'
     ),
     "distributed.strategy=shard distributed.backend=ccl": (
-        'distributed.backend = "ccl": on CPUs strategy = "shard" is for gloo alone. Use gloo.'
+        'distributed.backend = "ccl": on CPUs, strategy = "shard" supports only gloo. Use gloo.'
     ),
     "distributed.strategy=zero3 distributed.grad_dtype=bf16": (
-        'distributed.grad_dtype = "bf16": DeepSpeed would add gradients up in it. Use fp32 with '
+        'distributed.grad_dtype = "bf16": DeepSpeed would sum gradients in it. Use fp32 with '
         'strategy = "zero3".'
     ),
     "distributed.strategy=zero3 distributed.tensor_parallel=2": (
         'distributed.tensor_parallel = 2 does not run with distributed.strategy = "zero3": '
-        "DeepSpeed takes all ranks for shards of a whole model. Use strategy = "
-        '"shard" or "replicate" with it.'
+        "DeepSpeed shards whole models over all ranks. Use strategy = "
+        '"shard" or "replicate".'
     ),
     "distributed.pipeline_parallel=2 optimizer.name=muon": (
         'optimizer.name = "muon" needs whole matrices, and distributed.pipeline_parallel = 2 '
@@ -86,7 +86,7 @@ _ANYWHERE = {
         'distributed.tensor_parallel = 2 does not run on engine.kind = "ipex". Set it to "native".'
     ),
     "distributed.tensor_parallel=2 distributed.backend=ccl": (
-        'distributed.backend = "ccl": distributed.tensor_parallel = 2 is for gloo alone. Use gloo.'
+        'distributed.backend = "ccl": distributed.tensor_parallel = 2 supports only gloo. Use gloo.'
     ),
     "distributed.pipeline_parallel=2 adapter.kind=lora model.init=x": (
         'adapter.kind = "lora" does not run with distributed.pipeline_parallel = 2. Set that to '

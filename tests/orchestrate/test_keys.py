@@ -122,7 +122,7 @@ def test_the_public_half_of_a_key_with_a_passphrase_is_read_without_it(tmp_path:
     content = path.read_bytes()
     for damaged in (content[:90] + b"\n-----END", content.replace(b"AAAA", b"////")):
         path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match="Put the key back, or move the file away"):
+        with pytest.raises(ConfigError, match="Restore the key, or move the file away"):
             make_operator_key(path)
 
 
@@ -130,7 +130,7 @@ def test_a_key_that_others_may_read_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "c" / "id_ed25519"
     make_operator_key(path)
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"may be read by others \(mode 644\)"):
+    with pytest.raises(ConfigError, match=r"is readable by others \(mode 644\)"):
         make_operator_key(path)
 
 
@@ -146,7 +146,7 @@ def test_a_key_that_came_with_the_folder_opens_no_connection(
         monkeypatch.setattr("os.getuid", lambda: 12345)
     else:
         path.chmod(0o644)
-    with pytest.raises(ConfigError, match="is not yours" if is_theirs else "may be read by others"):
+    with pytest.raises(ConfigError, match="is not yours" if is_theirs else "is readable by others"):
         operator_key(inventory, given=None)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

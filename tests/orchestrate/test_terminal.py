@@ -181,7 +181,7 @@ def test_every_command_that_takes_a_run_refuses_what_is_no_name(
         status, _, err = workplace.call(command, name)
         if command == "collect" and name.startswith("/"):
             # An absolute path names a run in a mounted folder.
-            assert status == 10 and "/tmp/evil: there is no run" in err
+            assert status == 10 and "/tmp/evil: no run found" in err
             continue
         assert status == 2, err
         assert err.startswith("error: run ") and "not a valid run id" in err

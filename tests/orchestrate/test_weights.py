@@ -130,7 +130,7 @@ def name_a_run_without_checkpoints(folder: Path) -> None:
         (link_a_tokenizer_outside, "tokenizer.json: a link that leads out of its folder"),
         (put_a_pipe, "Not a regular file"),
         (break_index, "weight_map is missing"),
-        (name_a_run_without_checkpoints, "no sound checkpoint"),
+        (name_a_run_without_checkpoints, "no valid checkpoint"),
     ],
 )
 def test_weights_that_cannot_be_used_are_refused_before_anything_starts(
@@ -144,7 +144,7 @@ def test_weights_that_cannot_be_used_are_refused_before_anything_starts(
 
 
 def test_a_path_that_leads_nowhere_is_no_hub_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder here"):
+    with pytest.raises(ConfigError, match="the folder does not exist"):
         local_weights(str(tmp_path / "absent"))
 
 

@@ -27,9 +27,9 @@ def write_checkpoint(
     most_bytes: int = 20_000,
     run: RunIdentity = MINE,
 ) -> Path:
-    """Write a sound checkpoint of random bytes, as the trainer does: beside, then renamed.
+    """Write a valid checkpoint of random bytes, then rename it, as the trainer does.
 
-    `run` is the one that it says it is of.
+    `run` is the recorded run.
     """
     draw = random.Random(f"{seed} {step}")
     folder = checkpoints / f"step_{step:08d}"
@@ -48,5 +48,5 @@ def write_checkpoint(
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    """Return every file's bytes by its name."""
+    """Return the content of every file by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

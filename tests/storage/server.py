@@ -1,8 +1,9 @@
-"""A real object-store server on loopback, and a proxy before it that injects faults by a seed.
+"""A real object-store server on loopback, behind a proxy that injects faults by a seed.
 
-The server is fake-gcs-server, in Go. It has uploads in one and in many parts, generations and
-their preconditions on writes, pages and downloads of ranges. It does not hold a removal to its
-precondition, nor an upload to the checksum that comes with it; the proxy does both, as Google does
+The server is fake-gcs-server, in Go. It supports simple and resumable uploads,
+generations and their preconditions on writes, pages and downloads of ranges. It ignores the
+precondition of a removal and the checksum of an upload; the proxy checks both, as Google does
+
 (https://cloud.google.com/storage/docs/data-validation).
 """
 
@@ -46,10 +47,10 @@ def _binary() -> Path:
 
 
 class GcsServer:
-    """The server, in memory; a context manager. `url` is what STORAGE_EMULATOR_HOST takes."""
+    """The server, in memory; a context manager. `url` is the value for STORAGE_EMULATOR_HOST."""
 
     def __init__(self, *, public_url: str | None = None, port: int | None = None) -> None:
-        """`public_url` is where clients find it, in front of a proxy."""
+        """`public_url` is the address for clients, if a proxy is in front."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._public_url = public_url or self.url
@@ -92,7 +93,7 @@ class GcsServer:
         assert status in (200, 409), status
 
     def request(self, method: str, path: str, body: str | bytes = b"") -> tuple[int, bytes]:
-        """Ask the server itself, past any proxy."""
+        """Send a request to the server directly, without the proxy."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -109,22 +110,22 @@ class GcsServer:
 
 @dataclass(kw_only=True)
 class Faults:
-    """How often the proxy spoils a request, and how."""
+    """How often the proxy injects a fault, and which."""
 
     seed: int
     share: float = 0.0
-    """A part of all requests."""
+    """Share of the requests with a fault."""
     kinds: tuple[str, ...] = KINDS
     slow_s: float = 0.05
     most: int | None = None
-    """How many at most."""
+    """Most faults."""
 
 
 class FaultyProxy:
-    """Passes requests on, and spoils some of them; a context manager with a server of its own."""
+    """Forward requests to its server, with injected faults; a context manager."""
 
     def __init__(self, faults: Faults, *, host: str = "127.0.0.1") -> None:
-        """Listen on `host` of the network that the calling thread has now."""
+        """Listen on `host` in the calling thread's current network."""
         self.faults = faults
         self.injected: Counter[str] = Counter()
         self.requests = 0
@@ -133,9 +134,9 @@ class FaultyProxy:
         self.refuse = False
         """While true, every request is answered with 403."""
         self.compares = True
-        """True while an upload is held to its checksum, as Google's own servers do."""
+        """True while uploads are verified by checksum, as Google's servers do."""
         self.chance: Callable[[str, str], float] | None = None
-        """A chance for one request in place of `faults.share`; requests may come at once."""
+        """Probability of a fault, instead of `faults.share`; requests can be concurrent."""
         self._random = random.Random(faults.seed)
         self._lock = threading.Lock()
         self._listener = _Listener((host, 0), _handler(self))
@@ -162,7 +163,7 @@ class FaultyProxy:
         self.server.__exit__(kind, error, traceback)
 
     def draw(self, share: float) -> str | None:
-        """Return how the next request is spoilt, with this chance, or None."""
+        """Return the fault of the next request, with this probability, or None."""
         with self._lock:
             self.requests += 1
             if self.down:
@@ -180,17 +181,17 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has gone is what resets are for."""
+        """A reset connection is expected here."""
 
 
 def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Else an answer's body waits 40 ms for the acknowledgement of its headers.
+        # Otherwise an answer's body waits 40 ms for the acknowledgement of its headers.
         disable_nagle_algorithm = True
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """Nothing: a test's output is its own."""
+            """Do not log, to keep the test's output clean."""
 
         def pass_on(self) -> None:
             chance = proxy.chance
@@ -208,7 +209,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             if kind == "slow":
                 time.sleep(proxy.faults.slow_s)
             if kind == "partial write" and len(body) > 1:
-                # The client breaks off: the server gets the beginning and no more.
+                # The client disconnects: the server gets only the beginning.
                 self._send_beginning(body[: len(body) // 2], length)
                 self._reset()
                 return
@@ -247,7 +248,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             self.pass_on()
 
         def _conflicts(self) -> bool:
-            """Hold a removal to its precondition, which the server does not."""
+            """Check a removal's precondition, which the server ignores."""
             parts = urlsplit(self.path)
             wanted = parse_qs(parts.query).get("ifGenerationMatch")
             if self.command != "DELETE" or not wanted:
@@ -256,17 +257,17 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             return status == 200 and str(json.loads(body)["generation"]) != wanted[0]
 
         def _is_changed_upload(self, body: bytes) -> bool:
-            """Tell whether an upload in one request has other bytes than its checksum says."""
+            """Return True if a simple upload's bytes do not match its checksum."""
             boundary = self.headers.get_boundary()
             if "uploadType=multipart" not in self.path or boundary is None:
                 return False
-            # The client ends each part with a line break that is no part of it.
+            # The client ends each part with a line break, which does not belong to it.
             parts = [part[:-2] for part in body.split(b"--" + boundary.encode())[1:-1]]
             told, content = (part.partition(b"\r\n\r\n")[2] for part in parts)
             checksum = base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
             try:
                 return bool(json.loads(told).get("crc32c", checksum) != checksum)
-            except ValueError:  # the change is in what is told about the content
+            except ValueError:  # the change is in the metadata
                 return True
 
         def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -298,7 +299,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(body)
 
         def _reset(self) -> None:
-            """Close with RST: no end of a connection that could be taken for that of an answer."""
+            """Close with RST, so that the end is not mistaken for the end of an answer."""
             linger = struct.pack("ii", 1, 0)
             with suppress(OSError):
                 self.wfile.flush()

@@ -1,4 +1,4 @@
-"""`collect` of a run from its store: what is here and as good stays."""
+"""`collect` of a run from its store keeps valid local files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(last: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run of two steps in a store, and the folder that `collect` brings it to."""
+    """A run of two steps in a store, and the local folder for `collect`."""
 
     store: ObjectStore
     paths: RunPaths
@@ -58,7 +58,7 @@ def stored(tmp_path: Path) -> Stored:
 
 
 def stored_in(store: ObjectStore, folder: Path) -> Stored:
-    """Put a run of two steps into a store."""
+    """Upload a run of two steps to a store."""
     checkpoint = write_checkpoint(folder / "elsewhere", 2, seed=0)
     upload = Upload(checkpoint)
     upload.send(store, may_write=lambda: None)
@@ -77,7 +77,7 @@ def test_a_run_that_is_supervised_here_is_left_alone(stored: Stored) -> None:
     partial.mkdir(parents=True)
     with RunLock(paths), pytest.raises(UsageError, match="--runs-dir"):
         stored.collect()
-    # So too once it has ended.
+    # The same after the run has ended.
     with pytest.raises(UsageError, match="of this machine"):
         stored.collect()
     assert paths.metrics.read_bytes() == rows(3) and partial.is_dir()
@@ -150,7 +150,7 @@ PLANTED = {
 
 
 def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> None:
-    """A bucket takes such names, those of over 255 bytes and NUL among them."""
+    """Names that a bucket accepts, including names over 255 bytes and with NUL."""
     store = Planted(tmp_path / "store")
     made = stored_in(store, tmp_path)
     said: list[str] = []
@@ -165,17 +165,17 @@ def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> 
     fetch_run(store, restored)
     again = restore(store, restored, say=said.append)
     assert again is not None and content_of(again) == content_of(made.checkpoint)
-    assert "warning: logs/rank_0001.log is not brought here: it is over 1 GiB" in said
+    assert "warning: logs/rank_0001.log is not downloaded: it is over 1 GiB" in said
 
 
 class Planted(FolderStore):
-    """A store with objects besides that somebody else has put there."""
+    """A store with additional objects of another user."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(StoreAddress(None, str(folder)).under("r"))
 
     def entries(self, prefix: str = "") -> list[StoredObject]:
-        """List those that a folder cannot have, too, and a log of 40 GiB."""
+        """Also list names that a folder cannot have, and a log of 40 GiB."""
         names = {**dict.fromkeys(PLANTED, 9), "logs/a\0b.log": 9, "logs/rank_0001.log": 40 * 2**30}
         planted = [
             StoredObject(name=name, bytes=size, generation=1) for name, size in names.items()
@@ -185,7 +185,7 @@ class Planted(FolderStore):
     def fetch(
         self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
     ) -> None:
-        """Give the content of one."""
+        """Return the content of an additional object."""
         if name in PLANTED:
             into.write(PLANTED[name])
         else:
@@ -241,8 +241,8 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
     assert collect_from_store(stored.store, stored.paths, say=said.append) is not None
     brought = sorted(path.name for path in stored.paths.logs.iterdir())
     assert brought == ["a.log", "c.log", "rank_0000.log"] and not stored.paths.profile.exists()
-    (warning,) = [line for line in said if "not brought" in line]
-    assert "2 log(s) or profile(s) are not brought here, the first logs/b.log" in warning
+    (warning,) = [line for line in said if "not downloaded" in line]
+    assert "2 log(s) or profile(s) are not downloaded, the first is logs/b.log" in warning
     assert stored.paths.metrics.read_bytes() == rows(2)
 
     monkeypatch.undo()
@@ -251,7 +251,8 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
     collect_from_store(
         stored.store, RunPaths(stored.paths.root.parent.parent / "r"), say=said.append
     )
-    assert ["the first logs/b.log" in line for line in said if "not brought" in line] == [True]
+    (warning,) = [line for line in said if "not downloaded" in line]
+    assert "the first is logs/b.log" in warning
 
 
 @pytest.mark.processes
@@ -304,7 +305,9 @@ def test_a_run_that_another_collect_has_made_meanwhile_is_taken(
     def late(store: StoreReader, paths: RunPaths) -> None:
         fetch_run(store, paths)
         monkeypatch.undo()
-        assert stored.collect() is not None  # the other one, while this one still fetches
+        assert (
+            stored.collect() is not None
+        )  # the other process finishes while this one still downloads
 
     monkeypatch.setattr("payload.storage.store_access.fetch_run", late)
     found = stored.collect()

@@ -1,4 +1,4 @@
-"""A store that fails in every way: no half-written checkpoint is ever taken for a whole one."""
+"""A store that fails in all ways: an incomplete checkpoint is never accepted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store_of(address: str = RUN, *, retry_s: float = 0.4, timeout_s: float = 60.
 
 
 def lose_the_write(proxy: FaultyProxy) -> None:
-    """Spoil the requests that write an object, and no others."""
+    """Inject faults only into requests that write an object."""
 
     def choose(method: str, path: str) -> float:
         # An upload in parts begins with a POST that writes nothing yet.
@@ -68,7 +68,7 @@ def test_under_faults_no_half_written_checkpoint_is_accepted(
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
 
         def read() -> None:
-            """As a resume elsewhere would, at this moment and through the same faults."""
+            """Restore as a resume on another machine would, through the same faults."""
             place = tmp_path / "elsewhere"
             shutil.rmtree(place, ignore_errors=True)
             try:
@@ -82,7 +82,7 @@ def test_under_faults_no_half_written_checkpoint_is_accepted(
 
         step = 0
         while proxy.injected.total() < faults or {*proxy.injected} != {*KINDS}:
-            # A supervisor that dies leaves its uploader's work where it is.
+            # A killed supervisor leaves its uploader's progress unchanged.
             receiver, sender = os.pipe()
             uploader = Uploader(
                 paths,
@@ -110,7 +110,7 @@ def test_under_faults_no_half_written_checkpoint_is_accepted(
             assert state.checkpoint == folder.name
 
         assert accepted
-        # Without faults all is in order: two checkpoints, no part of any other.
+        # Without faults the store has two checkpoints, and no part of another.
         proxy.faults.share = 0.0
         assert whole_checkpoints(store_of()) == [f"step_{each:08d}" for each in (step - 1, step)]
         names = {Path(name).parent.name for name in proxy.server.names() if "step_" in name}
@@ -173,7 +173,7 @@ def test_what_is_spoilt_in_the_store_is_passed_over(
         found = fetch_newest(store, tmp_path / "there", passed_over=note)
         assert found is not None and found.name == "step_00000001"
         assert [line.partition(":")[0] for line in passed] == ["step_00000004", "step_00000003"]
-        assert "sha256" in passed[0] and "bytes" in passed[1]
+        assert "SHA-256" in passed[0] and "bytes" in passed[1]
 
 
 def test_a_store_that_is_down_is_named_once_and_is_left_after_the_final_wait(
@@ -239,7 +239,7 @@ def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
         put = store.put("x", io.BytesIO(content), size=1000, generation=generation)
         assert proxy.injected.total() == 1
         assert store.read("x") == (content, put.generation)
-        # Its generation is the one to write over next.
+        # The next write replaces this generation.
         proxy.chance = None
         store.put("x", io.BytesIO(b"after"), size=5, generation=put.generation)
 
@@ -248,9 +248,9 @@ def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
 def test_a_write_whose_bytes_change_on_the_way_leaves_what_the_store_had(
     monkeypatch: pytest.MonkeyPatch, compares: bool
 ) -> None:
-    """A machine may be gone before it writes again: then the store still has the last record.
+    """If a machine is lost before its next write, the store still has the last record.
 
-    A server that compares no checksum has written by then; what is wrong does not stay there.
+    A server that ignores checksums has stored the wrong bytes, which must be removed.
     """
     with FaultyProxy(Faults(seed=0, kinds=("wrong bytes",), most=1)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
@@ -285,7 +285,7 @@ def test_a_listing_that_is_no_document_is_asked_for_again(
 def test_a_record_whose_bytes_change_on_the_way_is_brought_again(
     monkeypatch: pytest.MonkeyPatch, changed: int
 ) -> None:
-    """No hash is written beside a record, so its object's checksum has to do."""
+    """Records have no stored hash, so the object's checksum is verified."""
     with FaultyProxy(Faults(seed=0, kinds=("wrong bytes",), most=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         store_of().put("run.toml", io.BytesIO(b"seed = 1"), size=8, generation=ABSENT)
@@ -293,7 +293,7 @@ def test_a_record_whose_bytes_change_on_the_way_is_brought_again(
         proxy.chance = lambda method, path: float(method == "GET" and "alt=media" in path)
         found = io.BytesIO()
         if changed == 3:
-            with pytest.raises(StoreError, match="came over changed"):
+            with pytest.raises(StoreError, match="its checksum is wrong"):
                 store_of().fetch("run.toml", found, most_bytes=8, progressed=lambda: None)
         else:
             store_of().fetch("run.toml", found, most_bytes=8, progressed=lambda: None)
@@ -307,7 +307,7 @@ def test_the_same_bytes_by_somebody_else_are_not_one_s_own(
     with FaultyProxy(Faults(seed=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
-        with pytest.raises(ConflictError, match="somebody else wrote it"):
+        with pytest.raises(ConflictError, match="another process has written it"):
             store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
 
 

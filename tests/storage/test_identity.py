@@ -1,4 +1,4 @@
-"""Two runs of one name: neither is loaded into the other, nor written over it."""
+"""Two runs with the same name: neither is loaded into or overwrites the other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKEN = "a" * 32
 
 @pytest.fixture
 def store(tmp_path: Path) -> ObjectStore:
-    """A store in which a run of another person lies, of the same name."""
+    """A store with another user's run of the same name."""
     theirs = make_run(tmp_path / "theirs" / "exp1")
     write_identity(theirs, THEIRS)
     write_checkpoint(theirs.checkpoints, 20, seed=2, run=THEIRS)
@@ -61,7 +61,7 @@ def store_at(folder: Path) -> ObjectStore:
 
 
 def all_of(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below a folder, but locks."""
+    """Return the content of every file below a folder, except locks."""
     files = (path for path in folder.rglob("*") if path.is_file())
     kept = (path for path in files if path.suffix != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
@@ -81,7 +81,7 @@ def resume(named: str, runs: Path) -> RunPaths:
 
 
 def settle(paths: RunPaths) -> RunIdentity:
-    """Do what a command does to the folder of a run that it resumes."""
+    """Prepare a run's folder as a command that resumes it."""
     with ExitStack() as held:
         order = RunRequest(
             paths=paths,
@@ -122,7 +122,7 @@ def test_a_resume_by_address_never_merges_another_run_of_the_name(
 def test_every_way_from_a_store_asks_whose_run_it_is(
     store: ObjectStore, mine: RunPaths, tmp_path: Path, identity: RunIdentity, owner: RunIdentity
 ) -> None:
-    """Also where either is of an older version, and nothing says whose it is."""
+    """Also if one of them is from an older release and has no identity."""
     shutil.rmtree(mine.checkpoints)
     mine.identity.unlink()
     if identity is not NONE:
@@ -147,7 +147,7 @@ def test_every_way_from_a_store_asks_whose_run_it_is(
 
 
 def make_older(store: ObjectStore) -> None:
-    """Leave what an older version would have left in the store."""
+    """Write the files that an older release would have left in the store."""
     owner = {"token": TOKEN, "host": "laptop", "since_unix": 1.0, "schema_version": 1}
     put(store, OWNER, json.dumps(owner).encode())
     store.remove("identity.json")
@@ -228,7 +228,7 @@ def test_an_older_run_goes_on_from_its_store_alone_with_a_warning(
 def test_a_checkpoint_of_another_run_is_not_taken_from_the_store(
     store: ObjectStore, mine: RunPaths, tmp_path: Path
 ) -> None:
-    """Somebody who may write to the store puts a newer one beside the run's own."""
+    """Another user with write access adds a newer checkpoint to the store."""
     own = store_at(tmp_path / "own" / "exp1")
     upload_all(mine, own)
     planted = tmp_path / "own" / "exp1" / "checkpoints" / "step_00000020"

@@ -1,4 +1,4 @@
-"""Attacks by symlinks and pipes in a shared folder: a store stays within its folder."""
+"""Attacks with symlinks and pipes in a shared folder: a store stays inside its folder."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SECRET = b"a private key"
 
 @pytest.fixture
 def team(tmp_path: Path) -> Path:
-    """A folder that several people may write."""
+    """A folder that several users can write to."""
     (tmp_path / "team").mkdir()
     return tmp_path / "team"
 
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """Another person's folder, with a file and a checkpoint."""
+    """Another user's folder, with a file and a checkpoint."""
     folder = tmp_path / "victim"
     folder.mkdir()
     (folder / "key").write_bytes(SECRET)
@@ -131,7 +131,7 @@ def test_a_pipe_in_a_file_s_place_holds_nobody_up(team: Path) -> None:
     os.mkfifo(team / ".lock")
     store = FolderStore(StoreAddress(None, str(team)))
     assert store.entries() == []
-    with pytest.raises(StoreRefusedError, match="is no regular file"):
+    with pytest.raises(StoreRefusedError, match="is not a regular file"):
         store.read("run.toml")
     with pytest.raises(StoreError):
         put(store, "logs/a")
@@ -147,9 +147,9 @@ def test_a_link_that_a_person_named_is_followed(team: Path, tmp_path: Path) -> N
 def test_a_name_that_leads_elsewhere_is_no_object_s(team: Path) -> None:
     store = FolderStore(StoreAddress(None, str(team)))
     for name in ("../x", "a/../../x", "/etc/x", "a//b", "", ".lock", "a\0b"):
-        with pytest.raises(StoreError, match="is no object's name"):
+        with pytest.raises(StoreError, match="is not a valid object name"):
             put(store, name)
-        with pytest.raises(StoreError, match="is no object's name"):
+        with pytest.raises(StoreError, match="is not a valid object name"):
             store.read(name)
 
 
@@ -173,7 +173,7 @@ def test_a_name_with_a_line_break_is_no_line_of_its_own(
 
 
 def write_vast_checkpoint(checkpoints: Path, step: int) -> None:
-    """A checkpoint of this run, by what it says, that no disk has room for."""
+    """A checkpoint that claims to be of this run, and does not fit on any disk."""
     folder = write_checkpoint(checkpoints, step, seed=4)
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(2**50)
@@ -225,7 +225,7 @@ def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
         why.append(problem)
 
     found = fetch_newest(store, tmp_path / "here", run=MINE, passed_over=pass_over)
-    assert "another one of the run has" in why[0]
+    assert "another checkpoint of the run has" in why[0]
     assert "are too many" in why[2] and "this run's is" in why[3]
     assert found is not None and contents(found) == contents(sound)
     assert said == [f"step_{step:08d}" for step in (10, 9, 8, 7, 6)]

@@ -1,4 +1,4 @@
-"""Whoever may write to a store plants no checkpoint in place of one that the head has written."""
+"""A user with write access to a store cannot replace a checkpoint of the head."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def head(tmp_path: Path, store: ObjectStore) -> RunPaths:
 
 
 def run_at(folder: Path, *, hashes_of: RunPaths | None = None) -> RunPaths:
-    """Make a folder of the run, with the hashes that another one has."""
+    """Make a folder of the run, with the hashes of another folder."""
     paths = write_identity(RunPaths(folder / "r"))
     paths.config.write_text("")
     if hashes_of is not None:
@@ -57,7 +57,7 @@ def run_at(folder: Path, *, hashes_of: RunPaths | None = None) -> RunPaths:
 
 
 def plant(store: ObjectStore, folder: Path, *steps: int) -> None:
-    """Put sound checkpoints of somebody else into the places of these steps."""
+    """Replace the checkpoints of these steps by another user's valid checkpoints."""
     for step in steps:
         upload = Upload(write_checkpoint(folder, step, seed=666))
         upload.send(store, may_write=lambda: None)
@@ -95,10 +95,10 @@ def test_where_every_checkpoint_is_planted_nothing_is_taken(
     plant(store, tmp_path / "planted", 4, 5)
     here = run_at(tmp_path / "here", hashes_of=head)
     assert collect_from_store(store, here, say=lambda line: None) is None
-    with pytest.raises(StoreError, match="every checkpoint is damaged"):
+    with pytest.raises(StoreError, match="all checkpoints are damaged"):
         restore(store, here, say=lambda line: None)
     assert list(here.checkpoints.glob("step_*")) == []
-    # A checkpoint that the head has removed since does not come back as another one.
+    # A checkpoint that the head has removed cannot return with other content.
     plant(store, tmp_path / "again", 1)
     assert collect_from_store(store, here, say=lambda line: None) is None
 
@@ -109,7 +109,7 @@ def test_a_step_that_is_trained_again_after_a_resume_is_no_false_alarm(
     second = run_at(tmp_path / "second", hashes_of=head)
     said: list[str] = []
     assert restore(store, second, say=said.append) == second.checkpoint(5)
-    shutil.rmtree(second.checkpoint(5))  # as on a disk that has lost it
+    shutil.rmtree(second.checkpoint(5))  # as if the disk had lost it
     assert collect_from_store(store, second, say=said.append) == second.checkpoint(5)
     shutil.rmtree(second.checkpoint(5))
     write_checkpoint(second.checkpoints, 5, seed=1)
@@ -119,8 +119,8 @@ def test_a_step_that_is_trained_again_after_a_resume_is_no_false_alarm(
     found = collect_from_store(store, here, say=said.append)
     assert found is not None and content_of(found) == content_of(second.checkpoint(5))
     assert known_hashes(here).by_name().keys() == {f"step_{step:08d}" for step in range(1, 6)}
-    assert [line for line in said if "passed over" in line or UNKNOWN in line] == []
-    # Who has not heard of the second attempt is told, and gets what both agree on.
+    assert [line for line in said if "is skipped" in line or UNKNOWN in line] == []
+    # A machine that has not seen the second attempt is warned, and gets the agreed one.
     late = run_at(tmp_path / "late", hashes_of=head)
     found = collect_from_store(store, late, say=said.append)
     assert found == late.checkpoint(4)
@@ -133,7 +133,7 @@ def test_a_second_operator_and_an_older_run_go_on_with_a_line(
     for name, known in (("second operator", None), ("behind", head)):
         here = run_at(tmp_path / name, hashes_of=known)
         said: list[str] = []
-        if known is not None:  # it saw the run last when that had one checkpoint
+        if known is not None:  # its last view of the run had one checkpoint
             here.manifest_hashes.unlink()
             note_hash(here, "step_00000001", "0" * 64)
         for bring in (collect_from_store, restore):
@@ -168,12 +168,12 @@ def test_an_upload_brings_no_part_of_a_removed_run_back(
     entries = store.entries
 
     def removing(prefix: str = "") -> list[StoredObject]:
-        if prefix == "checkpoints/step_00000006/":  # its files are open by then
+        if prefix == "checkpoints/step_00000006/":  # its files are already open
             shutil.rmtree(head.root)
         return entries(prefix)
 
     monkeypatch.setattr(store, "entries", removing)
-    with pytest.raises(AssertionError):  # there is no storage.json any more
+    with pytest.raises(AssertionError):  # storage.json no longer exists
         upload_all(head, store)
     assert not head.root.exists()
 
@@ -181,7 +181,7 @@ def test_an_upload_brings_no_part_of_a_removed_run_back(
 def test_what_a_head_has_brought_from_the_store_is_not_of_its_own_writing(
     head: RunPaths, store: ObjectStore, tmp_path: Path
 ) -> None:
-    """Else a planted checkpoint would be vouched for by the head that took it."""
+    """Otherwise a head that restores a planted checkpoint would record its hash."""
     plant(store, tmp_path / "planted", 6)
     second = run_at(tmp_path / "second", hashes_of=head)
     assert restore(store, second, say=lambda line: None) == second.checkpoint(6)
@@ -195,7 +195,7 @@ def test_what_a_head_has_brought_from_the_store_is_not_of_its_own_writing(
 def test_a_hash_is_noted_while_the_store_has_no_other_manifest_of_that_name(
     head: RunPaths, store: ObjectStore, tmp_path: Path
 ) -> None:
-    """Else a head that is lost then leaves a checkpoint of its own that is refused."""
+    """Otherwise the checkpoint of a head that is lost at this moment would be refused."""
     upload = Upload(write_checkpoint(tmp_path / "again", 5, seed=1))
     noted: list[tuple[str, str]] = []
 
@@ -205,7 +205,7 @@ def test_a_hash_is_noted_while_the_store_has_no_other_manifest_of_that_name(
         assert (stored.name, manifest_of(stored)) != (name, manifest_of(head.checkpoint(5)))
         noted.append((name, sha256))
 
-    for _ in range(2):  # the second one finds all there
+    for _ in range(2):  # the second upload finds all files
         upload.send(store, may_write=lambda: None, note_hash=note)
     upload.close()
     assert noted == [("step_00000005", manifest_of(tmp_path / "again" / "step_00000005"))] * 2

@@ -1,4 +1,4 @@
-"""The head's machine is gone at a random moment: the run goes on from its store, bit for bit."""
+"""The head's machine is lost at a random moment: the run resumes from its store, bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SETTINGS = (
 )
 
 
-# A host that gives the test no time for seconds must not find the run at its end.
+# The run must not finish before the test acts, even on a host that stalls for seconds.
 _FREEZE = f"""
 import os, signal, sys
 
@@ -65,12 +65,12 @@ if os.environ.get("RANK") == "0":
 
 
 class Place:
-    """A machine with a runs folder of its own, that finds the store at `store_url`."""
+    """A machine with its own runs folder, and the store at `store_url`."""
 
     def __init__(
         self, folder: Path, data: Path, store_url: str, *, freezes_late: bool = False
     ) -> None:
-        """If it `freezes_late`, rank 0 stops itself where three quarters of the run are done."""
+        """If it `freezes_late`, rank 0 stops itself after three quarters of the run."""
         self.runs = folder / "runs"
         self._data = data
         self._env = {**os.environ, "STORAGE_EMULATOR_HOST": store_url, "PYTHONPATH": str(REPO)}
@@ -83,7 +83,7 @@ class Place:
         return self._popen(self.words(*words, results=results))
 
     def words(self, *words: str, results: str = RESULTS) -> list[str]:
-        """Return the arguments of `run`; a setting in `words` has the last say."""
+        """Return the arguments of `run`; settings in `words` override the others."""
         settings = [*SETTINGS, f"data.dir={self._data}", f"storage.results={results}"]
         sets = (word for each in settings for word in ("--set", each))
         return ["run", "--inventory", "local", "--runs-dir", str(self.runs), *sets, *words]
@@ -124,7 +124,7 @@ def proxy() -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def place(tmp_path: Path, data: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A machine whose commands may run in the test's own process."""
+    """A machine whose commands can run in the test's process."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
     return Place(tmp_path / "here", data, proxy.url)
 
@@ -140,7 +140,7 @@ def uninterrupted(
 
 
 def kill_machine(place: Place, command: subprocess.Popen[str], run_id: str) -> None:
-    """End every process of a run and of its store at once, and remove the disk."""
+    """Kill all processes of a run and of its store, and remove the disk."""
     paths = RunPaths(place.runs / run_id)
     state = read_json(RunState, paths.state)
     assert state is not None and state.supervisor_pid is not None
@@ -209,7 +209,7 @@ def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_eq
     assert summary is not None and summary.status == "finished"
     assert summary.store is not None and summary.store.is_drained
     assert summary.store.checkpoint == f"step_{STEPS:08d}"
-    # The store has the end, too: the summary, and the checkpoints that the disk keeps.
+    # The store also has the summary, and the checkpoints of the disk.
     third_place = Place(tmp_path / "third", data, proxy.url)
     code, _, talk = ended(third_place.command("collect", f"{RESULTS}/{run_id}"))
     assert code == ExitCode.OK, talk
@@ -228,19 +228,19 @@ def test_the_machine_that_started_a_run_on_a_cluster_that_is_gone_takes_it_from_
     place = Place(tmp_path / "here", data, "")
     code, _, talk = place.run("--run-id", "one", results=results)
     assert code == ExitCode.OK, talk
-    # Its copy, as the cluster leaves it: no checkpoint was brought.
+    # The copy of the cluster's run: no checkpoint was downloaded.
     paths = RunPaths(place.runs / "one")
     gone = replace(make_inventory(num_nodes=2), access=Access(kind="direct"))
     paths.inventory.write_text(gone.to_json(), encoding="utf-8")
     record_contact(paths, alive=False, ssh_key=Path("/key"))
     shutil.rmtree(paths.checkpoints)
 
-    # The run's own settings with more steps: the place's words end with 240.
+    # The run's own settings with more steps: the arguments end with 240.
     more = ("--set", f"train.steps={STEPS + 4}", "--resume", f"{results}/one")
     code, _, talk = ended(place.command("run", "--inventory", "local", *more))
     assert code == ExitCode.OK, talk
     assert sorted(losses(paths)) == list(range(1, STEPS + 5))
-    assert read_mirrored(paths) is None  # it is this machine's now
+    assert read_mirrored(paths) is None  # this machine owns the run now
     code, out, talk = ended(place.command("status", "one"))
     assert code == ExitCode.OK and "finished" in out, talk
 
@@ -285,5 +285,5 @@ def test_a_run_that_no_store_has_is_refused(
 ) -> None:
     words = place.words("--resume", f"{RESULTS}/no-such-run")
     assert main(words, os.environ) == ExitCode.CONFIG
-    assert "there is no run" in capsys.readouterr().err
+    assert "no run found" in capsys.readouterr().err
     assert not place.runs.exists() or not list(place.runs.iterdir())

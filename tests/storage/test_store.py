@@ -1,4 +1,4 @@
-"""A bucket and a mounted folder keep the same rules; what cannot be used is refused in one line."""
+"""A bucket and a mounted folder behave the same; an unusable store raises a one-line error."""
 
 from __future__ import annotations
 
@@ -147,13 +147,13 @@ def test_who_resumed_a_run_last_owns_it_and_a_new_run_takes_no_id_that_is_there(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("s3://bucket/x", "only gs:// is known"),
+        ("s3://bucket/x", "only gs:// is supported"),
         ("results", "absolute path"),
-        ("gs://", "no bucket's name"),
-        ("gs://UPPER/x", "no bucket's name"),
-        ("gs://b-1/a//b", "no part of a prefix"),
-        ("gs://b-1/../x", "no part of a prefix"),
-        ("gs://b-1/a b", "no part of a prefix"),
+        ("gs://", "not a bucket name"),
+        ("gs://UPPER/x", "not a bucket name"),
+        ("gs://b-1/a//b", "not valid in a prefix"),
+        ("gs://b-1/../x", "not valid in a prefix"),
+        ("gs://b-1/a b", "not valid in a prefix"),
         ("gs://b-1/" + "/".join(["x" * 100] * 8), "too long"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_bucket_that_is_missing_or_refuses_is_named_with_what_to_do(
     proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-    with pytest.raises(StoreRefusedError, match="there is no bucket 'no-such-bucket'"):
+    with pytest.raises(StoreRefusedError, match="bucket 'no-such-bucket' does not exist"):
         check_store(parse_store_address("gs://no-such-bucket/x"))
     proxy.refuse = True
     try:
@@ -217,13 +217,13 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     store = open_store(parse_store_address(place))
     config = parse_run_config("", overrides=[f"data.dir={place}"], where="test")
     said: list[str] = []
-    with pytest.raises(DataError, match=r"there is no meta\.json"):
+    with pytest.raises(DataError, match=r"meta\.json is missing"):
         bring_data_here(config, env=os.environ, say=said.append)
     for path in data.iterdir():
         put(store, path.name, path.read_bytes())
     bring_data_here(config, env=os.environ, say=said.append)
     bring_data_here(config, env=os.environ, say=said.append)
-    assert len([line for line in said if line.startswith("data: ")]) == 1
+    assert len([line for line in said if line.startswith("downloading data: ")]) == 1
     here = config.data.folder()
     assert here.is_relative_to(tmp_path / "home")
     assert content_of(here) == content_of(data)
@@ -231,11 +231,11 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     train = (data / "train.bin").read_bytes()
     put(store, "train.bin", bytes([train[0] ^ 1]) + train[1:])
     shutil.rmtree(here)
-    with pytest.raises(DataError, match=r"sha256 of train\.bin"):
+    with pytest.raises(DataError, match=r"SHA-256 of train\.bin"):
         bring_data_here(config, env=os.environ, say=said.append)
     assert not here.exists()
     put(store, "meta.json", (data / "meta.json").read_bytes().replace(b'"train.bin"', b'"../x"'))
-    with pytest.raises(DataError, match="no file of a data folder"):
+    with pytest.raises(DataError, match="not a file of a data folder"):
         bring_data_here(config, env=os.environ, say=said.append)
 
 
@@ -304,10 +304,10 @@ def test_credentials_that_have_expired_are_no_missing_role() -> None:
     for error in (libraries.errors.Unauthorized("Invalid Credentials"), expired):
         with pytest.raises(StoreRefusedError) as caught, store._plainly("listing runs"):
             raise error
-        assert "Google refuses the credentials" in str(caught.value)
+        assert "Google rejected the credentials" in str(caught.value)
         assert "gcloud auth application-default login" in str(caught.value)
         assert "roles/" not in str(caught.value)
-    # As on a node whose metadata server does not answer for a moment.
+    # As on a node whose metadata server is temporarily unavailable.
     with pytest.raises(StoreError) as passing, store._plainly("listing runs"):
         raise libraries.auth_errors.RefreshError("Failed to retrieve http://metadata")
     assert not isinstance(passing.value, StoreRefusedError)

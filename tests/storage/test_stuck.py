@@ -1,4 +1,4 @@
-"""A store that does not answer, as a folder of a file server that is gone, holds up nobody."""
+"""A hanging store, such as a mount of a lost file server, does not hang any command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[StoreAddress]:
-    """A store whose lock another process keeps."""
+    """A store whose lock another process holds."""
     with (tmp_path / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield parse_store_address(str(tmp_path))
@@ -48,12 +48,12 @@ def test_a_store_s_lock_is_not_waited_for_without_end(
     stuck: StoreAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "_LOCK_S", 0.1)
-    with pytest.raises(StoreError, match="keeps its lock"):
+    with pytest.raises(StoreError, match="holds its lock"):
         open_store(stuck).put("a", io.BytesIO(b"x"), size=1)
 
 
 def fill(store: ObjectStore, folder: Path) -> Path:
-    """Put a run with one checkpoint there; return the checkpoint."""
+    """Upload a run with one checkpoint; return the checkpoint."""
     checkpoint = write_checkpoint(folder, 2, seed=0)
     upload = Upload(checkpoint)
     upload.send(store, may_write=lambda: None)
@@ -87,7 +87,7 @@ def test_data_whose_server_falls_silent_is_given_up_with_a_line(
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A folder mounted by sshfs from a file server of its own, and that server's process."""
+    """A folder mounted by sshfs from a separate file server, and that server's process."""
     with sshfs_mount(tmp_path) as found:
         yield found
 
@@ -120,7 +120,7 @@ def assert_silence_ends_it(
         pytest.raises(StoreError, match="did not answer"),
     ):
         restore(store, paths, say=said.append)
-    # Nothing is left in the way of the next attempt, once the server answers again.
+    # Once the server answers again, the next attempt succeeds.
     paths.root.rmdir()
     with watched_store(address, env=env, say=said.append) as store:
         found = collect_from_store(store, paths, say=said.append)

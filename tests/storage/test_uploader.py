@@ -1,4 +1,4 @@
-"""One uploader and a store in a folder: claims, other writers, what is left out."""
+"""One uploader and a store in a folder: claims, other writers, and skipped files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 def once(fail: StoreError, real: Callable[..., object]) -> Callable[..., object]:
-    """Return a method that fails at its first call, after it has done its work."""
+    """Return a method that fails at its first call, after completing the call."""
     left = [fail]
 
     def method(*words: object, **more: object) -> object:
@@ -57,7 +57,7 @@ def once(fail: StoreError, real: Callable[..., object]) -> Callable[..., object]
 def test_a_new_run_whose_first_requests_fail_is_still_its_own(
     paths: RunPaths, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """The first put is owner.json's; the first listing comes right after it."""
+    """The first put writes owner.json, and the first listing follows it."""
     write_checkpoint(paths.checkpoints, 1, seed=0)
     monkeypatch.setattr(store, method, once(StoreError("503"), getattr(store, method)))
     state, said = upload_all(paths, store, is_new=True)
@@ -77,7 +77,7 @@ def test_a_new_run_s_second_uploader_goes_on_where_the_first_one_was_killed(
     other.root.mkdir()
     state, _ = upload_all(other, store, is_new=True)
     assert not state.is_drained
-    assert "has a run of this id already" in str(state.problem)
+    assert "already has a run with this id" in str(state.problem)
 
 
 def test_a_late_writer_changes_nothing_of_the_new_owner_s_checkpoint(
@@ -135,7 +135,7 @@ def test_what_is_left_out_is_said_and_the_store_has_not_all(
     paths.metrics.write_text("x" * 301)
     state, said = upload_all(paths, store)
     assert state.is_idle and not state.is_drained
-    assert [line for line in said if "metrics.jsonl is not uploaded" in line] == said
+    assert [line for line in said if "metrics.jsonl is no longer uploaded" in line] == said
 
 
 def test_a_damaged_checkpoint_is_left_out_and_the_next_of_its_name_is_not(
@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_next_of_its_name_is_not(
 
 @pytest.fixture
 def server_that_breaks_off() -> Iterator[str]:
-    """A server that begins an upload, then is gone."""
+    """A server that accepts the begin of an upload, then disconnects."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -91,9 +91,9 @@ def test_the_newest_checkpoint_comes_from_the_store_with_a_note(resumed: RunPath
     notes: list[str] = []
     restore(resumed, notes)
     assert resumed.checkpoint(1000).is_dir()
-    assert notes[-1].startswith("the run goes on from step_00001000, which came from /")
+    assert notes[-1].startswith("the run resumes from step_00001000, downloaded from /")
     said = (resumed.logs / "storage.log").read_text().splitlines()
-    assert said[0].startswith("bringing step_00001000 (0.00 GB) from /")
+    assert said[0].startswith("downloading step_00001000 (0.00 GB) from /")
 
 
 def test_a_long_restore_is_noted(resumed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_without_a_valid_checkpoint_in_the_store_nothing_starts_from_scratch(
     store_steps(resumed, 990, 1000)
     damage(resumed, 990)
     damage(resumed, 1000)
-    with pytest.raises(PreflightError, match="every checkpoint is damaged, step_00001000"):
+    with pytest.raises(PreflightError, match="are damaged; the newest is step_00001000"):
         restore(resumed)
 
 
@@ -160,7 +160,7 @@ def test_an_older_checkpoint_on_the_disk_is_used_with_a_note(resumed: RunPaths) 
     write_checkpoint(resumed.checkpoints, 500, seed=3)
     notes: list[str] = []
     restore(resumed, notes)
-    assert "goes on from step_00000500 of the disk: step_00001000 in the store" in notes[-1]
+    assert "resumes from step_00000500 on the disk: step_00001000 in the store" in notes[-1]
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -171,7 +171,7 @@ def test_a_folder_that_is_not_mounted_is_not_an_empty_store(
         write_checkpoint(resumed.checkpoints, 500, seed=3)
         address = str(store_of(resumed).address)
         write_json(resumed.store_state, StoreState(address=address, checkpoint="step_00001000"))
-    with pytest.raises(PreflightError, match=r"there is no run.*mount it"):
+    with pytest.raises(PreflightError, match=r"no run found.*mount it"):
         restore(resumed)
 
 
@@ -181,7 +181,7 @@ def test_a_run_without_a_checkpoint_starts_from_scratch(resumed: RunPaths) -> No
     notes: list[str] = []
     before = restore(resumed, notes)
     assert before is not None and before.spent_s == 12.0
-    assert "has no checkpoint yet" in notes[-1]
+    assert "nor the disk has a checkpoint yet" in notes[-1]
 
 
 def test_an_earlier_problem_is_discarded_and_a_lost_run_is_not_reclaimed(

@@ -24,24 +24,23 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 MEANINGS = {
     ExitCode.OK: "done",
-    ExitCode.USAGE: "the command line cannot be carried out as written",
-    ExitCode.CONFIG: "a setting, the data or a checkpoint is wrong; nothing was started",
+    ExitCode.USAGE: "the command line is invalid",
+    ExitCode.CONFIG: "a setting, the data or a checkpoint is invalid; nothing was started",
     ExitCode.QUOTA: "cloud quota is too small",
-    ExitCode.NO_CAPACITY: "the cloud has no such machine free",
-    ExitCode.AUTH: "the cloud, or Pulumi's backend, refuses these credentials, or there are none",
+    ExitCode.NO_CAPACITY: "the zone has no free machine of this type",
+    ExitCode.AUTH: "credentials are missing, or the cloud or Pulumi's backend rejects them",
     ExitCode.SSH_UNREACHABLE: "a node does not answer on SSH",
-    ExitCode.SSH_AUTH: "a node refuses the key",
-    ExitCode.HOST_KEY: "a node shows another host key than expected",
+    ExitCode.SSH_AUTH: "a node rejects the key",
+    ExitCode.HOST_KEY: "a node's host key is not the expected one",
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
-    ExitCode.PREFLIGHT: "a machine is not fit for the run (launcher, port, memory, network, shared "
-    "folder), a store of results does not answer, or "
-    "the cloud's interface does not answer",
-    ExitCode.TRAINING: "training itself failed, or the ranks' weights differ",
-    ExitCode.RANK_LOST: "a rank died, or its node cannot be reached",
-    ExitCode.HANG: "no rank made progress within the limit: one is stuck, its node is frozen, or a "
+    ExitCode.PREFLIGHT: "a machine is unsuitable for the run (launcher, port, memory, network, shared "
+    "folder), or a store of results or the cloud's API does not answer",
+    ExitCode.TRAINING: "training failed, or the ranks' weights differ",
+    ExitCode.RANK_LOST: "a rank was lost, or its node cannot be reached",
+    ExitCode.HANG: "no rank made progress within the limit: a rank hangs, its node is frozen, or a "
     "shared folder does not answer",
     ExitCode.BUDGET: "the run's cost or time limit was reached; it saved a checkpoint and stopped",
-    ExitCode.TEARDOWN: "something is left in the cloud, or it is not shown that nothing is",
+    ExitCode.TEARDOWN: "resources remain in the cloud, or their removal could not be verified",
 }
 
 

@@ -30,6 +30,9 @@ UPPER = (
     *("cli", "finetune", "report", "storage", "monitor"),
 )
 PACKAGES = frozenset({*LOWER, *UPPER})
+SMALL_LIBRARIES = frozenset({"tomli_w"})
+"""Libraries that the packages below may import next to the standard library: `dependencies` of
+pyproject.toml. Programs in payload/orchestrate/node and bootstrap may not."""
 ROOT = "root"
 """`payload/__init__.py`, which only has the version."""
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
@@ -343,5 +346,5 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
     if top == "huggingface_hub" and area in (*LOWER, "orchestrate"):
         return path in HUB_MODULES
     if rule.stdlib_only:
-        return top in sys.stdlib_module_names
+        return top in sys.stdlib_module_names or top in SMALL_LIBRARIES
     return top not in rule.never

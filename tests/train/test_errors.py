@@ -72,22 +72,22 @@ def _sets(*overrides: str) -> Spoil:
     [
         (_config("[nonsense]\n"), "unknown section: 'nonsense'", 10),
         (_config("= 3\n"), "not valid TOML", 10),
-        (_sets("train.steps=many"), "train.steps = 'many': a whole number is needed", 10),
+        (_sets("train.steps=many"), "train.steps = 'many': must be a whole number", 10),
         (_sets("batch.micro_batch_size=3"), "is not a multiple of micro_batch_size = 3", 10),
         (
             _sets("data.dir=/nowhere"),
             "data folder /nowhere does not exist. Make it with: ",
             10,
         ),
-        (_no_meta, "it was not made to the end", 10),
-        (_truncated_bin, "39,998 bytes, meta.json says 40,000", 10),
+        (_no_meta, "it is incomplete", 10),
+        (_truncated_bin, "39,998 bytes, but 40,000 in meta.json", 10),
         (_sets("data.sequence_length=50000"), "are fewer than one sequence", 10),
         (
             _sets("model.init=/no/such/model"),
-            "model.init = '/no/such/model': there is no such folder",
+            "model.init = '/no/such/model': the folder does not exist",
             10,
         ),
-        (_other_vocabulary, "its vocabulary has 99 tokens, that of the data has 512", 10),
+        (_other_vocabulary, "its vocabulary has 99 tokens, the data's has 512", 10),
         (_damaged_init, "is no safetensors file", 10),
         (
             _sets("engine.kind=ipex"),

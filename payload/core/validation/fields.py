@@ -1,4 +1,4 @@
-"""CONTRACT: what a dataclass's field declares of its value: limits, pattern, choices, message."""
+"""CONTRACT: limits, pattern, choices and messages that a dataclass field declares."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MAX_SECONDS = 1e11
-"""Over three thousand years: no time that a record has is longer, nor so long after 1970."""
+"""Limit of durations and Unix times in records: over three thousand years."""
 MAX_TEXT_CHARS = 2**16
-"""Longest string in a record: an error message or a path is far shorter."""
+"""Longest string in a record; error messages and paths are far shorter."""
 
 
 def checked(
@@ -29,13 +29,13 @@ def checked(
     refusal: str = "",
     fix: str = "",
 ) -> Any:
-    """Declare a dataclass field with the limits of its value.
+    """Declare a dataclass field with limits on its value.
 
-    `low` and `high` are the smallest and largest number; `above` is not allowed itself. `pattern`
-    must match a string whole, and every string in a container; `wanted` describes what matches.
-    `choices` are the allowed values, as those of a Literal, or a function that returns them. `key`
-    is the field's name in the JSON object, where it differs. In a message `refusal` follows the
-    value in place of what the limits say, and `fix` replaces the record's.
+    `low` and `high` are the smallest and largest number; `above` is an exclusive minimum.
+    `pattern` must match the whole string, and every string in a container; `wanted` describes it.
+    `choices` are the allowed values, or a function that returns them. `key` is the field's name in
+    the JSON object, if it differs. In a message, `refusal` replaces the text about the limits, and
+    `fix` replaces the record's fix.
     """
     metadata = {
         **{"low": low, "above": above, "high": high, "pattern": pattern, "wanted": wanted},

@@ -1,4 +1,4 @@
-"""JSON that another program wrote, parsed without what trips a program."""
+"""Strict parsing of JSON that another program wrote."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def parse_json(
 ) -> Any:
     """Return the JSON value in `text`.
 
-    `where` names the origin in messages, `fix` is the sentence that says what to do. With
+    `where` names the origin in messages, `fix` is the sentence with the remedy. With
     `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as one).
-    Raises `error` also for what Python's parser lets pass or turns into another exception: NaN and
-    infinity, integers beyond 64 bits, numbers that overflow, deep nesting, lone surrogates.
+    Raises `error` also for NaN and infinity, integers beyond 64 bits, numbers that overflow, deep
+    nesting and lone surrogates. Python's parser accepts these, or raises other exceptions.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -49,7 +49,7 @@ def _described(problem: ValueError | RecursionError) -> str:
         case UnicodeDecodeError():
             return f"byte {problem.start} is not UTF-8"
         case UnicodeEncodeError():
-            return "a string has half a surrogate pair"
+            return "a string contains a lone surrogate"
         case RecursionError():
             return "nested too deeply"
         case json.JSONDecodeError():
@@ -59,7 +59,7 @@ def _described(problem: ValueError | RecursionError) -> str:
 
 
 def _refuse_constant(name: str) -> typing.NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _any_int(text: str) -> int | float:

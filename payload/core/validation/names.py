@@ -1,14 +1,14 @@
-"""Patterns of the names that become words of commands and parts of paths."""
+"""Patterns of names that become command arguments and parts of paths."""
 
 from __future__ import annotations
 
 import re
 
 RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""A run id names a folder here and on every node, so it can never lead out of `runs`."""
+"""A run id is a folder's name on every machine, so it cannot lead out of `runs`."""
 NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-"""A node's name becomes a word of command lines and ssh_config; it never starts like an option."""
+"""A node's name is used in command lines and ssh_config; it cannot look like an option."""
 MEMBER_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
-"""A launcher's or a site's name: that of its file."""
+"""Name of a launcher or a site, which is its file's name."""
 SHA256 = re.compile(r"[0-9a-f]{64}")
 GIT_COMMIT = re.compile(r"[0-9a-f]{40}")

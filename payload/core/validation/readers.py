@@ -1,7 +1,7 @@
-"""CONTRACT: readers hold values to what the fields of dataclasses declare.
+"""CONTRACT: readers check values against the declarations of dataclass fields.
 
-A reader returns a value in its field's type, or raises RefusedError. Readers are compiled once: a
-row of metrics.jsonl is read in microseconds.
+A reader returns a value of the field's type, or raises RefusedError. Readers are compiled once: a
+row of metrics.jsonl takes microseconds.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class DeclaredField:
     hint: Any
     read: Reader
     default: Any
-    """MISSING for a required field, and where a function makes the default."""
+    """MISSING for a required field, and for a field with a default_factory."""
     is_required: bool
     limits: Mapping[str, Any]
 
     def read_value(self, key: str, value: Any) -> Any:
-        """Return the value in the field's type. Raises RefusedError with the field's key."""
+        """Return the value as the field's type. Raises RefusedError with the field's key."""
         try:
             return self.read(value)
         except RefusedError as refused:
@@ -46,7 +46,7 @@ class DeclaredField:
 
 
 def fields_of(cls: Any, *, refuse_unknown: bool = False) -> Mapping[str, DeclaredField]:
-    """Return the fields of a dataclass by their keys; they are compiled once."""
+    """Return the fields of a dataclass by key, compiled once."""
     return _compiled(cls, refuse_unknown=refuse_unknown)
 
 
@@ -68,7 +68,7 @@ def _compiled(cls: Any, *, refuse_unknown: bool) -> Mapping[str, DeclaredField]:
 
 
 def read_record(cls: Any, raw: object, *, refuse_unknown: bool = False) -> Any:
-    """Return the dataclass `cls` with the values of a JSON object. Raises RefusedError."""
+    """Build the dataclass `cls` from a JSON object. Raises RefusedError."""
     if not isinstance(raw, Mapping):
         raise RefusedError("record", f"expected an object, got {shown(raw)}")
     known = fields_of(cls, refuse_unknown=refuse_unknown)
@@ -101,26 +101,26 @@ def reader(
     """Return the reader of a type.
 
     Types are str, int, float, bool, None, Literal, Any, a dataclass, and tuple (of any or of a
-    fixed length), list, Sequence, dict and Mapping of these. Of a union, the first member counts
+    fixed length), list, Sequence, dict and Mapping of these. A union is read as its first member
     that the value fits.
     """
     if hint is Any:
         return lambda value: value
     members = members_of(hint)
     kinds = [each for each in members if each is not types.NoneType]
-    readers = [_reader_of_one(each, limits, refuse_unknown=refuse_unknown) for each in kinds]
+    readers = [_member_reader(each, limits, refuse_unknown=refuse_unknown) for each in kinds]
     read = readers[0] if len(readers) == 1 else _first_that_fits(kinds, readers)
     if len(kinds) == len(members):
         return read
     return lambda value: None if value is None else read(value)
 
 
-def _reader_of_one(kind: Any, limits: Mapping[str, Any], *, refuse_unknown: bool) -> Reader:
+def _member_reader(kind: Any, limits: Mapping[str, Any], *, refuse_unknown: bool) -> Reader:
     origin = typing.get_origin(kind) or kind
     if origin is Literal or limits.get("choices"):
         return _choice(typing.get_args(kind) or limits["choices"])
     if dataclasses.is_dataclass(kind):
-        # Compiled when it is first read: a record may have records of its own class.
+        # Compiled when first read, as records can be nested in records of the same class.
         return functools.partial(read_record, kind, refuse_unknown=refuse_unknown)
     if origin in (list, tuple, typing.get_origin(Sequence[int])):
         return _items(kind, limits, refuse_unknown=refuse_unknown)
@@ -130,7 +130,7 @@ def _reader_of_one(kind: Any, limits: Mapping[str, Any], *, refuse_unknown: bool
 
 
 def _first_that_fits(kinds: Sequence[Any], readers: Sequence[Reader]) -> Reader:
-    """Return a reader of a union; what fits no member is refused as the last plain type does."""
+    """Return a union's reader; for a value that fits no member, the last plain type's error."""
     plain = [each for kind, each in zip(kinds, readers, strict=True) if not _choices(kind)]
 
     def read(value: Any) -> Any:
@@ -177,7 +177,7 @@ def _boolean(value: Any) -> bool:
 def _number(kind: type, limits: Mapping[str, Any]) -> Reader:
     low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
     kinds = (float, int) if kind is float else int
-    # Neither a NaN nor infinity is between these.
+    # NaN and infinity are not between these.
     end = sys.float_info.max if kind is float else float("inf")
     least, most = -end if low is None else low, end if high is None else high
 
@@ -202,8 +202,8 @@ def _text(limits: Mapping[str, Any]) -> Reader:
         if not isinstance(value, str):
             raise RefusedError("type", str, value=value)
         if pattern is not None and not pattern.fullmatch(value):
-            words = limits.get("wanted") or f"like {pattern.pattern}"
-            raise RefusedError("pattern", f"must be {words}", value=value)
+            description = limits.get("wanted") or f"like {pattern.pattern}"
+            raise RefusedError("pattern", f"must be {description}", value=value)
         if len(value) > most:
             raise RefusedError("size", f"must have at most {most:,} characters", value=value)
         return value

@@ -1,7 +1,7 @@
-"""CONTRACT: a JSON object of another process becomes a dataclass, or an error of one line.
+"""CONTRACT: build dataclasses from JSON objects of other processes, or raise a one-line error.
 
-The object can be damaged or hostile: of another type, of another release, or with a path where a
-name belongs.
+The object can be damaged or hostile: of another type, of another release, or with a path instead
+of a name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_schema(
     fix: str = "",
     error: type[TileforgeError] = ConfigError,
 ) -> None:
-    """Refuse what is no record, and a record that another release wrote. Raises `error`."""
+    """Raise `error` unless `raw` is an object of this schema version."""
     if not isinstance(raw, Mapping):
         what = f"expected an object, got {shown(raw)}"
         raise error(RefusedError("record", what).sentence(where, fix=fix))
@@ -46,11 +46,11 @@ def build(
     error: type[TileforgeError] = ConfigError,
     refuse_unknown: bool = False,
 ) -> _T:
-    """Build the dataclass `cls` from a JSON object, each field held to what it declares.
+    """Build the dataclass `cls` from a JSON object, and check each field's declared limits.
 
-    `where` names the origin in messages, `fix` is the sentence that says what to do. Unknown keys
-    are left out, so that an older release reads a newer one's file, unless `refuse_unknown`.
-    Raises `error`.
+    `where` names the origin in messages, `fix` is the sentence with the remedy. Unknown keys are
+    ignored, so that an older release reads a newer one's file, unless `refuse_unknown`. Raises
+    `error`.
     """
     try:
         built: _T = read_record(cls, raw, refuse_unknown=refuse_unknown)
@@ -67,11 +67,11 @@ def check_type(
     fix: str = "",
     error: type[TileforgeError] = ConfigError,
 ) -> _T:
-    """Return `value` when it is a `kind`, which may be any type that a field may have.
+    """Return `value` if it is a `kind`, which can be any type that a field supports.
 
     A dataclass is built from an object. Raises `error`.
     """
-    checked_kind: Any = kind  # a type is hashable, which mypy does not know
+    checked_kind: Any = kind  # types are hashable; mypy assumes that they may not be
     try:
         found: _T = _reader(checked_kind)(value)
     except RefusedError as refused:

@@ -1,4 +1,4 @@
-"""CONTRACT: the error of a value that its declaration does not take, and its message."""
+"""CONTRACT: the error for a value outside its declared limits, and its message."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _LIMITS = {"low": "at least", "above": "above", "high": "at most"}
 
 
 class RefusedError(Exception):
-    """A value that its declaration does not take."""
+    """A value outside its declared type or limits."""
 
     def __init__(self, reason: Reason, wanted: Any, *, value: object = None) -> None:
-        """`wanted` is the type, the limit, the choices, or for the other reasons a text."""
+        """`wanted` is the type, the limit or the choices; for other reasons, a text."""
         super().__init__(reason, wanted)
         self.reason, self.wanted, self.value = reason, wanted, value
         self.path = ""
-        """Leads from the value that was read to the part that is refused: `: nodes[0]: name`."""
+        """Path from the record to the refused value, such as `: nodes[0]: name`."""
         self.refusal = self.fix = ""
-        """As the innermost field declares them."""
+        """From the declaration of the innermost field."""
 
     def within(self, part: str, *, refusal: str = "", fix: str = "") -> RefusedError:
-        """Return the error of the value that `part` belongs to."""
+        """Return this error with `part` in front of its path."""
         self.path = part + self.path
         self.refusal, self.fix = self.refusal or refusal, self.fix or fix
         return self
 
     def sentence(self, where: str, *, fix: str = "") -> str:
-        """Return the message: the place below `where`, the value, the problem and the fix."""
+        """Return the message: path, value, problem and fix."""
         place, fix = f"{where}{self.path}".removeprefix(": "), self.fix or fix
         if self.reason != "record":
             place = f"{place} = {shown(self.value)}"
@@ -41,7 +41,7 @@ class RefusedError(Exception):
         return f"{place}{problem}{' ' if fix else ''}{fix}"
 
     def problem(self) -> str:
-        """Return what the value must be; of a record, what is wrong with it."""
+        """Return what the value must be, or the problem of a record."""
         if self.reason == "type":
             return f"must be {_TYPES[self.wanted]}"
         if self.reason == "choices":

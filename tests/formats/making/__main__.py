@@ -4,7 +4,7 @@
 
 The files were made once, and later commits must read them unchanged. Needs root on Linux, an SSH
 server, and an environment with the packages of that commit. The commands of recipe.py run in
-namespaces of their own, as user ada on a machine named laptop, so no file names this machine.
+separate namespaces, as user ada on a machine named laptop, so no file names this machine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
             (home / each).mkdir(parents=True)
         _check_out(home / "tileforge")
         _add_recipe(home / "tileforge")
-        # Kernels that were built on this machine are used again.
+        # Kernels that were built on this machine are reused.
         kernels = Path.home() / ".cache" / "tileforge"
         kernels.mkdir(parents=True, exist_ok=True)
         words = ["sh", "-ec", _NAMESPACE, "sh", str(folder), sys.prefix, str(kernels)]
@@ -72,7 +72,7 @@ def _check_out(folder: Path) -> None:
 
 
 def _add_recipe(checkout: Path) -> None:
-    """Copy this package into the old checkout, which has no such package."""
+    """Copy this package into the old checkout, which lacks it."""
     place = Path("tests", "formats", "making")
     shutil.copytree(ROOT / place, checkout / place, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / place.parent / "__init__.py").touch()
@@ -85,7 +85,7 @@ def _store(home: Path, out: Path) -> None:
     left_out = shutil.ignore_patterns(*LEFT_OUT)
     for name in STORED:
         shutil.copytree(home / name, out / name, symlinks=True, ignore=left_out)
-    # The store has them, as after the loss of a disk.
+    # Only the store has these files, as after the loss of a disk.
     shutil.rmtree(out / "project" / "runs" / "kept" / "checkpoints")
 
 

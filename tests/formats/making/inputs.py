@@ -1,4 +1,4 @@
-"""The model, the tokenizer and the texts of the recorded runs, the same each time."""
+"""The model, the tokenizer and the texts of the recorded runs, generated deterministically."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_model(folder: Path) -> None:
 
 
 def copy_to_hub(model: Path, *, cache: Path, name: str) -> None:
-    """Put the model into a cache of the hub, where a moved run still finds it by its name."""
+    """Copy the model to a cache of the hub, where a moved run finds it by name."""
     commit = "0123456789abcdef" * 2 + "01234567"
     cached = cache / f"models--{name.replace('/', '--')}"
     shutil.copytree(model, cached / "snapshots" / commit)

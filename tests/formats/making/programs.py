@@ -66,7 +66,7 @@ made = [Sample(prompt="the a of", before=" red", after=" blue")]
 write_samples(Path("runs/lora/samples.json"), made)
 """
 
-# Two nodes with homes and processes of their own, reached over SSH. `run` collects at its end.
+# Two nodes with separate homes and processes, reached over SSH. `run` collects the results.
 CLUSTER = """\
 import subprocess, sys
 from dataclasses import replace

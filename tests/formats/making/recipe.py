@@ -1,6 +1,6 @@
 """The commands that write the fixtures, in order; they run with the code of the recorded commit.
 
-This module imports only the files beside it: all other code is the recorded commit's.
+This module imports only files of this folder: all other code is the recorded commit's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def prepare_data() -> None:
 
 
 def run(name: str, *more: str, runs_dir: Path) -> None:
-    """Train one run on this machine to its end; `more` are further settings."""
+    """Train one complete run on this machine; `more` are further settings."""
     config, settings = RUNS[name]
     words = ("run", config, "--inventory", "local", "--run-id", name, "--runs-dir", str(runs_dir))
     every = (*settings, f"run.name={name}", *more)
@@ -109,9 +109,9 @@ def expectations() -> dict[str, Any]:
 
 
 def _rest_of(name: str) -> dict[str, Any]:
-    """Return the losses of a run after its stored end, by an uninterrupted run to LAST_STEPS."""
+    """Return the losses after a run's stored end, from an uninterrupted run to LAST_STEPS."""
     whole, last = HOME / "whole", LAST_STEPS[name]
-    # A later setting overrides an earlier one: the store has the stored run alone.
+    # A later setting overrides an earlier one: the store has only the stored run.
     run(name, "storage.results=none", f"train.steps={last}", runs_dir=whole)
     rows, stored = metrics(whole / name), metrics(PROJECT / "runs" / name)
     end = max(row["step"] for row in stored)
@@ -136,7 +136,7 @@ def answer(module: str, *words: str, whole: bool = False) -> Any:
 
 
 def python(*words: str, folder: Path = PROJECT) -> str:
-    """Run Python in `folder` and return what it printed to stdout."""
+    """Run Python in `folder` and return its stdout."""
     command = [str(CODE / ".venv" / "bin" / "python"), *words]
     done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout

@@ -106,8 +106,8 @@ def test_a_persons_login_has_a_quota_project_or_not(
 @pytest.mark.parametrize(
     ("variable", "value", "words_of_it"),
     [
-        ("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "there is no such file"),
-        ("GOOGLE_CREDENTIALS", "~/nowhere/key.json", "there is no such file"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "the file does not exist"),
+        ("GOOGLE_CREDENTIALS", "~/nowhere/key.json", "the file does not exist"),
         ("GOOGLE_CREDENTIALS", "{", "GOOGLE_CREDENTIALS"),
         ("GOOGLE_CREDENTIALS", "{}", "no Google Cloud credentials in GOOGLE_CREDENTIALS"),
         ("GOOGLE_CREDENTIALS", '{"type": "service_account"}', "no Google Cloud credentials in"),
@@ -130,13 +130,13 @@ KINDS = [
     (
         {"GOOGLE_OAUTH_ACCESS_TOKEN": "x"},
         EXPIRED,
-        "(GOOGLE_OAUTH_ACCESS_TOKEN): an access token is good for one hour",
+        "(GOOGLE_OAUTH_ACCESS_TOKEN): access tokens are valid for one hour",
         "export GOOGLE_OAUTH_ACCESS_TOKEN=$(gcloud auth print-access-token)",
     ),
     (
         {"GOOGLE_CREDENTIALS": "{}"},
         JWT % " Signature.",
-        "(GOOGLE_CREDENTIALS): the key was deleted or replaced, or its account is disabled",
+        "(GOOGLE_CREDENTIALS): the key was deleted or replaced, or its account was disabled",
         f"unset GOOGLE_CREDENTIALS. {LOG_IN}",
     ),
     (
@@ -150,7 +150,7 @@ KINDS = [
     (
         ACTS,
         "impersonate: status code 403: Permission 'iam.serviceAccounts.getAccessToken' denied",
-        f"'{TARGET}': there is no such account, or this login may not act as it",
+        f"'{TARGET}': the account does not exist, or this login cannot act as it",
         "roles/iam.serviceAccountTokenCreator on that account",
     ),
 ]
@@ -267,9 +267,9 @@ def test_a_store_has_the_login_of_the_commands(
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"GOOGLE_CREDENTIALS": "/nowhere/key.json"}, "there is no such file"),
+        ({"GOOGLE_CREDENTIALS": "/nowhere/key.json"}, "the file does not exist"),
         ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x"}, "export GOOGLE_OAUTH_ACCESS_TOKEN="),
-        ({"GOOGLE_CREDENTIALS": "KEY"}, "Give a key that is valid in GOOGLE_CREDENTIALS"),
+        ({"GOOGLE_CREDENTIALS": "KEY"}, "Set GOOGLE_CREDENTIALS to a valid key"),
     ],
 )
 def test_a_store_says_how_to_renew_the_login_that_is_refused(

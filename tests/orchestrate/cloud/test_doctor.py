@@ -185,7 +185,7 @@ def test_spot_auto_needs_both_quotas_as_on_demand_machines_come_next(
     project.cloud.regions[REGION] |= {"PREEMPTIBLE_CPUS": (16.0, 0.0), "C3_CPUS": (8.0, 0.0)}
     assert doctor(project) == ExitCode.QUOTA
     out, err = capsys.readouterr()
-    assert "3 x c3-highmem-8 (spot; on demand has to fit, too) in us-central1-a" in err
+    assert "3 x c3-highmem-8 (spot; on demand must fit as well) in us-central1-a" in err
     assert "error: PREEMPTIBLE_CPUS in us-central1: 24 needed, 16 free" in out
     assert "error: C3_CPUS in us-central1: 24 needed, 8 free" in out
     # Spot machines without a separate quota use the same one, which is checked once.

@@ -277,7 +277,7 @@ def test_a_folder_has_one_identity_of_a_cluster_and_one_stack(tmp_path: Path) ->
         made = list(pool.map(lambda _: settle_cluster_identity(tmp_path, "dev"), range(16)))
     assert len(set(made)) == 1 and known_cluster_identity(tmp_path, "dev") == made[0]
     assert settle_cluster_identity(tmp_path, "dev", stack="a") == made[0]
-    with pytest.raises(ConfigError, match="stack a builds a cluster of this name"):
+    with pytest.raises(ConfigError, match="stack a builds a cluster with this name"):
         settle_cluster_identity(tmp_path, "dev", stack="b")
     assert settle_cluster_identity(tmp_path, "dev", stack="a", told=[CLUSTER]) == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") == CLUSTER
@@ -290,7 +290,7 @@ def test_a_damaged_identity_is_never_replaced(content: str, tmp_path: Path) -> N
     path = tmp_path / ".cluster" / "dev" / "identity.json"
     path.parent.mkdir(parents=True)
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match="bring it back"):
+    with pytest.raises(ConfigError, match="Restore the file"):
         settle_cluster_identity(tmp_path, "dev")
     assert path.read_text(encoding="utf-8") == content
 

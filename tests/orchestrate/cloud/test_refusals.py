@@ -303,7 +303,7 @@ CASES = {
         "googleapi: Error 401: Request had invalid authentication credentials. Expected OAuth 2 "
         "access token, login cookie or other valid authentication credential., authError",
         ExitCode.AUTH,
-        "Google refuses the credentials (application default): the login has expired or was",
+        "Google rejected the credentials (application default): the login has expired or was",
         "Log in: gcloud auth application-default login",
     ),
     "a session that has ended": (
@@ -319,13 +319,13 @@ CASES = {
         "caller does not have storage.buckets.get access to the Google Cloud Storage bucket. "
         "Permission 'storage.buckets.get' denied on resource (or it may not exist)., required",
         ExitCode.AUTH,
-        "Google refuses the credentials",
+        "Google rejected the credentials",
         "gcloud auth application-default login",
     ),
     "a 401 that is no document": (
         "googleapi: got HTTP response code 401 with body: <html>",
         ExitCode.AUTH,
-        "Google refuses the credentials",
+        "Google rejected the credentials",
         "gcloud auth application-default login",
     ),
 }

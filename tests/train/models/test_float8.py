@@ -102,7 +102,7 @@ def test_a_rank_on_a_cpu_is_refused_in_one_line() -> None:
     ("setting", "words"),
     [
         ("device.kind=cpu", "needs a GPU"),
-        ("precision.dtype=fp32", "all else in bf16"),
+        ("precision.dtype=fp32", "the rest in bf16"),
         ("adapter.kind=lora", "full training"),
         ("engine.kind=ipex", "does not run on engine.kind"),
         ("distributed.strategy=zero3", '"replicate" or "shard"'),

@@ -259,7 +259,7 @@ def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: P
         ("adapter.target=,", "a name is empty"),
         ("adapter.rank=0", "at least 1"),
         ("adapter.rank=1025", "adapter.rank = 1025 is above the width of the linears"),
-        ("model.init=scratch", "has none. Name a model"),
+        ("model.init=scratch", "has no weights. Set model.init to a model"),
         (("adapter.dora=true", "distributed.strategy=shard"), "adapter.dora = true does not run"),
         (("adapter.dora=true", "model.quantize=nf4"), "adapter.dora = true does not run"),
         ("engine.compile=true", "does not run with engine.compile = true"),
@@ -279,7 +279,7 @@ def test_adapter_settings_that_cannot_be_are_one_line(
     [
         ("peft_type", "IA3", "only LORA"),
         ("bias", "all", "only none"),
-        ("target_modules", ".*", "no list of names"),
+        ("target_modules", ".*", "not a list of names"),
         ("modules_to_save", ["lm_head"], "only null"),
         ("modules_to_save", [{}], "must be a string"),
         ("base_model_name_or_path", None, "is missing"),

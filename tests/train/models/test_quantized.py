@@ -296,7 +296,7 @@ LORA = '[model]\nquantize = "nf4"\ninit = "somewhere"\n[adapter]\nkind = "lora"\
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[model]\nquantize = "nf4"\n', "weights of 4 bits cannot be trained"),
+        ('[model]\nquantize = "nf4"\n', "4-bit weights cannot be trained"),
         (LORA + '[engine]\nkind = "ipex"\n', 'does not run on engine.kind = "ipex"'),
         (LORA + '[distributed]\nstrategy = "shard"\n', "does not run with distributed.strategy"),
         (LORA.replace("nf4", "int4"), "model.quantize = 'int4'"),

@@ -63,7 +63,7 @@ def test_a_group_that_does_not_divide_the_ranks_is_refused_with_those_that_do() 
 _EVERYWHERE = (
     ('optimizer.name="muon"', "needs whole matrices"),
     ("engine.compile=true", "does not run with engine.compile = true"),
-    ('distributed.backend="ccl"', "is for gloo alone"),
+    ('distributed.backend="ccl"', "supports only gloo"),
 )
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     *(
@@ -86,10 +86,10 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         TENSOR,
         ('adapter.kind="lora"', 'model.init="x"', 'model.quantize="nf4"'),
-        "blocks of 4 bits cannot be split",
+        "4-bit blocks cannot be split",
     ),
     (ZERO3, ("distributed.shard_size=2",), "leave shard_size out"),
-    (ZERO3, ('distributed.grad_dtype="bf16"',), "DeepSpeed would add gradients up in it"),
+    (ZERO3, ('distributed.grad_dtype="bf16"',), "DeepSpeed would sum gradients in it"),
     (
         ZERO3,
         ('model.quantize="nf4"', 'adapter.kind="lora"'),
