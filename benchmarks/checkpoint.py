@@ -37,7 +37,7 @@ from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.sync_check import rank_state
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 GOAL = 0.05
 """Time lost to a checkpoint, over the time of the steps between two of them."""
@@ -84,7 +84,7 @@ class _Training:
         self._model = GPT(shape)
         self._optimizers = build_optimizers(self._model, OptimizerSection())
         alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-        engage(self._model, self._optimizers, settings=EngineSection(), world=alone)
+        apply_engine(self._model, self._optimizers, settings=EngineSection(), world=alone)
         self._batch = torch.randint(shape.vocab_size, (arguments.micro_batch_size, length + 1))
         self._steps = arguments.steps
         self._saved = 0

@@ -207,7 +207,7 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
 
     from payload.config.launch_sections import DistributedSection
     from payload.config.run_config import load_run_config
-    from payload.train.parts import Observer, Parts
+    from payload.train.parts import Observer, TrainContext
     from payload.train.ranks.world import World
     from payload.train.session import train
     from payload.train.start_clock import StartClock
@@ -215,8 +215,8 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
     class Held(Observer):
         """Keeps what this rank held when the checkpoint of step 5 was made, or was read."""
 
-        def ready(self, parts: Parts) -> None:
-            self.parts, self.held = parts, _held(parts)
+        def ready(self, context: TrainContext) -> None:
+            self.parts, self.held = context, _held(context)
 
         def before_update(self, step: int) -> None:
             # No update came since the checkpoint of that step was begun.

@@ -38,7 +38,7 @@ from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.tasks.evaluate import EvalPass, evaluate
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 SPEED_BOUND = 2.5
 """Tokens a second of an evaluation, over those of training."""
@@ -88,7 +88,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
     model = GPT(replace(preset, vocab_size=data.meta.vocab_size))
     optimizers = build_optimizers(model, OptimizerSection())
     alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-    engaged = engage(model, optimizers, settings=EngineSection(), world=alone)
+    engaged = apply_engine(model, optimizers, settings=EngineSection(), world=alone)
     is_bf16 = arguments.dtype == "bf16"
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if is_bf16 else "no")
     trained = accelerator.prepare(engaged).train()

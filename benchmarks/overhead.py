@@ -53,7 +53,7 @@ from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.rank_output_files import Heartbeat, MetricsFile, rss_bytes
 from payload.train.ranks.world import World
 from payload.train.step_clock import StepClock
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 GOAL = 0.005
 """Share of the step's time."""
@@ -122,7 +122,7 @@ class _Training:
         self._model = GPT(shape)
         self._optimizers = build_optimizers(self._model, OptimizerSection())
         world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-        engage(self._model, self._optimizers, settings=EngineSection(), world=world)
+        apply_engine(self._model, self._optimizers, settings=EngineSection(), world=world)
         self._batch = torch.randint(shape.vocab_size, (1, length + 1))
         self._steps_a_block = arguments.block
         self._metrics = MetricsFile(paths, resumed_at_step=0)
@@ -167,7 +167,7 @@ class _Training:
 
     def _watched_step(self) -> None:
         began_s = time.perf_counter()
-        self._heartbeat.tell(step=self.steps, phase="step", micro_step=0, of=1)
+        self._heartbeat.report(step=self.steps, phase="step", micro_step=0, of=1)
         with self._clock.of("data"):
             pass
         with self._clock.of("forward"):
@@ -177,7 +177,7 @@ class _Training:
             loss = self._pass()
         value = self._finish_step(loss)
         again_s = time.perf_counter()
-        self._heartbeat.tell(step=self.steps, phase="step", micro_step=1, of=1)
+        self._heartbeat.report(step=self.steps, phase="step", micro_step=1, of=1)
         times = self._clock.add_step(self._clock.take())
         step_s = time.perf_counter() - began_s
         row = StepMetrics(

@@ -23,7 +23,7 @@ from payload.train.models.loading import build, load
 from payload.train.models.lora import add_adapter, shrink_base, widen_base
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 _PRODUCTS = 50
 
@@ -48,7 +48,7 @@ def main(work: dict[str, Any]) -> None:
         alone=True,
         accumulates=passes > 1,
     )
-    engaged = engage(model, optimizers, settings=settings, world=alone, setting=setting)
+    engaged = apply_engine(model, optimizers, settings=settings, world=alone, setting=setting)
     optimizers.make_state()
     for note in model.speed_notes():
         logging.info(note)

@@ -128,7 +128,7 @@ def plan(model: Path, config: Path, folder: Path) -> int:
 def test_its_numbers_serve_the_prediction_of_a_step(toy: Path) -> None:
     spec = read_spec(toy)
     found = buckets(spec, tokens=1024)
-    assert sum(each.numbers for each in found) == spec.num_params()
+    assert sum(each.elements for each in found) == spec.num_params()
     assert found[-1].ready == 1.0
     assert spec.summary() == "1 layers, 1 heads, width 16, context 4096"
 

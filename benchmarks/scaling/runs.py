@@ -196,7 +196,7 @@ def _exchange(
     arrangement: Arrangement, work: Work, *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
     """The gradients' all-reduces alone, all of a step begun at once."""
-    numbers = [bucket.numbers for bucket in buckets(PRESETS[work.model])]
+    numbers = [bucket.elements for bucket in buckets(PRESETS[work.model])]
     asked = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
     words = ["-m", "benchmarks.scaling.exchange", json.dumps(asked)]
     cores = _cores(arrangement.ranks)

@@ -22,7 +22,7 @@ _DISTINCT_EXPONENT = 0.7
 class Bucket:
     """Gradients that are exchanged together."""
 
-    numbers: int
+    elements: int
     ready: float
     """Share of the backward pass after which they are there."""
 
@@ -50,7 +50,7 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
     all_matrices = sum(each.elements for each in sizes if each.kind == "matrix")
     found: list[Bucket] = []
     if in_parts:
-        found.append(Bucket(numbers=spec.embedding_size(), ready=head))
+        found.append(Bucket(elements=spec.embedding_size(), ready=head))
     is_first, held, matrices = True, 0, 0
     for each in sizes:
         if each.kind == "embedding":
@@ -60,14 +60,14 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
         limit = FIRST_BUCKET_BYTES if is_first else BUCKET_BYTES
         if held * 4 >= limit:
             ready = head + (1 - head) * matrices / max(all_matrices, 1)
-            found.append(Bucket(numbers=held, ready=ready))
+            found.append(Bucket(elements=held, ready=ready))
             is_first, held = False, 0
     held += sum(each.elements for each in sizes if each.kind == "embedding")
     if in_parts:
         held -= spec.embedding_size()
     if held:
-        found.append(Bucket(numbers=held, ready=1.0))
+        found.append(Bucket(elements=held, ready=1.0))
     if in_parts and tokens is not None:
         rows = min(spec.vocab_size, round(_DISTINCT * tokens**_DISTINCT_EXPONENT))
-        found.append(Bucket(numbers=rows * spec.width(), ready=1.0))
+        found.append(Bucket(elements=rows * spec.width(), ready=1.0))
     return tuple(found)

@@ -77,11 +77,11 @@ def step_time(
     done_s = exchange_s = 0.0
     exchanged = buckets(spec, tokens=tokens)
     for bucket in exchanged:
-        took_s = network.all_reduce_s(bucket.numbers * bytes_per_number)
+        took_s = network.all_reduce_s(bucket.elements * bytes_per_number)
         exchange_s += took_s
         done_s = max(done_s, bucket.ready * backward_s) + took_s
     exposed_s = max(0.0, done_s - backward_s)
-    numbers = sum(bucket.numbers for bucket in exchanged)
+    numbers = sum(bucket.elements for bucket in exchanged)
     sent = sends_per_byte(network.ranks) * numbers * bytes_per_number
     busy_s = network.busy_s_per_byte * sent * (1 - exposed_s / exchange_s)
     if bytes_per_number < 4:

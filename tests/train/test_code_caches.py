@@ -16,7 +16,7 @@ from payload.kernels import build
 from payload.kernels.build import built_library
 from payload.kernels.code_caches import is_own_file, keep_inductor_home, own_folder
 from payload.train.models import quantized
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.train.alone import ALONE
 
 _SOMEBODY = 54321
@@ -45,7 +45,7 @@ def test_compiled_code_is_looked_for_in_the_home_and_not_in_the_shared_temporary
     home: Path,
 ) -> None:
     model, optimizers = Mock(), Mock()
-    engage(model, optimizers, settings=EngineSection(compile=True), world=ALONE)
+    apply_engine(model, optimizers, settings=EngineSection(compile=True), world=ALONE)
     model.compile.assert_called_once_with()
     own = home / ".cache" / "tileforge" / "inductor"
     assert (cache_dir(), own.stat().st_mode & 0o777) == (str(own), 0o700)

@@ -19,7 +19,7 @@ from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.kernels.unavailable import KernelsUnavailableError
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
@@ -36,7 +36,7 @@ def test_the_engine_uses_kernels_only_where_it_says(
     ]:
         model = make_model()
         optimizers = build_optimizers(model, OptimizerSection())
-        engage(model, optimizers, settings=settings, world=ALONE)
+        apply_engine(model, optimizers, settings=settings, world=ALONE)
         assert (model.kernels is not None) is expected
 
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from payload.kernels.library import Library
-from payload.train.__main__ import LastWords
+from payload.train.__main__ import ExitRecorder
 from tests.support.launching import rank_env, run
 from tests.train.alone import train_alone
 
@@ -111,7 +111,7 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     monkeypatch.setattr(Library, "call", call_with_little)
     with pytest.raises(MemoryError) as ended:
         train_alone(tmp_path, tiny_config, "precision.dtype=bf16")
-    known = LastWords()._known(ended.value)
+    known = ExitRecorder()._as_tileforge_error(ended.value)
     assert known.exit_code == 40
     assert str(known) == (
         "out of memory (MemoryError: no memory for the kernel attention_backward). "

@@ -21,7 +21,7 @@ from payload.train.calibration import calibrate
 from payload.train.checkpoints.saving import Saving
 from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.parts import Parts
+from payload.train.parts import TrainContext
 from payload.train.rank_output_files import Heartbeat
 from payload.train.ranks.world import World, as_rank_lost
 from payload.train.strategies.replicate import Replicate
@@ -42,7 +42,7 @@ def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
         task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks), NextToken())),
         tokenizer={},
     )
-    return Trainer(cast(Parts, parts), start=None)
+    return Trainer(cast(TrainContext, parts), start=None)
 
 
 @pytest.mark.parametrize(

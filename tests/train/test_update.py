@@ -14,7 +14,7 @@ from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.train.optimizers.optimizer import Optimizers, build_optimizers
 from payload.train.ranks.world import World
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 
@@ -199,6 +199,8 @@ def test_ranks_share_the_update_only_where_all_have_it(
         monkeypatch.setattr(World, "sum", lambda _, here, more=others: here + more)
         model = make_model()
         optimizers = build_optimizers(model, OptimizerSection())
-        engage(model, optimizers, settings=EngineSection(), world=replace(ALONE, world_size=2))
+        apply_engine(
+            model, optimizers, settings=EngineSection(), world=replace(ALONE, world_size=2)
+        )
         assert (optimizers.kernels is not None) is expected
         assert model.kernels is not None

@@ -1,6 +1,6 @@
 """`python -m payload.train.reference`: store a model's log-probabilities beside preference pairs.
 
-A run does the same at its start where nothing is stored. The command replaces another model's.
+A run does the same at its start if none are stored. The command replaces another model's values.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ _BATCH_PAIRS = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the command-line parser."""
     made = argparse.ArgumentParser(
         prog=command("train.reference"),
-        description="Compute the log-probabilities that a model gives both answers of every pair "
-        "in a folder of prepare --task preference, and store them there. A run with "
+        description="Compute the log-probabilities of both answers of every pair under a model, "
+        "and store them in the folder that prepare --task preference wrote. A run with "
         "task.kind=preference reads them, or computes them at its start; this command replaces "
-        "those of another model. Under mpirun or torchrun the ranks share the work.",
+        "another model's. Under mpirun or torchrun the ranks share the work.",
         epilog="Example: " + command("train.reference", "--model", "MODEL", "--data", "data/pairs"),
     )
     add = made.add_argument
-    add("--model", required=True, metavar="NAME", help="as in model.init of the run")
+    add("--model", required=True, metavar="NAME", help="the run's model.init")
     add("--data", required=True, type=Path, metavar="DIR", help="folder of prepared pairs")
     add(
         "--dtype",
         choices=("bf16", "fp32"),
         default="bf16",
-        help="of the matmuls, as precision.dtype of the run (default: %(default)s)",
+        help="dtype of the matmuls, the run's precision.dtype (default: %(default)s)",
     )
     add(
         "--quantize",
         choices=("none", "nf4"),
         default="none",
-        help="as in model.quantize of the run (default: %(default)s)",
+        help="the run's model.quantize (default: %(default)s)",
     )
     return made
 
 
 def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
-    # torch takes seconds to import; --help should not cost them.
+    # torch takes seconds to import; --help should not wait for it.
     from payload.train.ranks.multi_rank_cli import carry_out
 
     return carry_out(lambda world: _make(arguments, world), env)
@@ -93,7 +93,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     if isinstance(model, Classifier) or model.spec.context() < length:
         why = "is a classifier" if isinstance(model, Classifier) else "has a shorter context"
         raise ConfigError(
-            f"--model {arguments.model!r}: it {why}; the pairs have up to {length} tokens. Name "
+            f"--model {arguments.model!r}: it {why}; the pairs have up to {length} tokens. Choose "
             "the language model that the run starts from."
         )
     model.kernels = find_kernels()
@@ -110,12 +110,13 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
         found = reference_log_probs(model, (train, val), how)
     finally:
         world.leave()
-    assert found is not None, "nobody asks it to stop"
+    assert found is not None, "no stop was requested"
     if world.is_main:
         base = reference_model(identify(arguments.model, weights, quantize=arguments.quantize))
         store(folder, meta, base, dtype=arguments.dtype, values=found)
         print(
-            f"{folder}: the reference of {len(found):,} pairs is {base.name()} in {arguments.dtype}"
+            f"{folder}: stored the reference of {len(found):,} pairs ({base.name()}, "
+            f"{arguments.dtype})"
         )
 
 

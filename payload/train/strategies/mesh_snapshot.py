@@ -1,7 +1,7 @@
-"""A checkpoint of a model in parts on a mesh of ranks: rank 0 gathers tensor by tensor.
+"""A checkpoint of a model on a mesh of ranks: rank 0 gathers it tensor by tensor.
 
-A tensor is on the ranks of one pipeline stage; there it is split over tensor ranks, and each of
-these parts over shards.
+A tensor is on the ranks of one pipeline stage; it is split over that stage's tensor ranks, and
+each of their parts over shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from payload.train.tensors.tensor_file import in_file_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """How the mesh holds one tensor of a parameter's shape."""
+    """Distribution of one parameter, or its optimizer state, over the mesh."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,24 +31,24 @@ class Held:
     stage: int
 
     def placeholder(self, *, transposed: bool = False) -> Tensor:
-        """Return a tensor of the whole one's size, without memory."""
+        """Return a tensor of the whole size that uses no memory."""
         shape = reversed(self.shape) if transposed else self.shape
         return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A tensor of the checkpoint's file, and the parameter that it is."""
+    """A tensor of the checkpoint's file, and its parameter."""
 
     parameter: str
     transposed: bool
 
 
 class Layout:
-    """Layout of the whole model's checkpoint, noted before the ranks share the model out."""
+    """Layout of the whole model's checkpoint, recorded before the ranks divide the model."""
 
     def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
-        """Note the model's parameters; `stages` has each one's pipeline stage, or 0."""
+        """Record the model's parameters; `stages` maps each to its pipeline stage, or 0."""
         self.parameters = {
             name: Held(
                 shape=tuple(each.shape),
@@ -61,7 +61,7 @@ class Layout:
         owners = {each.data_ptr(): (name, each) for name, each in model.named_parameters()}
         self.saved: dict[str, Saved] = {}
         self.constants: dict[str, Tensor] = {}
-        """Tensors of the file that are no parameters, such as biases of zeros."""
+        """Tensors of the file that are not parameters, such as biases of zeros."""
         for name, tensor in model.hf_tensors().items():
             if tensor.data_ptr() not in owners:
                 self.constants[name] = tensor
@@ -73,21 +73,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A tensor that is still to be gathered."""
+    """A tensor whose gather is pending."""
 
     whole: Tensor
-    """Placeholder until then."""
+    """A placeholder until the gather."""
     held: Held
     transposed: bool
     own: Tensor | None
-    """This rank's part of it."""
+    """This rank's part."""
 
 
 class MeshSnapshot(Snapshot):
-    """The parts that this rank holds.
+    """This rank's parts of a checkpoint.
 
-    A thread gathers them while training goes on, over a process group of its own: on rank 0 as the
-    file is written, elsewhere in `finish`. Both take the tensors in the order of the file.
+    A thread gathers them during training, over a separate process group: on rank 0 while it writes
+    the file, on other ranks in `finish`. Both take the tensors in the order of the file.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class MeshSnapshot(Snapshot):
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Take this rank's parts of `parameters` by name, and of their `state` by its key, too.
+        """Take this rank's parts of `parameters` by name, and of their `state` by key and name.
 
-        `group` is of the ranks that hold the first replica.
+        `group` has the ranks of the first replica.
         """
         self._mesh, self._rank, self._group = mesh, rank, group
         weights, pending = dict(layout.constants), {}
@@ -130,7 +130,7 @@ class MeshSnapshot(Snapshot):
         )
 
     def is_shared(self) -> bool:
-        """Say whether this rank holds parts of what rank 0 writes."""
+        """Return whether this rank holds parts that rank 0 writes."""
         return bool(self._pending)
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ class MeshSnapshot(Snapshot):
         return self._gather(self._pending.popleft())
 
     def finish(self) -> None:
-        """Gather or send what is left."""
+        """Gather or send the remaining tensors."""
         while self._pending:
             self._gather(self._pending.popleft())
 
     def _gather(self, each: _Pending) -> Tensor:
-        """Return the whole tensor on rank 0, and send this rank's part of it elsewhere."""
+        """Return the whole tensor on rank 0; on other ranks send this rank's part."""
         with torch.no_grad():
             own = each.own
             if self._rank:
@@ -159,12 +159,12 @@ class MeshSnapshot(Snapshot):
             return whole.t() if each.transposed else whole
 
     def _sends(self, held: Held) -> bool:
-        """Say whether rank 0 takes this rank's part, and not that of one that has the same."""
+        """Return whether rank 0 receives this rank's part: one of several equal copies."""
         place = self._mesh.place(self._rank)
         return place.pipeline == held.stage and (held.split is not None or place.tensor == 0)
 
     def _receive(self, held: Held, whole: Tensor, own: Tensor | None, *, tensor: int) -> None:
-        """Put the part of one tensor rank in its place in `whole`."""
+        """Receive the part of one tensor rank into `whole`."""
         size = self._mesh.tensor
         part = whole if held.split is None else held.split.part(whole, index=tensor, size=size)
         for shard in range(self._mesh.shard):
@@ -184,7 +184,7 @@ class MeshSnapshot(Snapshot):
 
 
 def _by_key(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return one tensor for each kind of state: of AdamW's steps and of its two moments."""
+    """Return one tensor for each kind of state: AdamW's step count and its two moments."""
     found: dict[str, Tensor] = {}
     for name, value in state.items():
         found.setdefault(name.partition(".")[0], value)

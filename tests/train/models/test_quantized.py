@@ -38,7 +38,7 @@ from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone
@@ -139,7 +139,7 @@ def test_losses_are_those_of_transformers_with_bitsandbytes_and_peft(
     settings = OptimizerSection(lr=rate, min_lr=rate)
     optimizers = build_optimizers(model, settings)
     config = parse_run_config("", where="nothing")
-    engage(model, optimizers, settings=config.engine, world=ALONE)
+    apply_engine(model, optimizers, settings=config.engine, world=ALONE)
     optimizers.set_lr(rate)
     ours = []
     for text in batches(steps):

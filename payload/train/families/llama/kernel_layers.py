@@ -1,4 +1,4 @@
-"""A decoder's layers over the kernels, and what the kernels refuse.
+"""A decoder's layers computed by the kernels, and the reasons when they cannot be.
 
 N tokens of all sequences, B batch, T tokens of one sequence, C width.
 """
@@ -28,12 +28,12 @@ from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
 from payload.train.families.llama.rope import Table
 from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.split import TensorRanks, enter, summed
-from payload.train.models.stage import Elsewhere, Stage
+from payload.train.models.stage import OtherStageModule, Stage
 from payload.train.models.uninitialised import Embedding, Linear
 
-_KNOWN = (Attention, Elsewhere, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
+_KNOWN = (Attention, OtherStageModule, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What the kernels hold of a block of keys in a core's cache.
+# Limited by the block of keys that the kernels keep in a core's cache.
 _WIDEST_HEAD = min(256, LONGEST_HEAD)
 JOINED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,7 +41,7 @@ JOINED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""A layer's linears; those of one input are one matmul."""
+"""A layer's linears; the ones with the same input are computed as one matmul."""
 
 
 def run_layers(
@@ -51,15 +51,15 @@ def run_layers(
     ropes: dict[Rope, Table],
     starts: Tensor | None,
     context: LayerContext,
-    layer_pass: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
+    run_layer: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
     ranks: TensorRanks | None = None,
     stage: Stage | None = None,
 ) -> Tensor:
-    """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
+    """Map the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
 
-    `starts` are as in `CausalLM`; `ropes` are made for them. `layer_pass` calls each layer.
-    With `ranks`, each of them has some of the heads and a part of the MLP. With a `stage` that is
-    not the last one, the residual stream behind its layers is returned, fp32.
+    `starts` are as in `CausalLM`; `ropes` are made for them. `run_layer` calls each layer.
+    With `ranks`, each rank has some of the heads and a part of the MLP. With a `stage` before the
+    last one, return the residual stream after its layers, fp32.
     """
 
     def layer_of(
@@ -90,7 +90,7 @@ def run_layers(
         for number in range(len(spec.layers)) if stage is None else stage.layers:
             layer, what = layers[number], spec.layers[number]
             assert isinstance(layer, Layer)
-            total, added = layer_pass(layer.computed_by, layer_of, attending[what], total, added)
+            total, added = run_layer(layer.computed_by, layer_of, attending[what], total, added)
         if stage is not None and not stage.is_last():
             return (total if added is None else total + added).view(x.shape)
         _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
@@ -98,17 +98,17 @@ def run_layers(
 
 
 def refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> list[str]:
-    """Say why the layers run without kernels: a line for each reason."""
+    """Return the reasons why the layers run without kernels, one line each."""
     return list(_refusals(body, spec, dropout=dropout))
 
 
 def _refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> Iterator[str]:
     if dropout:
-        yield f"dropout = {dropout}, whose masks the reference draws"
+        yield f"dropout = {dropout}, which only the reference supports"
     if spec.hidden_act not in _GATES:
         yield f"activation {spec.hidden_act}: the kernels have {' and '.join(_GATES)}"
     if spec.head_dim % 2 or spec.head_dim > _WIDEST_HEAD:
-        yield f"head_dim {spec.head_dim}: the kernels have even ones up to {_WIDEST_HEAD}"
+        yield f"head_dim {spec.head_dim}: the kernels need an even one up to {_WIDEST_HEAD}"
     yield from layer_refusals(body, known=_KNOWN)
 
 
@@ -121,7 +121,7 @@ def _attending(
     length: int,
     ranks: int,
 ) -> dict[LayerSpec, Attending]:
-    """Return what each kind of layer's attention does on one of so many tensor ranks."""
+    """Return the attention settings of each kind of layer, on one of `ranks` tensor ranks."""
     rows = length if documents is None else batch * length
     heads, key_heads = spec.num_attention_heads // ranks, spec.num_key_value_heads // ranks
     sizes = HeadSizes(rows, heads, key_heads, spec.head_dim)
