@@ -30,7 +30,7 @@ from payload.kernels.accumulate import WeightGradients
 from payload.kernels.bf16_copies import Bf16Copies
 from payload.kernels.head import SLICE
 from payload.kernels.library import Library, load_library
-from payload.kernels.linears import LayerContext, join, lay_below_each_other
+from payload.kernels.linears import LayerContext, join, make_adjacent
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
@@ -168,7 +168,7 @@ def _adapted(library: Library, tokens: int, *, count: int, inputs: int, outputs:
     layers = [LoraLinear(nn.Linear(inputs, outputs, bias=False), settings) for _ in range(count)]
     for layer in layers:
         layer.weight.requires_grad_(False)
-    lay_below_each_other([layer.weight for layer in layers])
+    make_adjacent([layer.weight for layer in layers])
     joined = join([projection(layer) for layer in layers], context)
     x, grad = _bf16(tokens, inputs), _bf16(tokens, count * outputs)
     leaf, grads = x.clone().requires_grad_(), [each.contiguous() for each in grad.chunk(count, 1)]

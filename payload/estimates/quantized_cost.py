@@ -68,7 +68,8 @@ class QuantizedCost:
         less = f"saves {saved / _GIB:.1f} GiB" if saved > 0 else "saves nothing"
         return (
             f"{less} a rank at one sequence a micro-batch "
-            f"({self.nf4_bytes / _GIB:.1f} GiB instead of {self.whole_bytes / _GIB:.1f}), takes {ratio:.1f} times as long "
+            f"({self.nf4_bytes / _GIB:.1f} GiB instead of {self.whole_bytes / _GIB:.1f}), "
+            f"takes {ratio:.1f} times as long "
             f"({self.dequantize_s:.2g} s a step of dequantising, {how}); {advice}"
         )
 
@@ -80,7 +81,7 @@ def quantized_weights(spec: ModelSpec) -> int:
 
 def dequantized_times(config: RunConfig) -> int:
     """Return how often a micro-batch dequantises each weight of the base."""
-    # In the forward and the backward pass, and in the second forward pass of checkpointing.
+    # In forward and backward, and with checkpointing in the recomputed forward.
     return 3 if config.memory.activation_checkpointing == "on" else 2
 
 

@@ -26,8 +26,8 @@ from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
 """16 cores move 190 GB/s at AdamW's rate, about a socket's memory bandwidth: eight channels of
-DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was
-measured."""
+DDR5-4800 have 307 GB/s by specification. More cores are not counted; a rank with
+more cores was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def step_time(
 ) -> StepTime:
     """Return the step time of a rank that computes for `compute_s` in `accumulation` micro-batches.
 
-    Ranks exchange during the backward pass of the last micro-batch. A bucket's all-reduce begins
+    Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins
     when it is full and the previous one is done; the step waits for the rest after the backward
     pass. `tokens` are a micro-batch's on all ranks, as in `buckets`.
     """

@@ -158,8 +158,8 @@ class AdaptedSpec(WrappedSpec):
     def _quantized_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with 4-bit linears, which the kernels do not run.
 
-        Each linear is in bf16 while it is loaded and while it multiplies; an fp32 run then also has
-        it in fp32.
+        Each linear is in bf16 while it is loaded and while it multiplies. An fp32 run then also
+        has an fp32 copy.
         """
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()

@@ -1,4 +1,4 @@
-"""The contents of an exported GGUF file, as far as config.json determines them."""
+"""The part of an exported GGUF file that config.json determines."""
 
 from __future__ import annotations
 

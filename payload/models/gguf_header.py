@@ -75,7 +75,7 @@ class GgufHeader:
     values: Mapping[str, Value]
     """Metadata by key."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Every tensor's shape by name, rows first as torch has them."""
+    """Every tensor's shape by name, rows first as in torch."""
 
 
 def read_header(path: Path) -> GgufHeader:

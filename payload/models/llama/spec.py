@@ -149,7 +149,7 @@ class DecoderSpec(ModelSpec):
         The peak is at the end of the forward pass, or with few tokens of the backward pass.
         Weights and two AdamW moments are fp32, 12 bytes a parameter. Gradients, 4 more or 2 (see
         `bf16_gradients`), exist at the forward pass's end with other ranks and in all micro-batches
-        of a step after its first (`accumulates`). With `kernels` each matmul makes its bf16 weights;
+        of a step after its first (`accumulates`). With `kernels` a matmul makes its bf16 weights;
         the head keeps a bf16 copy while its logits come in chunks. A bf16 gradient of the head
         reuses the logits' memory if they have no more tokens than the model is wide. Fragmentation
         took 2 bytes a parameter of the layers, 1 with bf16 gradients, as measured for SmolLM2-135M

@@ -18,7 +18,7 @@ from torch.nn import functional
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
 from payload.formats.hf_folder import CONFIG_FILE, own_file
-from payload.kernels.linears import lay_below_each_other
+from payload.kernels.linears import make_adjacent
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors
@@ -200,7 +200,7 @@ def shrink_base(model: CausalLM) -> None:
         modules = [model.get_submodule(path) for path in paths]
         if any(isinstance(each, QuantizedLinear | QuantizedLoraLinear) for each in modules):
             continue
-        lay_below_each_other([cast(Tensor, each.weight) for each in modules])
+        make_adjacent([cast(Tensor, each.weight) for each in modules])
 
 
 def widen_base(model: CausalLM) -> None:

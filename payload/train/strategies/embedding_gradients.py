@@ -63,14 +63,14 @@ class TokenExchange(TokenGradient):
         self._was_read[tokens.flatten()] = 1
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
-    def head_place(self, weight: Tensor) -> Tensor:
+    def head_gradient(self, weight: Tensor) -> Tensor:
         """Return the exchange buffer for a step's first micro-batch; later ones are added to it.
 
         One micro-batch at a time uses it. A loss without a backward pass keeps it reserved; then
         later gradients are copied.
         """
         if weight.grad is not None or self._place_is_taken:
-            return super().head_place(weight)
+            return super().head_gradient(weight)
         self._place_is_taken = True
         return self._place
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from payload.kernels.decoder_layers import (
-    Attending,
+    AttentionSettings,
     Norm,
     add_norm,
     attention,
@@ -63,10 +63,10 @@ def run_layers(
     """
 
     def layer_of(
-        layer: Layer, how: Attending, total: Tensor, added: Tensor | None
+        layer: Layer, settings: AttentionSettings, total: Tensor, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
-        mixed = _attention(normed, layer.self_attn, how, context)
+        mixed = _attention(normed, layer.self_attn, settings, context)
         before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
         if before is None or behind is None:
             total, normed = add_norm(total, mixed, _norm(layer.post_attention_layernorm), context)
@@ -120,7 +120,7 @@ def _attending(
     batch: int,
     length: int,
     ranks: int,
-) -> dict[LayerSpec, Attending]:
+) -> dict[LayerSpec, AttentionSettings]:
     """Return the attention settings of each kind of layer, on one of `ranks` tensor ranks."""
     rows = length if documents is None else batch * length
     heads, key_heads = spec.num_attention_heads // ranks, spec.num_key_value_heads // ranks
@@ -132,7 +132,7 @@ def _attending(
         if kind.window is not None and kind.window < length:
             first = (torch.arange(length) - kind.window + 1).clamp_min(0)
             starts = first.repeat(batch, 1) if starts is None else starts.maximum(first)
-        found[kind] = Attending(batch, sizes, spec.attention_scale, rotation, starts)
+        found[kind] = AttentionSettings(batch, sizes, spec.attention_scale, rotation, starts)
     return found
 
 
@@ -140,14 +140,16 @@ def _norm(module: RMSNorm) -> Norm:
     return Norm(module.weight, module.eps, 1.0 if module.offset else 0.0)
 
 
-def _attention(x: Tensor, module: Attention, how: Attending, context: LayerContext) -> Tensor:
+def _attention(
+    x: Tensor, module: Attention, settings: AttentionSettings, context: LayerContext
+) -> Tensor:
     norms = None
     if module.q_norm is not None and module.k_norm is not None:
         norms = (_norm(module.q_norm), _norm(module.k_norm))
     query, key, value = map(projection, (module.q_proj, module.k_proj, module.v_proj))
     ranks, last = module.ranks, module.o_proj
     out = projection(last, is_part=ranks is not None)
-    mixed = attention(enter(x, ranks), (query, key, value), out, norms, how, context)
+    mixed = attention(enter(x, ranks), (query, key, value), out, norms, settings, context)
     return mixed if ranks is None else summed(mixed, last.bias, ranks)
 
 
