@@ -178,11 +178,11 @@ def test_a_feature_that_the_modules_lack_is_named(
         ({"rope_scaling": [8]}, "rope_scaling = [8]: must be an object"),
         (
             {"rope_scaling": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
-            "qwen3 has none by layer type",
+            "qwen3 has no rope per layer type",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
-            "qwen3 has none by layer type",
+            "qwen3 has no rope per layer type",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
 
 
 def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"rope_scaling = .* has rope_type in place of type"):
+    with pytest.raises(CheckpointError, match=r"rope_scaling = .* needs rope_type instead of type"):
         spec_of_raw("gemma3", rope_scaling={"type": "linear", "factor": 8.0})
     both = spec_of_raw("gemma3", rope_scaling={"type": "x", "rope_type": "linear", "factor": 8.0})
     assert both == spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})

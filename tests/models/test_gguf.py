@@ -145,7 +145,7 @@ def test_a_file_and_a_folder_with_one_are_names_of_a_model(exported: Path, tmp_p
     assert sent is not None and sent.folder == alone and list(sent.files) == ["m.gguf"]
     assert gguf_file(exported.parent / "model") is None
     (alone / "n.gguf").write_bytes(b"another")
-    with pytest.raises(CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Name one"):
+    with pytest.raises(CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Choose one"):
         find_source(str(alone), setting="model.init")
 
 
@@ -193,7 +193,7 @@ def test_a_tensor_that_is_missing_or_scaled_is_named(exported: Path, tmp_path: P
     file = tmp_path / "changed.gguf"
     old = b"blk.1.ffn_up.weight"
     file.write_bytes(content.replace(old, b"blk.1.ffn_xx.weight"))
-    with pytest.raises(CheckpointError, match=r"has no tensor blk\.1\.ffn_up"):
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\S* is missing"):
         read_gguf(file)
     change = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     change |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}

@@ -56,10 +56,11 @@ IS_OFFLINE = (
     "network (hf download), or name a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
-AGAIN = "Download the model again, or name another one."
+AGAIN = "Download the model again, or use another one."
 LAYOUT = "Name a folder in the Hugging Face layout."
-ITS_OWN = "Name a folder in the Hugging Face layout, with its own config.json."
+ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
 A_WHOLE_MODEL = "Name the folder of a whole model."
+USE_A_WHOLE_MODEL = "Use the folder of a whole model."
 NO_FOLDER = (
     "there is no such folder here. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
@@ -223,13 +224,13 @@ CASES = {
     ),
     "half a shard": Case(
         sharded(cut("model-00002-of-00002.safetensors")),
-        "{model}/model-00002-of-00002.safetensors: 5,188 bytes, its header says 10,376: it was cut "
-        f"off or is damaged. {AGAIN}",
+        "{model}/model-00002-of-00002.safetensors: 5,188 bytes, but its header requires "
+        f"10,376: the file is truncated or damaged. {AGAIN}",
         has_sizes=True,
     ),
     "missing shard": Case(
         sharded(without("model-00001-of-00002.safetensors")),
-        f"{{model}}/{INDEX}: names model-00001-of-00002.safetensors, which is not there. {AGAIN}",
+        f"{{model}}/{INDEX}: it lists model-00001-of-00002.safetensors, which is missing. {AGAIN}",
         has_sizes=True,
     ),
     "shards without index": Case(
@@ -257,13 +258,13 @@ CASES = {
     ),
     "half the weights": Case(
         cut(),
-        f"{{model}}/{WEIGHTS}: 26,768 bytes, its header says 53,536: it was cut off or is damaged. "
-        f"{AGAIN}",
+        f"{{model}}/{WEIGHTS}: 26,768 bytes, but its header requires 53,536: the file is truncated "
+        f"or damaged. {AGAIN}",
         has_sizes=True,
     ),
     "text for weights": Case(
         content(WEIGHTS, "<html>Not found</html>"),
-        f"{{model}}/{WEIGHTS}: 22 bytes: it was cut off or is no safetensors file. {AGAIN}",
+        f"{{model}}/{WEIGHTS}: 22 bytes: truncated or not a safetensors file. {AGAIN}",
         has_sizes=True,
     ),
     "a pointer for weights": Case(
@@ -274,8 +275,8 @@ CASES = {
     ),
     "lying header": Case(
         lying_header,
-        f"{{model}}/{WEIGHTS}: 'model.layers.0.mlp.gate_proj.weight': F32 of shape [99, 16] takes "
-        f"6,336 bytes, but the header gives it 2,048: the file is damaged. {AGAIN}",
+        f"{{model}}/{WEIGHTS}: 'model.layers.0.mlp.gate_proj.weight': F32 of shape [99, 16] needs "
+        f"6,336 bytes, but the header reserves 2,048: the file is damaged. {AGAIN}",
         has_sizes=True,
     ),
     "pickle": Case(
@@ -322,13 +323,13 @@ CASES = {
     ),
     "GGUF of another family": Case(
         gguf_of(b"falcon"),
-        "{tmp}/model.gguf: general.architecture = 'falcon': only llama, qwen2, qwen3 are read. "
-        "Name a folder in the Hugging Face layout, with safetensors.",
+        "{tmp}/model.gguf: general.architecture = 'falcon': only llama, qwen2, qwen3 can be read. "
+        "Use a folder in the Hugging Face layout, with safetensors.",
     ),
     "half a GGUF": Case(
         gguf_of(b"llama", cut_bytes=120),
-        "{tmp}/model.gguf: 126 bytes, its header says 160: it was cut off or is damaged. Download "
-        "it again, or name a folder in the Hugging Face layout.",
+        "{tmp}/model.gguf: 126 bytes, but its header requires 160: the file is truncated or damaged. "
+        "Download it again, or use a folder in the Hugging Face layout.",
     ),
     "malformed config": Case(
         content("config.json", '{"model_type": '),
@@ -360,7 +361,7 @@ CASES = {
         f"asks for. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 9 missing (first: "
-        f"model.layers.2.input_layernorm.weight). {A_WHOLE_MODEL}",
+        f"model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
     ),
     "heads that do not divide": Case(
         config(num_attention_heads=3),
@@ -378,63 +379,64 @@ CASES = {
     ),
     "vision beside text": Case(
         config(model_type="gemma3"),
-        "{model}/config.json: model_type = 'gemma3': it holds a vision model beside the text "
-        "model. Name a text model (model_type 'gemma3_text', google/gemma-3-270m or -1b for "
-        "example).",
+        "{model}/config.json: model_type = 'gemma3': it has a vision model, too. Use a text "
+        "model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
     ),
     "encoder-decoder": Case(
         config(model_type="bart", is_encoder_decoder=True),
-        "{model}/config.json: is_encoder_decoder = true: model_type 'bart' is no causal language "
-        "model. Use a decoder-only model.",
+        "{model}/config.json: is_encoder_decoder = true: model_type 'bart' is not a causal "
+        "language model. Use a decoder-only model.",
     ),
     "no language model": Case(config(model_type="vit"), NOT_CAUSAL.format("vit", "")),
     "another model's weights": Case(
         config(model_type="bert"),
         "{model}: not the weights that config.json describes: 44 missing (first: "
-        f"bert.embeddings.LayerNorm.bias). {A_WHOLE_MODEL}",
+        f"bert.embeddings.LayerNorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "quantised": Case(
         config(quantization_config={"quant_method": "gptq"}),
-        "{model}/config.json: quantization_config: quantised weights cannot be trained. Name the "
-        "model's folder in bf16 or fp32.",
+        "{model}/config.json: quantization_config: quantised weights cannot be trained. Use the "
+        "model in bf16 or fp32.",
     ),
     "quantised tensors": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(32, WIDTH, dtype=torch.int8)})),
         f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Name the model in bf16 "
         "or fp32.",
         has_sizes=True,
+        trained=f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Use the model "
+        "in bf16 or fp32.",
     ),
     "a tensor's shape": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
         f"{{model}}: {A_MATRIX} is [16, 32], its config.json says [32, 16]. {A_WHOLE_MODEL}",
         has_sizes=True,
-        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json says (32, 16). {A_WHOLE_MODEL}",
+        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json requires (32, 16). {USE_A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
         f"{{model}}: it has no tensor {A_MATRIX}, which its config.json asks for. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 1 missing (first: "
-        f"{A_MATRIX}). {A_WHOLE_MODEL}",
+        f"{A_MATRIX}). {USE_A_WHOLE_MODEL}",
     ),
     "an unknown tensor": Case(
         tensors(lambda found: found.update({"model.extra": torch.zeros(1)})),
         "{model}: not the weights that config.json describes: 1 unknown (first: model.extra). "
-        f"{A_WHOLE_MODEL}",
+        f"{USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "missing tensors of transformers' own": Case(
         config(model_type="stablelm"),
         "{model}: not the weights that config.json describes: 5 missing (first: "
-        f"model.layers.0.input_layernorm.bias). {A_WHOLE_MODEL}",
+        f"model.layers.0.input_layernorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "adapter without its base": Case(
         adapter_without_base,
         f"{{model}}/adapter_config.json: base_model_name_or_path = '{{tmp}}/gone': {NO_FOLDER}",
-        trained="{model}: its base {tmp}/gone is not there, and an adapter has no copy of it. "
-        "Put the base back in that place.",
+        trained="{model}: its base {tmp}/gone is missing, and an adapter has no copy of it. "
+        "Restore the base in that folder.",
     ),
     "other sizes": Case(
         lambda _: None,

@@ -103,7 +103,7 @@ def test_a_plan_says_that_it_does_not_know_another_family_without_its_weights(
     plans, codes, said = planned([make_folder(tmp_path, "m", OTHER)], tmp_path / "runs")
     assert (plans, codes) == ([], [ExitCode.CONFIG])
     error = said.splitlines()[-1]
-    assert error.startswith("error: ") and "how many parameters it has is not known" in error
+    assert error.startswith("error: ") and "does not determine the number of parameters" in error
 
 
 def test_another_family_on_the_hub_is_counted_from_the_headers_of_its_weights(

@@ -75,9 +75,9 @@ def _train_spoiled(arguments: list[str], rank: int, parameter: str) -> None:
 
     def spoiled(trainer: Any) -> bool:
         stopping = step(trainer)
-        if trainer._parts.world.rank == rank and trainer._step == 2:
+        if trainer._context.world.rank == rank and trainer._step == 2:
             with torch.no_grad():
-                trainer._parts.optimizers.trained()[parameter].view(-1)[5] += 1e-6
+                trainer._context.optimizers.trained()[parameter].view(-1)[5] += 1e-6
         return stopping
 
     with mock.patch.object(Trainer, "_train_step", spoiled):

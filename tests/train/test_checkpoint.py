@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(
     assert manifest_problems(newer) == [problem]
     assert newest_checkpoint(tmp_path) == good
     (said,) = (record.message for record in caplog.records)
-    assert said == f"checkpoint {newer} is passed over: {problem}"
+    assert said == f"checkpoint {newer} is skipped: {problem}"
 
 
 def test_an_interrupted_write_leaves_the_older_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:

@@ -168,10 +168,10 @@ def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> 
         (("task.kind=text",), "was prepared with --task classify"),
         (
             ("task.class_weights=1,2",),
-            "task.class_weights = '1,2': use none, balanced, or 3 numbers",
+            "task.class_weights = '1,2': use none, balanced, or 3 positive numbers",
         ),
-        (("task.class_weights=1,2,-1",), "or 3 numbers above 0"),
-        (("task.class_weights=heavy",), "use none, balanced, or 3 numbers"),
+        (("task.class_weights=1,2,-1",), "or 3 positive numbers"),
+        (("task.class_weights=heavy",), "use none, balanced, or 3 positive numbers"),
     ],
 )
 def test_a_config_that_does_not_suit_the_data_is_refused(
@@ -194,7 +194,7 @@ def test_a_classifier_of_other_labels_is_refused(
     assert task.fitted(model, seed=1, init="x") is model
     assert isinstance(model, Classifier)
     model.labels = ("a", "b", "c")
-    with pytest.raises(CheckpointError, match="'x': it classifies into a, b, c, the data's labels"):
+    with pytest.raises(CheckpointError, match="'x': its labels are a, b, c, the data's"):
         task.fitted(model, seed=1, init="x")
 
 
@@ -209,7 +209,9 @@ def test_a_classifier_of_other_labels_is_refused(
 def test_a_classifier_of_another_kind_is_refused(key: str, value: object) -> None:
     config = {"id2label": {"0": "a", "1": "b"}, "num_labels": 2}
     assert saved_labels(config, where="x") == ("a", "b")
-    with pytest.raises(CheckpointError, match=f"x: {key} = .*a text has one of the 2 labels"):
+    with pytest.raises(
+        CheckpointError, match=f"x: {key} = .*only classifiers with one of 2 labels"
+    ):
         saved_labels({**config, key: value}, where="x")
 
 
@@ -225,7 +227,7 @@ def test_a_classifier_that_fills_texts_up_otherwise_is_refused_in_its_own_words(
 ) -> None:
     model = load(trained / "checkpoints" / "step_00000012")
     task = Classify(data, with_padding(data, 7), sequence_length=16, loss=Classification())
-    with pytest.raises(CheckpointError, match="'x': it pads texts with token 50256, the data"):
+    with pytest.raises(CheckpointError, match="'x': its padding token is 50256, the data"):
         task.fitted(model, seed=1, init="x")
 
 
@@ -250,8 +252,8 @@ def test_a_resumed_adapter_takes_no_other_labels_of_the_same_number(
     settings = (*CLASSIFY, *LORA, f"model.init={base}")
     train_alone(tmp_path / "run", tiny_config, *settings, f"data.dir={data}", "train.steps=1")
     resumed = (*settings, f"data.dir={other}", "train.steps=2")
-    words = r"config\.json: it classifies into animal, .* zoo.*\. Resume with the data that the "
-    with pytest.raises(CheckpointError, match=rf"{words}run was started with\.$"):
+    words = r"config\.json: its labels are animal, .* zoo.*\. Resume with the data of the "
+    with pytest.raises(CheckpointError, match=rf"{words}run's start\.$"):
         train_alone(tmp_path / "run", tiny_config, *resumed)
 
 
@@ -267,7 +269,7 @@ def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
     task.require_own(own)
     load(own)
     (own / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match="num_labels = 2, but here a text has one of the"):
+    with pytest.raises(CheckpointError, match="num_labels = 2, but only classifiers with one of"):
         load(own)
 
 

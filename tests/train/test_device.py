@@ -57,7 +57,7 @@ def test_auto_is_the_cpu_where_torch_sees_no_cuda_device() -> None:
 
 def test_cuda_without_a_device_is_refused_in_one_line() -> None:
     with pytest.raises(
-        ConfigError, match=r"sees no CUDA device\..*device\.kind = 'cpu'"
+        ConfigError, match=r"finds no CUDA device\..*device\.kind = 'cpu'"
     ) as refused:
         ALONE.on(DeviceSection(kind="cuda"))
     assert refused.value.exit_code == ExitCode.CONFIG

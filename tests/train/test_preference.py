@@ -249,7 +249,7 @@ def test_the_command_stores_what_a_run_computes_itself(
     own = own_copy(config, tmp_path).partition("=")[2]
     words = ["--model", str(model), "--data", own, "--dtype", "fp32", "--quantize", quantize]
     assert reference(words, {}) == 0
-    assert f"the reference of 60 pairs is {model} in fp32" in capsys.readouterr().out
+    assert f"stored the reference of 60 pairs ({model}, fp32)" in capsys.readouterr().out
     train_alone(tmp_path / "run", config, "train.steps=1", *FAST_LORA, f"model.quantize={quantize}")
     values = [
         np.frombuffer((folder / "reference.fp32.bin").read_bytes())
@@ -264,7 +264,7 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
     data = config.with_name("data")
     train_alone(tmp_path / "first", config, "train.steps=1")
     other = make_model(tmp_path / "other", "qwen3", template=PLAIN_TEMPLATE)
-    with pytest.raises(CheckpointError, match=r"and the run starts from .*other") as refused:
+    with pytest.raises(CheckpointError, match=r"but the run starts from .*other") as refused:
         train_alone(tmp_path / "run", config, f"model.init={other}")
     assert not (tmp_path / "run").exists() and "\n" not in str(refused.value)
     words = str(refused.value).partition("payload.train.reference ")[2].split()
@@ -272,7 +272,7 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
     assert reference([*words, "--dtype", "fp32"], {}) == 0
     train_alone(tmp_path / "run", config, f"model.init={other}", "train.steps=1")
     # The run that began with the first model cannot go on with another reference.
-    with pytest.raises(CheckpointError, match="the reference stored there is of"):
+    with pytest.raises(CheckpointError, match="the stored reference is"):
         train_alone(tmp_path / "first", config, "train.steps=2")
 
 
@@ -312,7 +312,7 @@ def test_a_reference_notices_another_config_json_beside_the_same_weights(
     (copy / "config.json").write_text(json.dumps({**written, "transformers_version": "6.0.0"}))
     train_alone(tmp_path / "second", config, mine, "train.steps=1")
     (copy / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 0.01}))
-    with pytest.raises(CheckpointError, match=r"config\.json [0-9a-f]{12}\), and the run starts"):
+    with pytest.raises(CheckpointError, match=r"config\.json [0-9a-f]{12}\), but the run starts"):
         train_alone(tmp_path / "third", config, mine, "train.steps=1")
 
 
@@ -338,7 +338,7 @@ def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path)
     train_alone(tmp_path / "run", config, "train.steps=2")
     shutil.copytree(data, tmp_path / "kept")
     (data / "reference.json").unlink()
-    with pytest.raises(CheckpointError, match=r"is not stored there any more.*--model"):
+    with pytest.raises(CheckpointError, match=r"stored reference is missing.*--model"):
         train_alone(tmp_path / "run", config, "train.steps=3")
     # Half of a value is another one.
     shutil.copy(tmp_path / "kept" / "reference.json", data)

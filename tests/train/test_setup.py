@@ -67,7 +67,7 @@ def test_a_run_with_a_store_needs_room_for_the_checkpoint_that_is_uploaded(tmp_p
     with_store = ["train.keep_checkpoints=2", f"storage.results={tmp_path / 'store'}"]
     config = parse_run_config("", overrides=with_store, where="test")
     shape = shape_of_a_checkpoint(room=4.5)
-    with pytest.raises(ConfigError, match=r"5 more of 5 checkpoints .*on its way to the store"):
+    with pytest.raises(ConfigError, match=r"5 more of 5 checkpoints .*the one in upload"):
         require_disk_space(config, shape, paths=RunPaths(tmp_path))
 
 
@@ -101,16 +101,18 @@ def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
     caplog.clear()
     found = start()
     assert found.state is not None and found.state.step == 1
-    assert f"checkpoint {paths.checkpoint(2)} is passed over: model.safetensors: " in caplog.text
+    assert f"checkpoint {paths.checkpoint(2)} is skipped: model.safetensors: " in caplog.text
     damage(paths.checkpoint(1))
-    with pytest.raises(CheckpointError, match=r"not one of 2 .*_00000002: model.* from scratch"):
+    with pytest.raises(
+        CheckpointError, match=r"none of 2 checkpoints is valid. .*_00000002: model.* from scratch"
+    ):
         start()
 
 
 def test_a_run_of_whole_weights_reads_no_base_that_a_checkpoint_names(tmp_path: Path) -> None:
     """The attack: a store's checkpoint was an adapter of a private model, which was trained on."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="it is an adapter, and the run trains whole weights"):
+    with pytest.raises(CheckpointError, match="an adapter, but the run trains whole weights"):
         weights_folder(tmp_path, parse_run_config("", where="test"))
 
 

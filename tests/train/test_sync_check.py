@@ -79,7 +79,7 @@ def test_nan_is_never_saved_over_the_only_good_checkpoint(
     def spoiled(self: Trainer) -> bool:
         stopping = train_step(self)
         if self._step == 4:
-            optimizers: Optimizers = self._parts.optimizers
+            optimizers: Optimizers = self._context.optimizers
             found = dict(optimizers.model.named_parameters()) | optimizers.state_tensors()
             name = "wpe.weight" if spoil == "a weight" else "exp_avg.wpe.weight"
             found[name].detach()[5, 5] = torch.nan
@@ -113,7 +113,7 @@ def test_a_checkpoint_thread_that_dies_at_once_ends_the_wait_for_it(
         state=STATE,
     )
     for come_next in (saving.before_update, saving.finish):
-        with pytest.raises(TrainingError, match=r"its thread could not run\. Free memory"):
+        with pytest.raises(TrainingError, match=r"could not start or ended early\. Free memory"):
             come_next()
 
 
@@ -126,7 +126,9 @@ def test_a_checkpoint_thread_that_cannot_be_started_is_one_clear_error(
     optimizers = trained_optimizers()
     saving = Saving(tmp_path, keep=1, tokenizer={}, waiting=lambda: None)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(TrainingError, match=r"could not run \(can't start new thread\)"):
+    with pytest.raises(
+        TrainingError, match=r"could not start or ended early \(can't start new thread\)"
+    ):
         saving.begin(
             tmp_path / "step_00000007",
             model=model_of(optimizers),
@@ -165,8 +167,8 @@ step = trainer.Trainer._train_step
 
 def flipped(self):
     stopping = step(self)
-    if self._parts.world.is_main and self._step == 6:
-        moment = self._parts.optimizers.state_tensors()["NAME.wte.weight"]
+    if self._context.world.is_main and self._step == 6:
+        moment = self._context.optimizers.state_tensors()["NAME.wte.weight"]
         moment.view(-1).view(torch.int32)[1000] ^= 1
     return stopping
 

@@ -146,13 +146,13 @@ def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) ->
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Steps and phases of all heartbeats, as they come."""
     found: list[tuple[int, str]] = []
-    tell = Heartbeat.tell
+    report = Heartbeat.report
 
     def record(self: Heartbeat, *, step: int, phase: str, **passes: int | None) -> None:
         found.append((step, phase))
-        tell(self, step=step, phase=phase, **passes)
+        report(self, step=step, phase=phase, **passes)
 
-    monkeypatch.setattr(Heartbeat, "tell", record)
+    monkeypatch.setattr(Heartbeat, "report", record)
     return found
 
 

@@ -226,8 +226,8 @@ def _wrapped(model: CausalLM) -> None:
         (_another_kind, "modules of another kind: _Dora"),
         (_magnitude, "more than LoRA's two matrices"),
         (_dropout, "unlike dropout"),
-        (_trained, "1 weights besides the adapter's are trained"),
-        (_wrapped, "1 weights of type Quantised, layers.1.mlp.up_proj.weight"),
+        (_trained, "1 weights other than the adapter's are trained"),
+        (_wrapped, "1 weights of type Quantised, such as layers.1.mlp.up_proj.weight"),
     ],
 )
 def test_an_adapter_that_the_kernels_do_not_know_is_refused_by_name(

@@ -139,7 +139,7 @@ def test_a_new_classifier_scores_labels_by_the_mean_logit_of_their_names_tokens(
     [
         ("gpt2", ((5,), (6, 7), (8,)), "folder", "starts from the labels' names"),
         ("gpt2", (), "folder", "data has no tokens of the labels' names"),
-        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random numbers, like the whole model"),
+        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random values, like the whole model"),
         ("phi", ((5,), (6, 7), (8,)), "folder", "output head has a bias, or its logits are scaled"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_new_classifier_says_what_it_starts_from(
     head = body.head_weight()
     model = Classifier(body, labels=LABELS, pad_token=PAD, label_tokens=names)
     takes_names = head is not None and bool(names)
-    assert takes_names == ("random numbers" not in said or init == "scratch")
+    assert takes_names == ("random values" not in said or init == "scratch")
     of_name = torch.zeros_like(model.score.weight[0]) if head is None else head[5]
     assert torch.equal(model.score.weight[0], of_name) == takes_names
 
@@ -225,10 +225,10 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"id2label": {"0": "a"}}, "id2label does not number two or more different labels"),
-        ({"id2label": {"0": "a", "1": "a"}}, "id2label does not number two or more different"),
-        ({"pad_token_id": None}, "pad_token_id = None: it says where a padded text ends"),
-        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but here a text has one of the 2"),
+        ({"id2label": {"0": "a"}}, "id2label must number two or more different labels"),
+        ({"id2label": {"0": "a", "1": "a"}}, "id2label must number two or more different"),
+        ({"pad_token_id": None}, "pad_token_id = None: must be a token of the model"),
+        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but only classifiers with one of 2"),
         ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"is \(3, 32\), its 2 labels need"),
     ],
 )

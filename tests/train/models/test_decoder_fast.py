@@ -265,7 +265,7 @@ def _half(model: Decoder) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_frozen, "1 frozen weights, layers.1.mlp.up_proj.weight"),
+        (_frozen, "1 frozen weights, such as layers.1.mlp.up_proj.weight"),
         (_adapted, "modules of another kind: _Adapted"),
         (_hooked, "hooks on layers.0.mlp"),
         (_half, "not fp32"),

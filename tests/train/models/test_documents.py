@@ -173,5 +173,5 @@ def test_layers_that_mix_documents_are_refused(model_type: str) -> None:
     targets[:, 149:] = IGNORED_TARGET
     alone = model.token_losses(tokens[:, :150], targets[:, :150])
     torch.testing.assert_close(model.token_losses(tokens, targets, padding)[:, :150], alone)
-    with pytest.raises(ConfigError, match="do not keep the conversations of a block apart"):
+    with pytest.raises(ConfigError, match="do not separate the conversations of a block"):
         model.token_losses(tokens, targets, starts)
