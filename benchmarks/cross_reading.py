@@ -41,7 +41,7 @@ from benchmarks.tables import Table
 from payload.core.files import write_whole
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 
 LAYOUTS = (
     *((1, "replicate"), (2, "replicate"), (2, "shard"), (2, "zero3"), (2, "tensor2")),
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.rank is not None:
         _train_all(arguments.rank, json.loads(arguments.tasks.read_text(encoding="utf-8")))
         # As a rank of a run ends: torch's threads have been seen to abort a leaving interpreter.
-        leave(0)
+        exit_now(0)
     layouts = arguments.only or list(LAYOUTS)
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

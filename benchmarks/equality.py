@@ -33,7 +33,7 @@ from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 from tests.support.data_folders import make_data_folder
 
 MODELS = ("gpt2", "llama")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.rank is not None:
         _train_all(arguments.rank, json.loads(arguments.jobs))
         # As a rank of a run ends: torch's threads have been seen to abort a leaving interpreter.
-        leave(0)
+        exit_now(0)
     wanted = arguments.only or [(ranks, mesh) for ranks in MESHES for mesh in MESHES[ranks]]
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

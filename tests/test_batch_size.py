@@ -1,4 +1,4 @@
-"""`batch.micro_batch_size = "auto"`: which number it becomes, and that it stays that number."""
+"""`batch.micro_batch_size = "auto"`: the number it resolves to, which does not change later."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_size_that_was_given_and_does_not_divide_is_refused(tmp_path: Path) ->
 
 
 def plan_again(paths: RunPaths, *, ranks: int, size: int | None) -> ResolvedPlan:
-    """Plan a run again from its folder; `size` is what its last plan chose."""
+    """Plan a run again from its folder; `size` is the last plan's resolved number."""
     overrides = [f"launch.ranks_per_node={ranks}"]
     overrides += [] if size is None else [f"batch.micro_batch_size={size}"]
     config = load_run_config(paths.config, overrides=overrides)

@@ -1,4 +1,4 @@
-"""The facts that a plan has of a CPU: dtype, peak, and the share of it that a step reaches."""
+"""A plan's facts about a CPU: dtype, peak, and the share of the peak that a step reaches."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_cpus_flags_say_whether_it_multiplies_bf16(
 
 
 class Planned(Protocol):
-    """Plans a run on this machine, as if its CPU multiplied bf16 itself, or did not tell."""
+    """Plans a run on this machine, as if its CPU supported bf16, or did not, or were unknown."""
 
     def __call__(
         self, *words: str, bf16: bool | None, kept_dtype: Dtype | None = None
@@ -134,7 +134,7 @@ def test_a_plan_counts_the_memory_of_fp32_where_the_cpu_has_no_bf16(planned: Pla
     assert [each.predicted.dtype() for each in runs] == ["bf16", "bf16", "fp32", "fp32"]
     needs = [each.plan.arithmetic.memory_bytes_per_rank for each in runs]
     assert needs[0] == needs[1] < needs[2] == needs[3]
-    # The run measures before it chooses.
+    # The run measures before it resolves the dtype.
     assert without.config.precision.dtype == "auto"
     assert without.core_flops_per_s["bf16"] == EMULATED_BF16_CORE_FLOPS_PER_S
 

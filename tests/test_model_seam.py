@@ -1,4 +1,4 @@
-"""A new model family is one file and one line of the registry: a toy family trains so."""
+"""A new model family needs one file and one line of the registry: a toy family trains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = {"model_type": "toy", "hidden": 16, "vocab_size": 640}
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a toy model, whose family is one more line of the registry."""
+    """Return a folder with a toy model; its family is registered by one line."""
     for name, module in toy_family.LINE.items():
         monkeypatch.setitem(cast("dict[str, str]", FAMILIES), name, module)
     model = tmp_path / "model"
@@ -112,14 +112,14 @@ def test_a_family_is_a_folder_of_numbers_and_one_of_tensors() -> None:
 
 
 def settings_of(model: Path) -> list[str]:
-    """Settings of a short run of this model with checkpoints."""
+    """Return settings of a short run of this model with checkpoints."""
     sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
     run = ["train.checkpoint_every=2", "schedule.decay_steps=4", "optimizer.lr=0.03"]
     return [*sizes, f"model.init={model}", *run, "schedule.warmup_steps=0"]
 
 
 def plan(model: Path, config: Path, folder: Path) -> int:
-    """Plan a run of this model here; return the exit code."""
+    """Plan a run of this model on this machine; return the exit code."""
     words = [word for setting in settings_of(model) for word in ("--set", setting)]
     place = ["--inventory", "local", "--runs-dir", str(folder / "runs"), "--config", str(config)]
     return orchestrate(["plan", *place, *words], os.environ)

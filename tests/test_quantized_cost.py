@@ -1,4 +1,4 @@
-"""The plan of a base of 4 bits: memory saved, time lost, and the better base."""
+"""The plan of a 4-bit base: memory saved, time lost, and the better base."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bf16_is_recommended_where_it_fits_and_4_bits_where_it_does_not() -> Non
     [
         (512, 300, "cpu", 3e11, BF16_FITS),
         (512, 300, "cpu", 3e10, "fp32 does not fit: use nf4"),
-        # The peaks are those of cores.
+        # The peaks are of CPU cores.
         (512, 300, "cuda", 3e10, BF16_FITS),
         # 4 bits do not fit either.
         (8192, 400, "cpu", 3e10, BF16_FITS),
@@ -83,7 +83,7 @@ def test_where_fp32_does_not_fit_the_faster_of_4_bits_and_a_whole_base_in_bf16_i
     assert 'fp32 fits: model.quantize = "none" is recommended' in much.sentence()
     assert advice in some.sentence()
     assert "fp32 does not fit: use nf4" in little.sentence()
-    # 4 bits compute in fp32, and are dequantised besides.
+    # 4-bit weights are dequantised, and then compute in fp32.
     assert much.nf4_step_s == pytest.approx(much.whole_step_s + much.dequantize_s)
 
 
@@ -190,7 +190,7 @@ def test_the_70b_recipe_is_planned_on_its_machines_without_weights_or_network(
     numbers, quantized = planned["plan"]["arithmetic"], planned["estimate"]["quantized"]
     assert planned["plan"]["world_size"] == 8
     assert numbers["params"] > 69e9 and planned["estimate"]["seconds"] > 0
-    # Half a byte for most weights; or two bytes for each, and four while they are read.
+    # Half a byte for most weights; or two bytes for each, and four during loading.
     low, high = (35, 130) if quantize == "nf4" else (130, 290)
     assert low * GIB < numbers["memory_bytes_per_rank"] < high * GIB
     assert quantized["whole_bytes"] - quantized["nf4_bytes"] > 90 * GIB

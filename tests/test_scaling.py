@@ -45,7 +45,7 @@ def steps(arrangement: str, *times_s: float, sync_s: float = 0.0, **more: Any) -
 
 
 def exchange(*, ranks: int = 2, gbit: float | None = None, known: Constants = KNOWN) -> Any:
-    """Return the measurement that would come from a model with these constants."""
+    """Return the measurement that a model with these constants would give."""
     network = known.network(ranks=ranks, gbit_per_s=gbit)
     took_s = sum(network.all_reduce_s(4 * bucket.elements) for bucket in TINY)
     sent = 4 * NUMBERS * 2 * (ranks - 1) / ranks
@@ -118,11 +118,11 @@ def test_without_the_exchanges_it_needs_the_fit_says_which_are_missing() -> None
 
 
 def test_the_error_at_a_measured_step_is_the_model_s_and_not_the_fit_s() -> None:
-    # Processors are busy for half of the time here: 6 seconds of computing.
+    # Processors are busy half of the time: 6 seconds of compute.
     measured = [steps("side-by-side", 12.0, ranks=1), steps("hosts:1", 13.0, sync_s=0.2, gbit=1.0)]
     by_what = {each["what"]: each for each in points([*EXCHANGES, *measured], KNOWN)[-4:]}
-    # The head's gradient, 28 of 29 MB, goes first, in a backward pass of one second; before it is
-    # through, all others are full, and follow.
+    # The head's gradient, 28 of 29 MB, goes first, in a backward step of one second; before it is
+    # complete, all other buckets are full, and follow.
     sent = buckets(PRESETS["tiny"], tokens=2048)
     network = KNOWN.network(ranks=2, gbit_per_s=1.0)
     exchange_s = sum(network.all_reduce_s(4 * bucket.elements) for bucket in sent)
@@ -187,6 +187,6 @@ def test_two_ranks_exchange_a_step_s_gradients_and_the_runs_are_kept(
     assert (kept["numbers"], kept["buckets"]) == (NUMBERS, len(TINY))
     assert len(kept["took_s"]) == 2 and min(kept["took_s"]) > 0
     assert json.loads(measured)["fit"].startswith("none: fewer than two")
-    # Without running anything, the same again from the file.
+    # Without running anything, the same result from the file.
     assert main(["--rounds", "0", "--runs", str(runs)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == measured

@@ -1,4 +1,4 @@
-"""The model of a step's time: by hand where it can be, at its limits, and against the exchange."""
+"""The model of a step's time: against hand calculations, its limits, and the exchange."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from payload.train.families.gpt2.model import GPT
 from payload.train.strategies.buckets import Bucket, make_buckets
 
 GPT2 = PRESETS["gpt2"]
-# One layer of width 2 and no bias: 48 matrix numbers, three norms of 2, 10 + 4 embeddings of 2.
+# One layer of width 2 and no bias: 48 matrix elements, three norms of 2, 10 + 4 embeddings of 2.
 SMALL = Gpt2Spec(n_layer=1, n_head=1, n_embd=2, sequence_length=4, vocab_size=10, bias=False)
 
 
@@ -70,7 +70,7 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_what_one_bucket_alone_costs_is_all_exposed() -> None:
-    # 82 numbers make one bucket, which is full when the backward pass ends.
+    # 82 elements make one bucket, which is full at the end of the backward pass.
     (bucket,) = buckets(SMALL)
     assert (bucket.elements, bucket.ready) == (SMALL.num_params(), 1.0) == (82, 1.0)
     network = Network(ranks=2, bytes_per_s=82.0, latency_s=0.25)
@@ -86,7 +86,7 @@ def test_a_fast_network_leaves_the_last_bucket_exposed_and_hides_the_others() ->
     step = of_gpt2(busy_s_per_byte=1e-9)
     assert step.exposed_s == pytest.approx(last / 2e9)
     assert step.exchange_s == pytest.approx(GPT2.num_params() * 4 / 2e9)
-    # Only what is hidden takes time from computing.
+    # Only the overlapped part takes compute time.
     assert step.busy_s == pytest.approx((GPT2.num_params() * 4 - last) * 1e-9)
 
 
@@ -123,7 +123,7 @@ def test_more_bandwidth_fewer_ranks_and_less_latency_are_never_slower() -> None:
     assert by_ranks == sorted(by_ranks)
     by_latency = [of_gpt2(latency_s=latency).total_s() for latency in (0, 1e-4, 1e-3)]
     assert by_latency == sorted(by_latency)
-    # Without an end to bandwidth and with nothing to do for it, the exchange is free.
+    # With unlimited bandwidth and no overhead, the exchange is free.
     assert of_gpt2(gbit_per_s=1e9).total_s() == pytest.approx(12.0)
 
 
@@ -174,7 +174,7 @@ def test_sharded_ranks_copy_what_they_gather_and_what_they_sum() -> None:
         assert dear.total_s() == pytest.approx(cheap.total_s() + dear.copies_s)
         found[strategy] = dear.copies_s
         travelled[strategy] = dear.exchange_s
-    # Three passes; each gathers layers twice and embeddings once, and sums all gradients.
+    # Three micro-batches; each gathers layers twice and embeddings once, and sums all gradients.
     assert found["replicate"] == 0.0
     gathered = 2 * weights - embeddings
     assert found["shard"] == pytest.approx(3 * (gathered + 5 * weights) * 1e-9)
@@ -196,7 +196,7 @@ def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
 
 
 def test_buckets_are_those_of_the_exchange() -> None:
-    """At a width where each layer fills one."""
+    """At a width for which each layer fills one bucket."""
     shape = Gpt2Spec(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
     model = GPT(shape, random=False)
     assert _sizes(make_buckets(model.parameters())) == [each.elements for each in buckets(shape)]
@@ -225,7 +225,7 @@ def test_a_plan_for_gpu_nodes_predicts_for_gpus_though_the_device_is_auto(strate
     shards = 4 if strategy == "shard" else 1
     assert on_gpus.copies_s == 0.0 and (on_cores.copies_s > 0.0) == (strategy == "shard")
     assert on_gpus.update_s == pytest.approx(GPU_UPDATE_S_PER_WEIGHT * GPT2.num_params() / shards)
-    # The project's kernels, which reach more of the peak, are for CPUs.
+    # The project's kernels, which reach more of the peak, need a CPU.
     assert predicted.typical_mfu(GPT2) == GPU_MFU < auto.typical_mfu(GPT2)
 
 
@@ -243,7 +243,7 @@ def test_computing_takes_the_flops_at_the_expected_share_of_the_peak() -> None:
         threads=2,
     )
     assert step.compute == found and step.parts.compute_s == found.seconds
-    # Layers that are computed twice take time, and are no FLOPs of the model.
+    # Recomputed layers take time, but add no FLOPs of the model.
     twice = replace(config, memory=replace(config.memory, activation_checkpointing="on"))
     again = compute_time(twice, GPT2, peak_flops_per_s=4e11, cores=2)
     assert again.seconds == pytest.approx(found.seconds * 4 / 3) and again.mfu == found.mfu

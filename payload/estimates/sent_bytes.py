@@ -13,7 +13,7 @@ from payload.models.stages import largest_stage, outer_weights, stage_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentBytes:
     """Bytes that a rank sends in a step, over each dimension of the mesh."""
 
     replicate: float
@@ -30,7 +30,7 @@ class Sent:
         return self.replicate + self.shard + self.tensor + self.pipeline
 
 
-def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
+def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> SentBytes:
     """Return the bytes that each of `ranks` ranks sends in a step.
 
     Replicas all-reduce gradients, once a step. Shards gather the weights outside the layers once a
@@ -44,7 +44,7 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     passes = max(1, config.batch.global_batch_size // per_pass)
     held = largest_stage(spec, mesh.pipeline) / mesh.tensor
     sums = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec) / mesh.pipeline
-    sent = Sent(
+    sent = SentBytes(
         replicate=sends_per_byte(mesh.replicate) * gradients * held,
         shard=0.0,
         tensor=sums,

@@ -18,7 +18,7 @@ from payload.estimates.network import (
     ShardTimes,
     sends_per_byte,
 )
-from payload.estimates.sent_bytes import Sent, gathered_bytes, sent_bytes
+from payload.estimates.sent_bytes import SentBytes, gathered_bytes, sent_bytes
 from payload.machines.rank_mesh import Mesh
 from payload.models.spec import ModelSpec
 from payload.models.stages import largest_stage, slowest_share
@@ -113,7 +113,9 @@ def _waiting_step_time(
     )
 
 
-def _shard_exchange_s(config: RunConfig, spec: ModelSpec, *, sent: Sent, network: Network) -> float:
+def _shard_exchange_s(
+    config: RunConfig, spec: ModelSpec, *, sent: SentBytes, network: Network
+) -> float:
     """Return the seconds of a rank's shard exchange: as measured, or at the network's rate."""
     mesh = config.distributed.mesh(network.ranks)
     if mesh.shard == 1 or network.shards is None:

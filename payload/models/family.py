@@ -50,7 +50,7 @@ class Family(ABC):
         del folder
         return self.read(raw, where=where)
 
-    def takes_unknown(self, raw: Mapping[str, Any]) -> bool:
+    def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
         """Return whether this family reads this config.json, whose `model_type` is unknown."""
         del raw
         return False

@@ -39,7 +39,7 @@ def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
     """
     kind = raw.get("model_type")
     family = named_family(kind) or next(
-        (each for each in families() if each.takes_unknown(raw)), None
+        (each for each in families() if each.reads_unknown_type(raw)), None
     )
     if family is None:
         raise CheckpointError(

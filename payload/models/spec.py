@@ -334,7 +334,7 @@ class ModelSpec(ABC):
         return replace(self, sequence_length=tokens)
 
 
-def uneven(counts: Mapping[str, int], ranks: int) -> str | None:
+def uneven_split(counts: Mapping[str, int], ranks: int) -> str | None:
     """Return the first of `counts` that `ranks` ranks cannot divide evenly, or None."""
     for name, count in counts.items():
         if count % ranks:
@@ -342,7 +342,7 @@ def uneven(counts: Mapping[str, int], ranks: int) -> str | None:
     return None
 
 
-def too_deep(spec: ModelSpec, stages: int) -> str | None:
+def stages_conflict(spec: ModelSpec, stages: int) -> str | None:
     """Return that there are more pipeline stages than layers, or None."""
     if stages > spec.num_layers():
         return f"it has fewer layers ({spec.num_layers()}) than stages"

@@ -130,7 +130,7 @@ class ExitRecorder:
     ) -> Never:
         """Print the error in one line, write the exit record and end this process."""
         if isinstance(error, KeyboardInterrupt):
-            leave(128 + signal.SIGINT)
+            exit_now(128 + signal.SIGINT)
         exit_code = ExitCode.TRAINING
         try:
             converted = self._as_tileforge_error(error)
@@ -140,7 +140,7 @@ class ExitRecorder:
                 print(f"error: {printable(str(converted))}", file=sys.stderr)
             self._record(converted.exit_code, str(converted))
         finally:
-            leave(exit_code)
+            exit_now(exit_code)
 
     def record_stop(self, number: signal.Signals) -> None:
         """Record that this rank received the signal and stopped in order."""
@@ -174,7 +174,7 @@ class ExitRecorder:
         return TrainingError(f"{text} (traceback above, in this rank's log)")
 
 
-def leave(status: int) -> Never:
+def exit_now(status: int) -> Never:
     """End this process immediately, after flushing its output.
 
     Not sys.exit: after a peer is gone, gloo's threads can keep the interpreter alive for minutes.
@@ -273,4 +273,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], os.environ))
+    exit_now(main(sys.argv[1:], os.environ))

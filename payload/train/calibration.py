@@ -18,7 +18,7 @@ from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.estimates.network import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.ranks.world import World
-from payload.train.strategies.shard_calibration import Sharded, measure_shards
+from payload.train.strategies.shard_calibration import ShardingSetup, measure_shards
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -54,7 +54,11 @@ class Calibration:
 
 
 def calibrate(
-    world: World, choice: DtypeChoice, *, quantizes: bool = False, sharded: Sharded | None = None
+    world: World,
+    choice: DtypeChoice,
+    *,
+    quantizes: bool = False,
+    sharded: ShardingSetup | None = None,
 ) -> Calibration:
     """Measure this node and choose the dtype; return the same result on every rank.
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     env.update({**arguments["environment"], TORCH.rank: str(rank)})
     report(rank=rank, node=place["node"], stage="started")
     try:
-        _take_place(place, env)
+        _apply_placement(place, env)
         _measure(env, rank=rank, place=place, device=arguments["device"])
     except (Exception, SystemExit) as error:
         report(rank=rank, node=place["node"], error=f"{type(error).__name__}: {error}"[:600])
@@ -81,7 +81,7 @@ def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
     return places.index(place)
 
 
-def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:
+def _apply_placement(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:
     """Set the cores, threads and interface of a run's rank; call it before importing torch."""
     env["OMP_NUM_THREADS"] = str(place["threads"])
     env["GLOO_SOCKET_IFNAME"] = place["interface"]

@@ -20,7 +20,7 @@ from payload.formats.checkpoint_listing import OPTIMIZER_FILE
 from payload.train.checkpoints.checkpoint import optimizer_tensors
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
-from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all
+from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def restore_optimizer(
         return
     shared = None
     if strategy.holds_parts():
-        shared = seen_by_all(checkpoint and checkpoint / OPTIMIZER_FILE, strategy.world)
+        shared = path_on_all_ranks(checkpoint and checkpoint / OPTIMIZER_FILE, strategy.world)
     if shared is None:
         optimizers.load_state_tensors(_sent_parts(checkpoint, strategy))
     else:

@@ -31,7 +31,7 @@ from payload.train.calibration import Calibration, calibrate
 from payload.train.estimate_text import describe
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
-from payload.train.models.lora import shrink_base, widen_base
+from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, TrainContext
 from payload.train.rank_output_files import Heartbeat, MetricsFile
@@ -44,7 +44,7 @@ from payload.train.setup import (
 )
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
-from payload.train.strategies.shard_calibration import Sharded
+from payload.train.strategies.shard_calibration import ShardingSetup
 from payload.train.summary import SummaryFile
 from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
@@ -112,7 +112,7 @@ def train(
             world,
             _dtype_choice(config, start),
             quantizes=config.model.quantize != "none",
-            sharded=Sharded.of(config.distributed, start.model.spec, world=world),
+            sharded=ShardingSetup.of(config.distributed, start.model.spec, world=world),
         )
         clock.lap("calibration")
         summary.calibrated(
@@ -266,9 +266,9 @@ def _assemble(
         log.info(f"device    {world.device}: without the project's kernels, which need a CPU")
         engine = replace(engine, kernels="off")
     if calibration.dtype == "bf16":
-        shrink_base(start.model)
+        cast_base_to_bf16(start.model)
     else:
-        widen_base(start.model)
+        cast_base_to_fp32(start.model)
     if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
         start.model.enable_checkpointing()
     if world.is_main and config.distributed.strategy == "zero3":

@@ -43,7 +43,7 @@ from payload.train.checkpoints.checkpoint import (
 from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_weights import config_folder, model_folder
-from payload.train.models.loading import build, load, require_enough
+from payload.train.models.loading import build, load, require_enough_weights
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
@@ -52,7 +52,7 @@ from payload.train.models.lora import (
 )
 from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
-from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all
+from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 from payload.weights.adapter_files import has_adapter
 from payload.weights.source import pinned
 
@@ -121,7 +121,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
         state = world.broadcast(found, TrainerState)
         _require_same_run(state, config)
     if checkpoint is not None:
-        task.require_own(checkpoint)
+        task.require_matching_checkpoint(checkpoint)
     folder = weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state, task=task) if folder else None
     if folder is not None and not resumes:
@@ -133,7 +133,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             error=CheckpointError,
         )
     model = _loaded_model(folder, config, task, world=world)
-    model = task.fitted(model, seed=config.run.seed, init=config.model.init)
+    model = task.adapt_model(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
@@ -151,7 +151,7 @@ def _from_scratch(config: RunConfig, task: Task, *, world: World) -> Start:
         sequence_length=config.data.sequence_length, vocab_size=task.meta.vocab_size
     )
     model = build(spec, dropout=config.model.dropout)
-    model = task.fitted(model, seed=config.run.seed, init=config.model.init)
+    model = task.adapt_model(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=None, model=model) if world.is_main else {}
     return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
 
@@ -223,7 +223,7 @@ def _base_model(
     else:
         base = identify(config.model.init, folder, quantize=config.model.quantize)
     if base is not None and task.keeps_base:
-        task.take_base(base, resumes=state is not None)
+        task.set_base(base, resumes=state is not None)
     return base
 
 
@@ -274,7 +274,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         spec, meta = read_spec(described), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
         if in_parts:
-            require_enough(LazyTensors(folder), spec, folder)
+            require_enough_weights(LazyTensors(folder), spec, folder)
         else:
             model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
         if note := unused_settings(spec, config):
@@ -306,7 +306,7 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
     if whole or not in_parts or world.world_size == 1:
         return None
     is_plain = folder is not None and not has_adapter(folder)
-    return seen_by_all(folder if is_plain else None, world)
+    return path_on_all_ranks(folder if is_plain else None, world)
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:

@@ -163,7 +163,7 @@ class Trainer:
         first = self._next_sample + ahead * size
         if first not in self._chosen:
             positions = np.arange(first, first + size, dtype=np.int64)
-            found = self._context.task.train.arranged(self._order.blocks(positions))
+            found = self._context.task.train.arrange_samples(self._order.blocks(positions))
             kept = {start: each for start, each in self._chosen.items() if start + size == first}
             self._chosen = {**kept, first: found}
         return self._chosen[first]
@@ -226,7 +226,7 @@ class Trainer:
         for micro_step in range(self._accumulation):
             with clock.of("data"):
                 batch = train.batch(self.samples(micro_step))
-                train.expect(self.samples(micro_step + 1))
+                train.prefetch(self.samples(micro_step + 1))
             if context.model.draws_masks():
                 self._seed_masks(micro_step)
             last = micro_step == self._accumulation - 1
@@ -267,7 +267,7 @@ class Trainer:
         def forward(micro_step: int) -> torch.Tensor:
             with clock.of("data"):
                 batch = train.batch(self.samples(micro_step))
-                train.expect(self.samples(micro_step + 1))
+                train.prefetch(self.samples(micro_step + 1))
             if context.model.draws_masks():
                 self._seed_masks(micro_step)
             self._report_step(micro_step)

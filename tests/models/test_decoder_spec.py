@@ -75,24 +75,24 @@ MEASURED = [
     (QWEN3_0_6B, 1, 9_334_255_616),
     (QWEN3_0_6B | {"num_hidden_layers": 10}, 1, 5_208_764_416),
 ]
-"""config.json, sequences of 1024 tokens a pass, and the peak of a step in bytes."""
+"""config.json, sequences of 1024 tokens a micro-batch, and the peak of a step in bytes."""
 
 
 def config(name: str) -> Any:
-    """transformers' configuration of one of MODELS."""
+    """Return transformers' configuration of one of MODELS."""
     kind, own = MODELS[name]
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return CONFIG_MAPPING[kind](**{**SIZES, **ids, **own})
 
 
 def module_of(name: str) -> Any:
-    """transformers' module with attention that the counter of FLOPs sees."""
+    """Return transformers' module with attention that the FLOP counter supports."""
     build: Any = AutoModelForCausalLM.from_config
     return build(config(name), attn_implementation="eager")
 
 
 def spec_of_raw(name: str, **changed: Any) -> DecoderSpec:
-    """Read a config.json as an older transformers wrote it."""
+    """Read a config.json in the form of an older transformers."""
     kind, own = MODELS[name]
     return read({"model_type": kind, **SIZES, **own, **changed}, where="config.json")
 
@@ -226,14 +226,14 @@ def test_the_memory_estimate_follows_batch_vocabulary_and_gradients() -> None:
             )
         )
 
-    # No logits among what the batch adds: 64 wide, 4 heads over 2 of keys, 96 within the MLP.
+    # The batch size does not change the logits: width 64, 4 heads, 2 key heads, 96 inside the MLP.
     kept = 4 * 2 * 64 + 2 * (2 * 64 + 2 * 64 + 2 * 32 + 2 * 96)
     assert estimate(8) - estimate(4) == 4 * 512 * 3 * kept
-    # Passes after a step's first one find its gradients there, and rounded ones leave less gaps.
+    # Later micro-batches hold the first one's gradients; rounded gradients leave smaller gaps.
     inner = spec.num_params() - spec.embedding_size()
     added = estimate(8, accumulates=True) - estimate(8)
     assert added == 4 * spec.num_params() + inner
-    # Between ranks the first one's head is made in its bucket, another pass's beside it.
+    # With other ranks, the first micro-batch makes the head in its bucket, a later in new memory.
     head = 4 * spec.embedding_size()
     assert estimate(8, alone=False, accumulates=True) - estimate(8, alone=False) == head
 

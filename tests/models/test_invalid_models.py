@@ -1,4 +1,4 @@
-"""A model that cannot be trained is refused in one line, with exit code 10, before any write."""
+"""A model that cannot be trained is rejected in one line, with exit code 10, before any write."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ NOT_CAUSAL = (
 )
 
 Spoil = Callable[[Path], str | None]
-"""Damages the model in a folder; returns model.init where it is not that folder."""
+"""Damages the model in a folder; returns model.init if it is not that folder."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model that is refused."""
+    """One model that is rejected."""
 
     spoil: Spoil
     line: str
-    """The whole message; {model} is the folder, {tmp} the one it is in, {data} the data's,
-    {prepare} the command that makes it for the model, {hub} the hub's address."""
+    """The whole message; {model} is the folder, {tmp} its parent, {data} the data's,
+    {prepare} the command that prepares it for the model, {hub} the hub's address."""
     settings: tuple[str, ...] = ()
     is_known_before: bool = True
-    """False where only transformers knows it, which plans go without."""
+    """False if only transformers detects it, which plans do not import."""
     has_sizes: bool = False
-    """True where config.json says what there is to plan, or where the model is on no disk here."""
+    """True if config.json gives the sizes for a plan, or if the model is not on this disk."""
     trained: str | None = None
-    """The message of training, where it finds the same otherwise."""
+    """The message of training, if it differs."""
 
 
 def config(**changes: Any) -> Spoil:
@@ -190,7 +190,7 @@ def adapter_without_base(folder: Path) -> None:
 
 
 def gguf_of(architecture: bytes, *, cut_bytes: int = 0) -> Spoil:
-    """Give the file a header that ends behind its first key."""
+    """Write a file with a header that ends after its first key."""
 
     def text(value: bytes) -> bytes:
         return len(value).to_bytes(8, "little") + value
@@ -328,8 +328,8 @@ CASES = {
     ),
     "half a GGUF": Case(
         gguf_of(b"llama", cut_bytes=120),
-        "{tmp}/model.gguf: 126 bytes, but its header requires 160: the file is truncated or damaged. "
-        "Download it again, or use a folder in the Hugging Face layout.",
+        "{tmp}/model.gguf: 126 bytes, but its header requires 160: the file is truncated or "
+        "damaged. Download it again, or use a folder in the Hugging Face layout.",
     ),
     "malformed config": Case(
         content("config.json", '{"model_type": '),
@@ -411,7 +411,8 @@ CASES = {
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
         f"{{model}}: {A_MATRIX} is [16, 32], its config.json says [32, 16]. {A_WHOLE_MODEL}",
         has_sizes=True,
-        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json requires (32, 16). {USE_A_WHOLE_MODEL}",
+        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json requires (32, 16). "
+        f"{USE_A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
@@ -450,7 +451,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that can be trained."""
+    """Return a model that can be trained."""
     folder = tmp_path_factory.mktemp("whole") / "model"
     folder.mkdir()
     torch.manual_seed(1)
@@ -460,7 +461,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Return a copy of the model to damage."""
     shutil.copytree(whole, tmp_path / "model")
     return tmp_path / "model"
 
@@ -469,7 +470,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 def hub(
     whole: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """A hub with one gated model."""
+    """Return a hub with one gated model."""
     with model_hub({FIRST: whole}, gated=True) as endpoint:
         use_hub(monkeypatch, endpoint=endpoint, cache=tmp_path_factory.mktemp("cache"))
         yield
@@ -493,7 +494,7 @@ def below(folder: Path) -> set[Path]:
 
 @pytest.fixture
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The lines that transformers logs, which it keeps from the root logger."""
+    """Capture the lines that transformers logs, which do not reach the root logger."""
     theirs = logging.getLogger("transformers")
     theirs.addHandler(caplog.handler)
     yield caplog
@@ -549,7 +550,7 @@ def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
     line = message(case.line, tmp_path, tiny_data)
     assert said[1:] == [f"error: {line}"], said
     assert below(tmp_path) == before
-    # A plan has figures for a model whose sizes are known, and says that a run would stop.
+    # A plan prints numbers for a model with known sizes, with a note that the run would stop.
     code = ExitCode.OK if case.has_sizes else ExitCode.CONFIG
     assert orchestrate(["plan", *words], os.environ) == code, capsys.readouterr()
     mark = "note: a run would stop here: " if case.has_sizes else "error: "
@@ -572,7 +573,7 @@ def test_a_run_without_a_network_is_refused_in_one_line_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Nothing listens on the port of discard.
+    # The discard port has no listener.
     use_hub(monkeypatch, endpoint="http://127.0.0.1:9", cache=tmp_path / "cache", offline=offline)
     before = below(tmp_path)
     words = ["--inventory", "local", "--runs-dir", str(tmp_path / "runs"), "--config"]
@@ -607,7 +608,7 @@ def test_a_process_of_its_own_says_it_in_one_line_too(
 ) -> None:
     result = refused_process(name, folder, tiny_config, tmp_path)
     expected = message(CASES[name].line, tmp_path, tiny_data)
-    # The command that it prints names the interpreter as this or that process finds it.
+    # The printed command has the interpreter as found by each process.
     found, wanted = (
         re.sub(r"\S*python -m", "python -m", each) for each in (result.stderr, expected)
     )
@@ -629,7 +630,7 @@ def test_transformers_table_of_missing_weights_does_not_come_before_the_line(
 def refused_process(
     name: str, folder: Path, tiny_config: Path, tmp_path: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Train the damaged model in a process of its own, which refuses it and writes nothing."""
+    """Train the damaged model in a new process, which rejects it and writes nothing."""
     CASES[name].spoil(folder)
     words = ["schedule.warmup_steps=0", *settings_of(str(folder))]
     result = run(

@@ -1,4 +1,4 @@
-"""Families without a file of their own: counted from their tensors, against transformers."""
+"""Families without a file in this project: counted from their tensors, against transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKENS = 24
 
 
 def saved(name: str, folder: Path) -> Any:
-    """transformers' module with random weights, saved; torch's counter sees all its matmuls."""
+    """Return transformers' module with random weights, saved; torch can count all its matmuls."""
     config = CONFIG_MAPPING[name](**{**SIZES, **FAMILIES[name]})
     config._experts_implementation = "eager"
     build: Any = AutoModelForCausalLM.from_config

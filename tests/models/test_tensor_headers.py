@@ -21,7 +21,7 @@ TENSORS = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
 
 def with_header(entries: object, *, data: bytes = b"") -> bytes:
-    """A file with any header."""
+    """Return a file with any header."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -31,7 +31,7 @@ def entry(*, dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> di
 
 
 def shards(folder: Path) -> Path:
-    """Two files and their index; returns the index."""
+    """Write two files and their index; return the index."""
     names = {}
     for number, (tensor, value) in enumerate(TENSORS.items(), start=1):
         names[tensor] = f"model-0000{number}-of-00002.safetensors"
@@ -109,13 +109,13 @@ def cut(path: Path) -> None:
 
 
 def repeat(index: Path) -> None:
-    """Put a tensor of the first shard into the second one, too, with other numbers."""
+    """Write a tensor of the first shard into the second one, too, with other values."""
     second = index.with_name("model-00002-of-00002.safetensors")
     save_file({"a": torch.ones(3, 4), "b": TENSORS["b"]}, second)
 
 
 def repeat_unnamed(index: Path) -> None:
-    """Put a tensor that the index does not name into both shards."""
+    """Write a tensor that the index does not list into both shards."""
     for path in index.parent.glob("*.safetensors"):
         save_file({**load_file(path), "c": torch.ones(2)}, path)
 

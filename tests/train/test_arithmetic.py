@@ -1,4 +1,4 @@
-"""The trainer's arithmetic of a run before it starts."""
+"""The estimate that the trainer logs before training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lines_with(
 
 def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data: Path) -> None:
     lines = lines_with(2, tiny_data)
-    # 498 MB of gradients, of which the last bucket's 22 MB cannot be hidden.
+    # 498 MB of gradients; the last bucket's 22 MB cannot overlap.
     assert lines["sync"] == (
         "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.48 s of it overlap the "
         "backward pass"

@@ -1,4 +1,4 @@
-"""Machine code that another user has put where this one's would be looked for."""
+"""Machine code that another user has put into a cache folder of this user."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setenv("HOME", str(folder))
-    # Set and removed, so that what the test's code sets is gone after it.
+    # Set first, so that the test's own change is undone after it.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     return folder
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `path` belong to another user than this process, and than its home folder."""
+    """Give `path` to another user than this process's and its home folder's."""
     if os.geteuid() == 0:
         os.chown(path, _SOMEBODY, _SOMEBODY)
     else:

@@ -1,7 +1,7 @@
-"""Where the ranks compute: what is refused, and that no other module names a device.
+"""The ranks' device: rejected settings, and that no other module names a device.
 
-No GPU is here. The meta device stands for one that is not the CPU: an operation between tensors of
-two devices fails there as it does on CUDA.
+These machines have no GPU. The meta device simulates one: an operation on tensors of
+two devices fails on it as on CUDA.
 """
 
 from __future__ import annotations

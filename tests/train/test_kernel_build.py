@@ -1,4 +1,4 @@
-"""When there are kernels: who builds them, what is said where they cannot be, what runs then."""
+"""The kernels' build: who runs it, the log message if it fails, and the fallback to torch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_trainer_trains_the_same_without_a_compiler(
 
 
 def fake_compiler(folder: Path, script: str) -> None:
-    """A `g++` of the test's own."""
+    """Write a fake `g++`."""
     folder.mkdir()
     (folder / "g++").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "g++").chmod(0o755)

@@ -1,4 +1,4 @@
-"""Kernels that find no memory: an error of ours, wherever it happens, and never an abort."""
+"""Kernels that run out of memory raise an error of ours and never abort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.train.alone import train_alone
 @pytest.mark.processes
 @pytest.mark.bf16
 def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -> None:
-    # No thread has memory in reserve: every larger piece is a new mapping, which meets the limit.
+    # No thread has spare memory: every larger allocation is a new mapping, which hits the limit.
     env = rank_env(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
     result = run([sys.executable, "-c", _STARVE, str(built)], env=env)
     assert result.returncode == 0, result.stderr
@@ -31,8 +31,8 @@ def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -
     ]
 
 
-# What is large is what the kernels take themselves: results are made before the limit is set, and
-# the counts of an update, of which its list of tasks is made, are larger than any tensor.
+# The kernels' own memory is the largest: outputs are allocated before the limit is set, and the
+# list of an update's tasks is larger than any tensor.
 _STARVE = """
 import resource, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model against transformers' GPT-2, and its weights in and out of the Hugging Face layout."""
+"""The model against transformers' GPT-2, and its weights to and from the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def make_model(seed: int = 0, **changes: object) -> GPT:
     model = GPT(Gpt2Spec(**{**sizes, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Biases and norms away from 0 and 1, or a lost one would not show.
+            # Biases and norms differ from 0 and 1, so that a lost one is noticed.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
 def transformers_model(folder: Path) -> Any:
-    """Any: transformers' methods are only partly annotated."""
+    """Return transformers' model as Any: its methods are only partly annotated."""
     model: Any = transformers.GPT2LMHeadModel.from_pretrained(folder)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""A start's checks of the disk, and of the checkpoints on it."""
+"""A run's checks of its disk and its checkpoints at the start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FREE_BYTES = 10**10
 
 @pytest.fixture
 def known_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk whose free space stays the same, whatever other programs write."""
+    """Simulate a disk with constant free space, whatever other programs write."""
     monkeypatch.setattr(disk_room, "free_bytes", lambda _: FREE_BYTES)
 
 
 def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:
-    """A model of whose weights and moments `room` fit; its vocabulary is as large as needed."""
+    """Return a model with weights and moments of `room`; its vocabulary is chosen for that."""
     words = FREE_BYTES / room / 12 / SMALL.n_embd
     return replace(SMALL, vocab_size=int(words))
 

@@ -1,4 +1,4 @@
-"""Checks before a checkpoint: equal weights and optimizer state, and no NaN in them."""
+"""Checks before a checkpoint: equal weights and optimizer state, without NaN."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_large_numbers_are_finite() -> None:
 def test_nan_is_never_saved_over_the_only_good_checkpoint(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
-    """Loss and gradients are finite: the NaN comes with the update, after they were made."""
+    """Loss and gradients are finite: the NaN comes from the update after them."""
     train_step = Trainer._train_step
 
     def spoiled(self: Trainer) -> bool:
@@ -97,7 +97,7 @@ def test_nan_is_never_saved_over_the_only_good_checkpoint(
 def test_a_checkpoint_thread_that_dies_at_once_ends_the_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without memory, where the thread ends before it comes to its work."""
+    """As without memory, when the thread ends before its work begins."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     def run_out_of_memory(self: threading.Thread) -> None:
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_a_moment_of_rank_0_is_found_before_it_is_saved(
     assert [path.name for path in saved] == ["step_00000002", "step_00000004"]
 
 
-# A bit flips in one rank's memory after the sixth update, as broken RAM would do it.
+# A bit flips in one rank's memory after the sixth update, as with broken RAM.
 _FLIP = """
 import os, sys
 import torch

@@ -1,4 +1,4 @@
-"""Decisions of the loop without training: samples, parameter groups, evaluation."""
+"""Decisions of the training loop without training: samples, parameter groups, evaluation."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) ->
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Steps and phases of all heartbeats, as they come."""
+    """Record step and phase of every heartbeat."""
     found: list[tuple[int, str]] = []
     report = Heartbeat.report
 
@@ -173,7 +173,7 @@ def test_a_rank_says_what_it_is_about_to_do(
         (1, "eval"),
         (1, "end"),
     ]
-    # Once before, and after each pass.
+    # Once before, and after each batch.
     assert told.count((1, "eval")) > 2
 
 

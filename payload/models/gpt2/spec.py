@@ -18,8 +18,8 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
     logits_tokens,
-    too_deep,
-    uneven,
+    stages_conflict,
+    uneven_split,
 )
 
 _ALIASES = {
@@ -88,11 +88,11 @@ class Gpt2Spec(ModelSpec):
 
     def why_not_tensor(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
-        return uneven({"attention heads": self.n_head}, ranks)
+        return uneven_split({"attention heads": self.n_head}, ranks)
 
     def why_not_stages(self, stages: int) -> str | None:
         """Return why the layers cannot be divided into `stages` stages, or None if they can."""
-        return too_deep(self, stages)
+        return stages_conflict(self, stages)
 
     def why_not_quantized(self) -> str:
         """Return why the layers' linears cannot have 4 bits."""

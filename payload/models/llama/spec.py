@@ -26,8 +26,8 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
     logits_tokens,
-    too_deep,
-    uneven,
+    stages_conflict,
+    uneven_split,
 )
 
 MODEL_TYPES = (*DEFAULTS, "gemma3")
@@ -242,13 +242,13 @@ class DecoderSpec(ModelSpec):
             "key and value heads": self.num_key_value_heads,
             "MLP columns": self.intermediate_size,
         }
-        return uneven(counts, ranks)
+        return uneven_split(counts, ranks)
 
     def why_not_stages(self, stages: int) -> str | None:
         """Return why the layers cannot be divided into `stages` stages, or None if they can."""
         if self.unsupported_features:
             return ModelSpec.why_not_stages(self, stages)
-        return too_deep(self, stages)
+        return stages_conflict(self, stages)
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass."""

@@ -15,7 +15,7 @@ class Transformers(Family):
 
     tensors = "payload.train.families.transformers.model"
 
-    def takes_unknown(self, raw: Mapping[str, Any]) -> bool:
+    def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
         """Return whether the config.json looks like transformers'; `read` rejects some of these."""
         return has_known_sizes(raw)
 

@@ -34,7 +34,7 @@ from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.run_record.run_identity import PATTERN, WANTED
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
-from payload.train.models.hf_weights import save_hf_config, warn_passed_over
+from payload.train.models.hf_weights import save_hf_config, warn_skipped
 from payload.train.models.lora import save_adapter_config
 from payload.train.tensors.lazy_tensors import LazyTensors
 from payload.train.tensors.tensor_file import write_tensors
@@ -154,7 +154,7 @@ def optimizer_tensors(folder: Path) -> LazyTensors:
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the newest valid checkpoint, or None; log and skip damaged ones."""
-    return newest_sound(checkpoints, passed_over=warn_passed_over)
+    return newest_sound(checkpoints, passed_over=warn_skipped)
 
 
 def remove_old_checkpoints(

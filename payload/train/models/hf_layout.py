@@ -118,6 +118,6 @@ def load_named(
     require_tensors(expected, tensors, where=where, unused=unused)
     for name, target in expected.items():
         if isinstance(target, QuantizedLinear):
-            target.take_from(tensors, name)
+            target.load_weight(tensors, name)
         else:
             copy_in(tensors, name, target)

@@ -72,7 +72,7 @@ def model_folder(
         setting=setting,
         verify=verify,
         takes_runs=takes_runs,
-        passed_over=warn_passed_over,
+        passed_over=warn_skipped,
     )
     if source.folder is not None:
         return source.folder
@@ -139,6 +139,6 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     return base
 
 
-def warn_passed_over(folder: Path, problem: str) -> None:
+def warn_skipped(folder: Path, problem: str) -> None:
     """Log that a damaged checkpoint is skipped, and why."""
     log.warning(f"checkpoint {folder} is skipped: {problem}")

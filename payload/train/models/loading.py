@@ -98,7 +98,7 @@ def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
 def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalLM:
     """Build the model that the config.json in `folder` describes, with weights unset."""
     spec = read_spec(folder)
-    require_enough(tensors, spec, folder)
+    require_enough_weights(tensors, spec, folder)
     model = build(spec, dropout=dropout, random=False)
     config = read_config(folder)
     if is_classifier(config):
@@ -128,7 +128,7 @@ def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> C
     return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 
-def require_enough(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
+def require_enough_weights(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
     """Raise CheckpointError if config.json has more parameters than the files, before loading."""
     held = tensors.num_elements()
     if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:

@@ -182,7 +182,7 @@ def quantize_base(model: CausalLM) -> None:
     shrink(model, _layer_linears(model), trained=set(model.trained_beside_adapter().values()))
 
 
-def shrink_base(model: CausalLM) -> None:
+def cast_base_to_bf16(model: CausalLM) -> None:
     """Keep the frozen linears of an adapter's base in bf16, as autocast would round them.
 
     Linears with one input are adjacent in memory, as the kernels need for a joint matmul.
@@ -203,7 +203,7 @@ def shrink_base(model: CausalLM) -> None:
         make_adjacent([cast(Tensor, each.weight) for each in modules])
 
 
-def widen_base(model: CausalLM) -> None:
+def cast_base_to_fp32(model: CausalLM) -> None:
     """Convert the bf16 weights of a quantised base to fp32 for fp32 computation, without loss.
 
     A plain base is in fp32 already.

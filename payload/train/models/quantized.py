@@ -78,13 +78,13 @@ class QuantizedLinear(nn.Module):
         self.scales_scales.data.copy_(nested.absmax)
         self.scales_mean.data.copy_(mean)
 
-    def take_from(self, tensors: Mapping[str, Tensor], name: str) -> None:
+    def load_weight(self, tensors: Mapping[str, Tensor], name: str) -> None:
         """Quantise a checkpoint's tensor, rounded to bf16 first."""
         rounded = torch.empty(self.size(), dtype=torch.bfloat16, device=self.weight.device)
         copy_in(tensors, name, rounded)
         self.take(rounded)
         del rounded
-        give_memory_back()
+        trim_free_memory()
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight, (O, I); bf16 represents it exactly."""
@@ -158,7 +158,7 @@ def loading_targets(
     return found
 
 
-def give_memory_back() -> None:
+def trim_free_memory() -> None:
     """Return freed memory to the system.
 
     glibc keeps it between the weights in use, and allocates new memory for the next linear: a

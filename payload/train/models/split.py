@@ -95,7 +95,7 @@ def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
     return start, min(start + each, length)
 
 
-def enter(x: Tensor, ranks: TensorRanks | None) -> Tensor:
+def copy_to_ranks(x: Tensor, ranks: TensorRanks | None) -> Tensor:
     """Return the input of a split layer; its gradient is summed over the ranks."""
     if ranks is None:
         return x
@@ -103,20 +103,20 @@ def enter(x: Tensor, ranks: TensorRanks | None) -> Tensor:
     if torch.is_autocast_enabled(kind):
         # The following linears would cast it; this halves the bytes of the gradients' sum.
         x = x.to(torch.get_autocast_dtype(kind))
-    return cast(Tensor, _Enter.apply(x, ranks))
+    return cast(Tensor, _CopyToRanks.apply(x, ranks))
 
 
-def leave(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
+def reduce_from_ranks(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
     """Apply a split layer's last linear, of which each rank has some inputs, and sum."""
     if ranks is None:
         projected: Tensor = linear(x)
         return projected
-    return summed(functional.linear(x, linear.weight), linear.bias, ranks)
+    return sum_with_bias(functional.linear(x, linear.weight), linear.bias, ranks)
 
 
-def summed(x: Tensor, bias: Tensor | None, ranks: TensorRanks) -> Tensor:
+def sum_with_bias(x: Tensor, bias: Tensor | None, ranks: TensorRanks) -> Tensor:
     """Return the sum of x over the ranks, plus the bias."""
-    total = cast(Tensor, _Leave.apply(x, ranks))
+    total = cast(Tensor, _ReduceFromRanks.apply(x, ranks))
     return total if bias is None else total + bias.to(total.dtype)
 
 
@@ -125,7 +125,7 @@ def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, vocab_rows: int
     start, end = bounds(vocab_rows, index=ranks.index, size=ranks.size)
     is_elsewhere = (tokens < start) | (tokens >= end)
     own = functional.embedding((tokens - start).masked_fill(is_elsewhere, 0), weight)
-    return summed(own.masked_fill(is_elsewhere.unsqueeze(-1), 0), None, ranks)
+    return sum_with_bias(own.masked_fill(is_elsewhere.unsqueeze(-1), 0), None, ranks)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
         torch.set_rng_state(shared)
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRanks(torch.autograd.Function):
     """Identity in the forward pass, sum over ranks in the backward pass."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class _Enter(torch.autograd.Function):
         return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromRanks(torch.autograd.Function):
     """Sum over ranks in the forward pass, identity in the backward pass."""
 
     @staticmethod

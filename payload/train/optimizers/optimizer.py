@@ -142,11 +142,11 @@ class Optimizers:
             parameter = parameters.get(name)
             is_count = key == "step" and value.dim() == 0
             if parameter is None or not (is_count or value.shape == parameter.shape):
-                raise unfit(full_name, value)
+                raise state_mismatch(full_name, value)
             owners[parameter].state[parameter][key] = value.to(parameter.device)
 
 
-def unfit(full_name: str, value: Tensor) -> CheckpointError:
+def state_mismatch(full_name: str, value: Tensor) -> CheckpointError:
     """Return the error for optimizer state that fits no parameter."""
     return CheckpointError(
         f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no parameter of "

@@ -69,7 +69,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.models.classifier import Classifier
     from payload.train.models.hf_weights import model_folder
     from payload.train.models.loading import load
-    from payload.train.models.lora import widen_base
+    from payload.train.models.lora import cast_base_to_fp32
     from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.evaluate import EvalPass
     from payload.train.tasks.pair_evaluation import reference_log_probs
@@ -89,7 +89,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     require_same_tokens(meta, data=folder, folder=weights, init=arguments.model, settings=names)
     model = load(weights, quantize=arguments.quantize)
     if arguments.dtype == "fp32":
-        widen_base(model)
+        cast_base_to_fp32(model)
     if isinstance(model, Classifier) or model.spec.context() < length:
         why = "is a classifier" if isinstance(model, Classifier) else "has a shorter context"
         raise ConfigError(

@@ -22,7 +22,7 @@ from payload.train.tensors.tensor_file import in_file_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Distribution:
     """Distribution of one parameter, or its optimizer state, over the mesh."""
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedTensor:
     """A tensor of the checkpoint's file, and its parameter."""
 
     parameter: str
@@ -50,7 +50,7 @@ class Layout:
     def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
         """Record the model's parameters; `stages` maps each to its pipeline stage, or 0."""
         self.parameters = {
-            name: Held(
+            name: Distribution(
                 shape=tuple(each.shape),
                 dtype=each.dtype,
                 split=splits.parts.get(name),
@@ -59,7 +59,7 @@ class Layout:
             for name, each in model.named_parameters()
         }
         owners = {each.data_ptr(): (name, each) for name, each in model.named_parameters()}
-        self.saved: dict[str, Saved] = {}
+        self.saved: dict[str, SavedTensor] = {}
         self.constants: dict[str, Tensor] = {}
         """Tensors of the file that are not parameters, such as biases of zeros."""
         for name, tensor in model.hf_tensors().items():
@@ -68,7 +68,7 @@ class Layout:
                 continue
             owner, parameter = owners[tensor.data_ptr()]
             is_transposed = tensor.dim() == 2 and tensor.stride() != parameter.stride()
-            self.saved[name] = Saved(parameter=owner, transposed=is_transposed)
+            self.saved[name] = SavedTensor(parameter=owner, transposed=is_transposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Pending:
 
     whole: Tensor
     """A placeholder until the gather."""
-    held: Held
+    distribution: Distribution
     transposed: bool
     own: Tensor | None
     """This rank's part."""
@@ -107,20 +107,22 @@ class MeshSnapshot(Snapshot):
         self._mesh, self._rank, self._group = mesh, rank, group
         weights, pending = dict(layout.constants), {}
         for name, saved in layout.saved.items():
-            held = layout.parameters[saved.parameter]
-            weights[name] = held.placeholder(transposed=saved.transposed)
+            distribution = layout.parameters[saved.parameter]
+            weights[name] = distribution.placeholder(transposed=saved.transposed)
             own = parameters.get(saved.parameter)
-            pending[id(weights[name])] = _Pending(weights[name], held, saved.transposed, own)
+            pending[id(weights[name])] = _Pending(
+                weights[name], distribution, saved.transposed, own
+            )
         optimizer = {}
         for key, sample in _by_key(state).items():
-            for name, held in layout.parameters.items():
+            for name, distribution in layout.parameters.items():
                 full_name = f"{key}.{name}"
                 if sample.dim() == 0:
                     optimizer[full_name] = sample
                     continue
-                optimizer[full_name] = held.placeholder()
+                optimizer[full_name] = distribution.placeholder()
                 pending[id(optimizer[full_name])] = _Pending(
-                    optimizer[full_name], held, False, state.get(full_name)
+                    optimizer[full_name], distribution, False, state.get(full_name)
                 )
         super().__init__(weights, optimizer)
         ordered = [each for _, each in (*in_file_order(weights), *in_file_order(optimizer))]
@@ -150,27 +152,35 @@ class MeshSnapshot(Snapshot):
         with torch.no_grad():
             own = each.own
             if self._rank:
-                if own is not None and own.numel() and self._sends(each.held):
+                if own is not None and own.numel() and self._sends(each.distribution):
                     dist.send(own.detach().contiguous(), dst=0, group=self._group)
                 return each.whole
-            whole = torch.empty(each.held.shape, dtype=each.held.dtype)
-            for tensor in range(self._mesh.tensor if each.held.split else 1):
-                self._receive(each.held, whole, own, tensor=tensor)
+            whole = torch.empty(each.distribution.shape, dtype=each.distribution.dtype)
+            for tensor in range(self._mesh.tensor if each.distribution.split else 1):
+                self._receive(each.distribution, whole, own, tensor=tensor)
             return whole.t() if each.transposed else whole
 
-    def _sends(self, held: Held) -> bool:
+    def _sends(self, distribution: Distribution) -> bool:
         """Return whether rank 0 receives this rank's part: one of several equal copies."""
         place = self._mesh.place(self._rank)
-        return place.pipeline == held.stage and (held.split is not None or place.tensor == 0)
+        return place.pipeline == distribution.stage and (
+            distribution.split is not None or place.tensor == 0
+        )
 
-    def _receive(self, held: Held, whole: Tensor, own: Tensor | None, *, tensor: int) -> None:
+    def _receive(
+        self, distribution: Distribution, whole: Tensor, own: Tensor | None, *, tensor: int
+    ) -> None:
         """Receive the part of one tensor rank into `whole`."""
         size = self._mesh.tensor
-        part = whole if held.split is None else held.split.part(whole, index=tensor, size=size)
+        part = (
+            whole
+            if distribution.split is None
+            else distribution.split.part(whole, index=tensor, size=size)
+        )
         for shard in range(self._mesh.shard):
             start, end = bounds(len(part), index=shard, size=self._mesh.shard)
             rows = part[start:end]
-            place = Place(pipeline=held.stage, replicate=0, shard=shard, tensor=tensor)
+            place = Place(pipeline=distribution.stage, replicate=0, shard=shard, tensor=tensor)
             source = self._mesh.rank(place)
             if not rows.numel():
                 continue
@@ -179,8 +189,8 @@ class MeshSnapshot(Snapshot):
                 rows.copy_(own)
             else:
                 dist.recv(rows, src=source, group=self._group)
-        if held.split is not None:
-            held.split.put(part, whole, index=tensor, size=size)
+        if distribution.split is not None:
+            distribution.split.put(part, whole, index=tensor, size=size)
 
 
 def _by_key(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ _SENDING_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded:
+class ShardingSetup:
     """Setting of the measurement: sharded sizes and the mesh."""
 
     mesh: Mesh
@@ -39,7 +39,9 @@ class Sharded:
     timeout_s: float
 
     @classmethod
-    def of(cls, settings: DistributedSection, spec: ModelSpec, *, world: World) -> Sharded | None:
+    def of(
+        cls, settings: DistributedSection, spec: ModelSpec, *, world: World
+    ) -> ShardingSetup | None:
         """Return the setting for a run's ranks, or None if they shard nothing."""
         mesh = settings.mesh(world.world_size)
         if mesh.shard == 1:
@@ -60,7 +62,9 @@ def layer_blocks(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(int(each * scale) for each in blocks) or _TYPICAL_BLOCKS
 
 
-def measure_shards(world: World, sharded: Sharded, *, all_reduce_bytes_per_s: float) -> ShardTimes:
+def measure_shards(
+    world: World, sharded: ShardingSetup, *, all_reduce_bytes_per_s: float
+) -> ShardTimes:
     """Return the rates of a rank's collectives and the time of its copies: the ranks' mean.
 
     All ranks run at the same time, as they share a machine's memory and network. The copies are
@@ -88,7 +92,7 @@ def measure_shards(world: World, sharded: Sharded, *, all_reduce_bytes_per_s: fl
 
 
 def _collective_times(
-    world: World, sharded: Sharded, group: dist.ProcessGroup, *, elements: int
+    world: World, sharded: ShardingSetup, group: dist.ProcessGroup, *, elements: int
 ) -> tuple[float, float]:
     """Return the seconds of a gather and of a reduce-scatter of `elements` of each rank."""
     whole, part = torch.ones(sharded.mesh.shard * elements), torch.ones(elements)
@@ -132,7 +136,7 @@ def _quartiles(world: World, calls: list[Callable[[], object]]) -> list[float]:
 class _Layer:
     """A layer's copies, without the exchange between ranks."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: ShardingSetup) -> None:
         self._shards = sharded.mesh.shard
         self.sizes = [-(-each // self._shards) for each in sharded.blocks]
         self.num_bytes = sum(self.sizes) * self._shards * BYTES_PER_WEIGHT

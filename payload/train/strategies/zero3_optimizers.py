@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from payload.train.optimizers.optimizer import Optimizers, unfit
+from payload.train.optimizers.optimizer import Optimizers, state_mismatch
 
 
 class _Part(NamedTuple):
@@ -88,7 +88,7 @@ class Zero3Optimizers(Optimizers):
             part = self._parts.get(name)
             is_count = key == "step" and value.dim() == 0
             if part is None or not (is_count or value.numel() == part.size):
-                raise unfit(full_name, value)
+                raise state_mismatch(full_name, value)
             state = optimizer.state[part.flat]
             if is_count:
                 state[key] = value

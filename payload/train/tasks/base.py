@@ -53,7 +53,7 @@ class Samples(ABC):
         """Return the batch of these samples. Raises DataError for damaged files."""
 
     @abstractmethod
-    def expect(self, chosen: Indices) -> None:
+    def prefetch(self, chosen: Indices) -> None:
         """Prefetch these samples from disk."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Samples(ABC):
     def num_tokens(self, chosen: Indices) -> int:
         """Return the number of tokens of these samples, without padding."""
 
-    def arranged(self, chosen: Indices) -> Indices:
+    def arrange_samples(self, chosen: Indices) -> Indices:
         """Return a step's samples in the order in which micro-batches and ranks divide them."""
         return chosen
 
@@ -83,7 +83,7 @@ class Task(ABC):
     keeps_base: ClassVar[bool] = False
     """True if checkpoints record the initial weights' identity, also without an adapter."""
 
-    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+    def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
         """Return the model adapted to the task; `init` names it in messages.
 
         Raises CheckpointError for a model that was trained for another task.
@@ -96,10 +96,10 @@ class Task(ABC):
         model.objective = None if self.loss.is_mean else self.loss
         return model
 
-    def require_own(self, checkpoint: Path) -> None:  # noqa: B027 - few tasks override it
+    def require_matching_checkpoint(self, checkpoint: Path) -> None:  # noqa: B027 - few tasks override it
         """Raise CheckpointError if the run's `checkpoint` does not fit the data."""
 
-    def take_base(self, base: BaseModel, *, resumes: bool) -> None:  # noqa: B027 - few tasks override it
+    def set_base(self, base: BaseModel, *, resumes: bool) -> None:  # noqa: B027 - few tasks override it
         """Record the initial weights of a run with `keeps_base`, on rank 0 before any write.
 
         Raises CheckpointError for weights that do not fit the data.

@@ -40,7 +40,7 @@ class PackedSamples(Samples):
         inputs = self._blocks.gather(chosen)
         return Batch(inputs=inputs, tokens=inputs[0], weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
+    def prefetch(self, chosen: Indices) -> None:
         """Prefetch these blocks from disk."""
         self._blocks.expect(chosen)
 

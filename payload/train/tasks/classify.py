@@ -70,7 +70,7 @@ class TextSamples(Samples):
         tokens, labels = self._texts.gather(chosen)
         return Batch(inputs=(tokens, labels), tokens=tokens, weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
+    def prefetch(self, chosen: Indices) -> None:
         """Do nothing: a text has a few hundred bytes, which the system has read ahead."""
 
     def counts(self, chosen: Indices) -> Counts:
@@ -82,7 +82,7 @@ class TextSamples(Samples):
         """Return the number of tokens, without padding."""
         return int(self._texts.lengths[chosen].sum())
 
-    def arranged(self, chosen: Indices) -> Indices:
+    def arrange_samples(self, chosen: Indices) -> Indices:
         """Return a step's texts by length: a micro-batch has texts of about the same length."""
         return chosen[np.argsort(self._texts.lengths[chosen], kind="stable")]
 
@@ -112,7 +112,7 @@ class Classify(Task):
         """Return whether meta.json has range hashes, by which reads are verified."""
         return self._val.check is not None
 
-    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+    def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
         """Return the model as a classifier. Raises CheckpointError for other labels."""
         labels = self._labels
         if not isinstance(model, Classifier):
@@ -129,7 +129,7 @@ class Classify(Task):
         model.objective = self.loss
         return model
 
-    def require_own(self, checkpoint: Path) -> None:
+    def require_matching_checkpoint(self, checkpoint: Path) -> None:
         """Raise CheckpointError if the labels of the run's `checkpoint` are not the data's.
 
         The weights' shapes do not show it: they depend only on the number of labels.

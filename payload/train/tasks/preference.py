@@ -69,7 +69,7 @@ class PairSamples(Samples):
         known = self.reference[torch.from_numpy(chosen)]
         return Batch(inputs=(*inputs, known), tokens=inputs[0], weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
+    def prefetch(self, chosen: Indices) -> None:
         """Do nothing: a pair has a few kilobytes, which the system has read ahead."""
 
     def counts(self, chosen: Indices) -> Counts:
@@ -80,7 +80,7 @@ class PairSamples(Samples):
         """Return the number of tokens of both conversations, without padding."""
         return self._pairs.num_tokens(chosen)
 
-    def arranged(self, chosen: Indices) -> Indices:
+    def arrange_samples(self, chosen: Indices) -> Indices:
         """Return a step's pairs by length: a micro-batch has pairs of about the same length."""
         return chosen[np.argsort(self._pairs.longest(chosen), kind="stable")]
 
@@ -101,7 +101,7 @@ class Preference(Task):
         """Return whether meta.json has range hashes, by which reads are verified."""
         return all(pairs.is_checked() for pairs in self._pairs)
 
-    def take_base(self, base: BaseModel, *, resumes: bool) -> None:
+    def set_base(self, base: BaseModel, *, resumes: bool) -> None:
         """Record the run's initial weights, on rank 0.
 
         Raises CheckpointError if the stored reference is another model's or missing at a resume.
@@ -149,7 +149,7 @@ class Preference(Task):
         Every read compares it: a run that started at the same time can have stored its own in
         between.
         """
-        assert self._model is not None, "take_base comes first"
+        assert self._model is not None, "set_base comes first"
         found = read_reference(self.folder, self.meta)
         if found is not None and not found.model.is_same(self._model):
             raise CheckpointError(
@@ -167,7 +167,7 @@ class Preference(Task):
         log.info(f"reference computing the log-probabilities of {self.folder}'s answers ({dtype})")
         found = reference_log_probs(model, self._pairs, eval_pass)
         if found is not None and eval_pass.world.is_main:
-            assert self._model is not None, "take_base comes first on rank 0"
+            assert self._model is not None, "set_base comes first on rank 0"
             self._own_reference()
             store(self.folder, self.meta, self._model, dtype=dtype, values=found)
         return found

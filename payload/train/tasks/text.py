@@ -33,7 +33,7 @@ class BlockSamples(Samples):
         tokens, targets = self._blocks.gather(chosen)
         return Batch(inputs=(tokens, targets), tokens=tokens, weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
+    def prefetch(self, chosen: Indices) -> None:
         """Prefetch these blocks from disk."""
         self._blocks.expect(chosen)
 

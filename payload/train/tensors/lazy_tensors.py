@@ -157,7 +157,7 @@ class PlannedTensors(LazyTensors):
         """The tensors that would be set, by the names of their sources in the files."""
 
 
-def seen_by_all(path: Path | None, world: World) -> Path | None:
+def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
     """Return rank 0's `path`, a file or folder of weights, if all ranks see it; otherwise None.
 
     All ranks see it on a shared disk, or if each node has a copy. Other ranks' `path` is ignored.

@@ -1,4 +1,4 @@
-"""Classifiers: transformers and PEFT load them and give the same labels, losses and gradients."""
+"""Classifiers: transformers and PEFT load them with equal labels, losses and gradients."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ RAW: dict[str, Mapping[str, Any]] = {
     "gemma3_text": CASES["gemma3_text"],
     "olmo2": {**CASES["llama"], "model_type": "olmo2"},
 }
-"""Native GPT-2, native decoders with and without a head of their own, and transformers' layers."""
+"""Native GPT-2, native decoders with and without a separate head, and transformers' layers."""
 
 
 def classifier(name: str, seed: int = 0) -> Classifier:
-    """A random classifier whose labels differ from text to text."""
+    """Return a random classifier whose labels differ from text to text."""
     torch.manual_seed(seed)
     model = Classifier(build(spec_of(RAW[name], where="test")), labels=LABELS, pad_token=PAD)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def classifier(name: str, seed: int = 0) -> Classifier:
 
 
 def padded() -> tuple[Tensor, Tensor]:
-    """Texts of 9, 4 and 1 tokens, padded, and their labels."""
+    """Return padded texts of 9, 4 and 1 tokens, and their labels."""
     tokens = torch.randint(2, 90, (3, 9), generator=torch.Generator().manual_seed(3))
     tokens[1, 4:], tokens[2, 1:] = PAD, PAD
     return tokens, torch.tensor([2, 0, 1])
@@ -89,7 +89,7 @@ def test_transformers_loads_a_classifier_and_gives_its_logits_and_labels(
 def test_the_spec_counts_a_classifiers_parameters(name: str) -> None:
     model = classifier(name)
     assert model.spec.num_params() == sum(each.numel() for each in model.parameters())
-    if name != "olmo2":  # transformers' layers: sizes are not known by kind.
+    if name != "olmo2":  # transformers' layers, whose sizes have no kinds.
         sizes = sum(each.elements for each in model.spec.gradient_sizes())
         assert sizes == model.spec.num_params()
 
@@ -181,7 +181,7 @@ def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
         for _, parameter in trainable(model):
             parameter.normal_(std=0.3)
     assert {key.rpartition(".")[2] for key, _ in trainable(model)} == {"lora_A", "lora_B", "weight"}
-    if name != "olmo2":  # Without a folder the linears of transformers' layers are not known.
+    if name != "olmo2":  # Without a folder, the linears of transformers' layers are unknown.
         spec = model.trained_spec()
         trained = sum(each.numel() for _, each in trainable(model))
         assert spec.num_trainable_params() == trained

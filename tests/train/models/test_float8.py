@@ -1,4 +1,4 @@
-"""Linears in 8-bit floats, emulated on the CPU: which are converted, losses, and checkpoints."""
+"""Linears in 8-bit floats, emulated on the CPU: conversion, losses, and checkpoints."""
 
 from __future__ import annotations
 

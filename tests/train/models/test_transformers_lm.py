@@ -1,4 +1,4 @@
-"""Models that transformers builds."""
+"""Models with transformers' own layers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
         with monkeypatch.context() as patched:
             patched.setattr(QuantizedLinear, "_state", refuse)
             with (
-                pytest.raises(CheckpointError, match="see later tokens") if looks_ahead else nullcontext()
+                pytest.raises(CheckpointError, match="see later tokens")
+                if looks_ahead
+                else nullcontext()
             ):
                 require_causal(model.module, without_head=True)
         assert not any("forward" in vars(each) for each in linears)

@@ -1,4 +1,4 @@
-"""The order in which a pipeline stage takes its micro-batches."""
+"""The order in which a pipeline stage runs its micro-batches."""
 
 from __future__ import annotations
 

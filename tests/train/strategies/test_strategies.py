@@ -1,4 +1,4 @@
-"""Strategies: one rank's losses, checkpoints for any other, ranks that are compared."""
+"""Strategies: one rank's losses, checkpoints for any other strategy, compared ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_its_checkpoint_has_the_layout_and_nearly_the_numbers_of_one_ranks(
             if name == "zero3":
                 assert_close(each, wanted[key], rtol=1e-5, atol=2e-5)
             elif not key.endswith("c_attn.bias"):
-                # A key's bias changes no softmax: its gradient is what rounding makes of zero.
+                # A key's bias has no effect on a softmax: its gradient is only rounding errors.
                 assert_close(each, wanted[key], rtol=1e-3, atol=2e-5)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from payload.models.gpt2.spec import Activation, Gpt2Spec
 from payload.train.models.base import LayerModule
 from payload.train.models.key_value_cache import LayerCache
-from payload.train.models.split import SplitModule, enter, leave, own_masks
+from payload.train.models.split import SplitModule, copy_to_ranks, own_masks, reduce_from_ranks
 from payload.train.models.uninitialised import Linear
 
 NORM_EPS = 1e-5
@@ -35,7 +35,7 @@ class Attention(SplitModule):
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_width).transpose(1, 2)
-            for part in self.c_attn(enter(x, self.ranks)).chunk(3, dim=2)
+            for part in self.c_attn(copy_to_ranks(x, self.ranks)).chunk(3, dim=2)
         )
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -52,7 +52,7 @@ class Attention(SplitModule):
                 is_causal=mask is None and key.shape[2] == length,
             )
         joined = mixed.transpose(1, 2).reshape(batch, length, -1)
-        projected = leave(joined, self.c_proj, self.ranks)
+        projected = reduce_from_ranks(joined, self.c_proj, self.ranks)
         return functional.dropout(projected, self.dropout, self.training)
 
 
@@ -75,8 +75,10 @@ class MLP(SplitModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        widened = functional.gelu(self.c_fc(enter(x, self.ranks)), approximate=self.approximate)
-        projected = leave(widened, self.c_proj, self.ranks)
+        widened = functional.gelu(
+            self.c_fc(copy_to_ranks(x, self.ranks)), approximate=self.approximate
+        )
+        projected = reduce_from_ranks(widened, self.c_proj, self.ranks)
         return functional.dropout(projected, self.dropout, self.training)
 
 

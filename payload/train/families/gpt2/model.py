@@ -29,9 +29,9 @@ from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.split import (
     Split,
     Splits,
+    copy_to_ranks,
     embed,
-    enter,
-    summed,
+    sum_with_bias,
 )
 from payload.train.models.stage import OtherStageModule
 from payload.train.models.uninitialised import Embedding, Linear
@@ -163,14 +163,14 @@ class GPT(CausalLM):
         module, ranks = block.attn, self.ranks
         heads = (*sizes, len(module.c_attn.weight) // (3 * module.head_width))
         qkv, out = projection(module.c_attn), projection(module.c_proj, is_part=ranks is not None)
-        mixed = attention(enter(normed, ranks), qkv, out, heads, starts, context)
+        mixed = attention(copy_to_ranks(normed, ranks), qkv, out, heads, starts, context)
         if ranks is not None:
-            mixed = summed(mixed, module.c_proj.bias, ranks)
+            mixed = sum_with_bias(mixed, module.c_proj.bias, ranks)
         total, normed = add_norm(total, mixed, block.ln_2, context)
         last = block.mlp.c_proj
         up, down = projection(block.mlp.c_fc), projection(last, is_part=ranks is not None)
-        result = mlp(enter(normed, ranks), up, down, context)
-        return total, result if ranks is None else summed(result, last.bias, ranks)
+        result = mlp(copy_to_ranks(normed, ranks), up, down, context)
+        return total, result if ranks is None else sum_with_bias(result, last.bias, ranks)
 
     def _without_kernels(self) -> list[str]:
         """Return the reasons why the layers run without kernels, one line each."""

@@ -27,7 +27,7 @@ from payload.models.llama.spec import DecoderSpec
 from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
 from payload.train.families.llama.rope import Table
 from payload.train.models.kernel_support import layer_refusals, projection
-from payload.train.models.split import TensorRanks, enter, summed
+from payload.train.models.split import TensorRanks, copy_to_ranks, sum_with_bias
 from payload.train.models.stage import OtherStageModule, Stage
 from payload.train.models.uninitialised import Embedding, Linear
 
@@ -149,8 +149,8 @@ def _attention(
     query, key, value = map(projection, (module.q_proj, module.k_proj, module.v_proj))
     ranks, last = module.ranks, module.o_proj
     out = projection(last, is_part=ranks is not None)
-    mixed = attention(enter(x, ranks), (query, key, value), out, norms, settings, context)
-    return mixed if ranks is None else summed(mixed, last.bias, ranks)
+    mixed = attention(copy_to_ranks(x, ranks), (query, key, value), out, norms, settings, context)
+    return mixed if ranks is None else sum_with_bias(mixed, last.bias, ranks)
 
 
 def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
@@ -158,5 +158,5 @@ def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
     wide = projection(module.gate_proj), projection(module.up_proj)
     ranks, last = module.ranks, module.down_proj
     down = projection(last, is_part=ranks is not None)
-    result = gated_mlp(enter(x, ranks), wide, down, gate, context)
-    return result if ranks is None else summed(result, last.bias, ranks)
+    result = gated_mlp(copy_to_ranks(x, ranks), wide, down, gate, context)
+    return result if ranks is None else sum_with_bias(result, last.bias, ranks)

@@ -16,7 +16,7 @@ from payload.train.families.llama.rope import Table, rotated
 from payload.train.models.base import LayerModule
 from payload.train.models.document_mask import documents_mask
 from payload.train.models.key_value_cache import LayerCache
-from payload.train.models.split import SplitModule, enter, leave, own_masks
+from payload.train.models.split import SplitModule, copy_to_ranks, own_masks, reduce_from_ranks
 from payload.train.models.uninitialised import Linear
 
 
@@ -66,7 +66,7 @@ class Attention(SplitModule):
 
         With `starts`, as in `CausalLM`, `rope` has a row for each of the B x T tokens.
         """
-        x = enter(x, self.ranks)
+        x = copy_to_ranks(x, self.ranks)
         query, key, value = (
             self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -96,7 +96,7 @@ class Attention(SplitModule):
                 scale=self.scale,
                 enable_gqa=key.shape[1] != query.shape[1],
             )
-        return leave(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
+        return reduce_from_ranks(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Map (B, T, heads x D) to (B, heads, T, D)."""
@@ -130,9 +130,9 @@ class MLP(SplitModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        x = enter(x, self.ranks)
+        x = copy_to_ranks(x, self.ranks)
         inner = activated(self.gate_proj(x), self.activation) * self.up_proj(x)
-        return leave(inner, self.down_proj, self.ranks)
+        return reduce_from_ranks(inner, self.down_proj, self.ranks)
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
