@@ -95,7 +95,7 @@ def test_where_nothing_fits_it_is_one_sequence_with_checkpointing() -> None:
 def test_without_knowledge_of_the_memory_it_is_one_sequence() -> None:
     found, note = settled(auto(), free_bytes=None)
     assert found.batch.micro_batch_size == 1
-    assert note is not None and "the free memory is not known" in note
+    assert note is not None and "the free memory is unknown" in note
 
 
 def test_a_number_stays() -> None:

@@ -389,7 +389,7 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
         _train(copy, place, "train.steps=2"),
         f"model.init = '{copy / 'base'}': the adapter was trained with another config.json "
         f"(sha256 {then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore it, or "
-        " start a new run.",
+        "start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 

@@ -186,9 +186,8 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     own = known_identity(paths).identity
     if recorded not in (None, own):
         raise CheckpointError(
-            f"{newest}: run identity {recorded}, but {paths.identity} has {own}: it belongs to "
-            "another run with this name. Move the checkpoint away, or start a new run with "
-            "model.init set to it."
+            f"{newest}: run identity {recorded}, but {paths.identity} has {own}: two runs of "
+            "one name. Move the checkpoint away, or start a new run with model.init set to it."
         )
     return newest
 

@@ -70,10 +70,10 @@ sys.exit(main(sys.argv[1:], os.environ))
 @pytest.mark.parametrize(
     ("attack", "said"),
     [
-        ("send_pickle", "what rank 1 sent: byte 0 is not UTF-8"),
-        ("send(b'[' * 20_000)", "what rank 1 sent: nested too deeply"),
-        ("send(b'7')", "what rank 1 sent: expected an object, got 7"),
-        ("send(b'{}')", "what rank 1 sent: missing: weights, optimizer, not_finite"),
+        ("send_pickle", "the message from rank 1: byte 0 is not UTF-8"),
+        ("send(b'[' * 20_000)", "the message from rank 1: nested too deeply"),
+        ("send(b'7')", "the message from rank 1: expected an object, got 7"),
+        ("send(b'{}')", "the message from rank 1: missing: weights, optimizer, not_finite"),
         ("send(b'9' * 4300)", "an integer of 4300 digits"),
         ("announce(2**40)", "rank 1 announced a message of 1099511627776 bytes"),
         ("announce(-1)", "rank 1 announced a message of -1 bytes"),
