@@ -1,7 +1,7 @@
 // Emulates AMX in a process whose CPU lacks it, instruction by instruction.
 //
-// Preloaded (LD_PRELOAD). Without AMX a tile instruction is illegal, so the kernel sends SIGILL; the
-// handler executes the instruction and continues after it. oneDNN detects tiles because overwrite.c
+// Preloaded (LD_PRELOAD). Without AMX a tile instruction is illegal, so the kernel sends SIGILL;
+// the handler executes the instruction and continues after it. oneDNN detects tiles because overwrite.c
 // redirects its `cpuid` instructions to this handler, too. Other features are the CPU's own. Counts
 // of executed instructions are added to the file TILEFORGE_AMX_COUNTS when the process ends.
 //

@@ -85,9 +85,9 @@ def _train_spoiled(arguments: list[str], rank: int, parameter: str) -> None:
             program.main(arguments, os.environ)
         except RanksDifferError as error:
             # It would end this process.
-            with mock.patch.object(program, "leave") as leave:
+            with mock.patch.object(program, "exit_now") as exit_now:
                 sys.excepthook(type(error), error, error.__traceback__)
-            leave.assert_called_once_with(ExitCode.TRAINING)
+            exit_now.assert_called_once_with(ExitCode.TRAINING)
         else:
             raise AssertionError("the ranks differ, and the run did not fail")
     distributed.destroy_process_group()
