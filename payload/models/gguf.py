@@ -30,7 +30,9 @@ def gguf_file(source: Path) -> Path | None:
     found = sorted(source.glob(f"*{SUFFIX}"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])
-        raise CheckpointError(f"{source}: it has {len(found)} GGUF files ({names}). Choose one.")
+        raise CheckpointError(
+            f"{source}: it has {len(found)} GGUF files ({names}). Use the path of one."
+        )
     return own_file(source, found[0].name) if found else None
 
 

@@ -119,11 +119,11 @@ def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path
     if not path.is_file():
         if index is not None:
             raise CheckpointError(f"{index}: it lists {name}, which is missing. {_FIX}")
-        raise CheckpointError(f"{folder}: {_what_is_there(folder)}")
+        raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
     return path
 
 
-def _what_is_there(folder: Path) -> str:
+def _why_no_weights(folder: Path) -> str:
     """Return why a folder has no weights that can be loaded, and the fix."""
     pickles = [name for name in PICKLE_FILES if (folder / name).exists()]
     pickles += sorted(path.name for path in folder.glob("pytorch_model-*.bin"))[:1]
@@ -145,7 +145,9 @@ def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
     """
     raw, start, size = _raw_header(path, fix)
     if len(raw) > _MAX_TENSORS:
-        raise CheckpointError(f"{path}: its header lists {len(raw):,} tensors. {fix}")
+        raise CheckpointError(
+            f"{path}: {len(raw):,} tensors in its header, above {_MAX_TENSORS:,}. {fix}"
+        )
     found: dict[str, TensorHeader] = {}
     end_of_data = 0
     for name, value in raw.items():

@@ -145,7 +145,9 @@ def test_a_file_and_a_folder_with_one_are_names_of_a_model(exported: Path, tmp_p
     assert sent is not None and sent.folder == alone and list(sent.files) == ["m.gguf"]
     assert gguf_file(exported.parent / "model") is None
     (alone / "n.gguf").write_bytes(b"another")
-    with pytest.raises(CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Choose one"):
+    with pytest.raises(
+        CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Use the path of one"
+    ):
         find_source(str(alone), setting="model.init")
 
 

@@ -75,8 +75,8 @@ sys.exit(main(sys.argv[1:], os.environ))
         ("send(b'7')", "the message from rank 1: expected an object, got 7"),
         ("send(b'{}')", "the message from rank 1: missing: weights, optimizer, not_finite"),
         ("send(b'9' * 4300)", "an integer of 4300 digits"),
-        ("announce(2**40)", "rank 1 announced a message of 1099511627776 bytes"),
-        ("announce(-1)", "rank 1 announced a message of -1 bytes"),
+        ("announce(2**40)", "rank 1 sent an invalid message size, 1099511627776 bytes"),
+        ("announce(-1)", "rank 1 sent an invalid message size, -1 bytes"),
     ],
 )
 def test_a_hostile_rank_cannot_run_code_in_another_and_is_named(

@@ -225,7 +225,7 @@ class World:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin such a sum; the returned call waits for it. All ranks begin in one order."""
+        """Begin such a sum and return a call that waits for it. All ranks begin in one order."""
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:
@@ -287,7 +287,9 @@ def _encode(value: object) -> torch.Tensor:
 def _checked_size(size: torch.Tensor, *, rank: int) -> int:
     count = int(size)
     if not 0 < count <= _MAX_MESSAGE_BYTES:
-        raise TrainingError(f"rank {rank} announced a message of {count} bytes. {_FOREIGN_RANK}")
+        raise TrainingError(
+            f"rank {rank} sent an invalid message size, {count} bytes. {_FOREIGN_RANK}"
+        )
     return count
 
 

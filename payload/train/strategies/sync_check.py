@@ -78,7 +78,7 @@ def require_finite(states: Sequence[RankState], *, step: int, passed_step: int |
     if not_finite is not None:
         raise TrainingError(
             f"after step {step} {not_finite} holds NaN or infinity, though loss and "
-            f"gradients were finite. It is not saved. {_resume(passed_step)} with a lower "
+            f"gradients were finite. The state is not saved. {_resume(passed_step)} with a lower "
             'optimizer.lr, or precision.dtype = "fp32".'
         )
 

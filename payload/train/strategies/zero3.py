@@ -79,7 +79,7 @@ class Zero3(Strategy):
     def optimizers(self, model: CausalLM, config: RunConfig, *, dtype: Dtype) -> Optimizers:
         """Set this rank's shard of rank 0's weights; give DeepSpeed the run's optimizer."""
         if config.engine.wants_kernels():
-            log.info("model     without our kernels: DeepSpeed gathers weights only for modules")
+            log.info("model     without our kernels: DeepSpeed gathers weights only around modules")
         made = build_optimizers(model, config.optimizer, config.engine)
         (optimizer,) = made.members
         names = {parameter: name for name, parameter in trainable(model)}

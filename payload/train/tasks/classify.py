@@ -132,7 +132,7 @@ class Classify(Task):
     def require_matching_checkpoint(self, checkpoint: Path) -> None:
         """Raise CheckpointError if the labels of the run's `checkpoint` are not the data's.
 
-        The weights' shapes do not show it: they depend only on the number of labels.
+        The weights' shapes can be equal: they depend only on the number of labels.
         """
         config, where = read_config(checkpoint), str(checkpoint / CONFIG_FILE)
         labels = saved_labels(config, where=where, is_own=True)

@@ -58,7 +58,9 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
         ) from None
     tensors = dict(model.named_parameters())
     if sum(each.numel() for each in tensors.values()) != num_params:
-        raise CheckpointError(f"{path}: transformers reads other tensor sizes than it has. {_FIX}")
+        raise CheckpointError(
+            f"{path}: transformers reads other tensor sizes than the header has. {_FIX}"
+        )
     write_tensors(folder / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
     # Our own config: transformers' omits RoPE scaling and includes the file's quantisation.
     config = gguf_config(read_header(path), where=str(path))

@@ -127,7 +127,7 @@ def test_dropout_masks_the_residual_stream_alike_on_both_tensor_ranks(runs: Runs
 def test_deepspeed_has_stage_3_and_warns_of_nothing(runs: Runs) -> None:
     stage = json.loads((runs.folder("zero3") / "deepspeed.json").read_text())
     assert stage["zero_optimization"]["stage"] == 3
-    assert "DeepSpeed gathers weights only for modules" in runs.output("zero3")
+    assert "DeepSpeed gathers weights only around modules" in runs.output("zero3")
     assert "Warning" not in runs.output("zero3") and "WARNING" not in runs.output("zero3")
 
 
