@@ -31,7 +31,7 @@ def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) 
         uploaded = ", the one in upload" if uploads else ""
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
-            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more checkpoints need "
+            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more checkpoint(s) need "
             f"{needed / 1e9:.1f} GB: {most} in total, for train.keep_checkpoints = {keep}, the "
             f"best one{uploaded} and the one being written. {advice}."
         )

@@ -610,7 +610,8 @@ def test_a_head_that_gguf_leaves_out_must_be_the_embedding(
     change_config(source, tie_word_embeddings=True)
     capsys.readouterr()
     said = complaint(export(source, tmp_path / "out.gguf"), capsys)
-    assert "tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight" in said
+    tied = "tie_word_embeddings = true, but lm_head.weight differs from model.embed_tokens.weight"
+    assert tied in said
 
 
 def test_an_interrupted_write_leaves_nothing_and_a_file_that_is_there_stays(tmp_path: Path) -> None:
