@@ -42,7 +42,7 @@ def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:
         (
             0,
             3.5,
-            r"4 more checkpoint\(s\) need .*: 4 in total.* Free space or lower train.keep_",
+            r"4 more checkpoint.* need .*: 4 in total.* Free space or lower train.keep_checkpoints",
         ),
         (0, 4.5, None),
         (1, 2.5, r"3 more checkpoint\(s\) need .*: 4 in total"),
