@@ -69,10 +69,10 @@ def _compile(library: Path) -> None:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise KernelsUnavailableError("this machine has no C++ compiler (apt-get install g++)")
-    here, torch_libraries = Path(__file__).parent, Path(torch.__file__).parent / "lib"
+    folder, torch_libraries = Path(__file__).parent, Path(torch.__file__).parent / "lib"
     partial = library.with_suffix(f".{os.getpid()}.partial")
     flags = _FLAGS + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
-    command = [compiler, *flags, *(str(here / name) for name in SOURCES), "-o", str(partial)]
+    command = [compiler, *flags, *(str(folder / name) for name in SOURCES), "-o", str(partial)]
     # The process has torch's libraries loaded: the library needs no path to them at run time.
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
     try:

@@ -206,10 +206,10 @@ class ModelSpec(ABC):
         layers = max(0, estimate(whole) - empty - logits) / self.num_layers()
         layers *= WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / setting.tensor
         state = (empty - PROCESS_BYTES) / self.num_params() / setting.tensor
-        here, weights = stage_layers(self, setting.stages), stage_weights(self, setting.stages)
+        ranges, weights = stage_layers(self, setting.stages), stage_weights(self, setting.stages)
         outer = outer_weights(self, setting.stages)
         found: list[float] = []
-        for stage, (numbers, held) in enumerate(zip(here, weights, strict=True)):
+        for stage, (numbers, held) in enumerate(zip(ranges, weights, strict=True)):
             kept = max(1, setting.passes_kept - stage) if setting.stages > 1 else 1
             activations = len(numbers) * kept * layers
             if stage == setting.stages - 1:

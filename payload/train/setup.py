@@ -320,16 +320,16 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
 
 def require_same_data(state: TrainerState, meta: DataMeta) -> None:
     """Raise CheckpointError for other data: tokens, masks, labels or validation texts."""
-    here = meta.hashes()
+    hashes = meta.hashes()
     before = state.data_sha256 or {TRAIN_NAME: state.train_sha256}
-    if not state.data_sha256 and len(here) > 1:
-        others = ", ".join(name for name in here if name != TRAIN_NAME)
+    if not state.data_sha256 and len(hashes) > 1:
+        others = ", ".join(name for name in hashes if name != TRAIN_NAME)
         log.warning(
             f"warning: the run's checkpoint is from an older version and has only the hash of "
             f"{TRAIN_NAME}: {others} are not compared"
         )
-    for name in sorted(before.keys() | (here.keys() if state.data_sha256 else set())):
-        old, new = (each.get(name, "none")[:12] for each in (before, here))
+    for name in sorted(before.keys() | (hashes.keys() if state.data_sha256 else set())):
+        old, new = (each.get(name, "none")[:12] for each in (before, hashes))
         if old != new:
             raise CheckpointError(
                 f"the run's checkpoint was trained on {name} {old}, but data.dir has {new}. Resume "

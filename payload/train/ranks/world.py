@@ -135,10 +135,10 @@ class World:
             raise ConfigError(f"precision.fp8 = 'on': this rank computes on a CPU. {fix}")
         found = torch.cuda.get_device_capability()
         if found < FP8_CAPABILITY:
-            least, here = (".".join(map(str, each)) for each in (FP8_CAPABILITY, found))
+            least, capability = (".".join(map(str, each)) for each in (FP8_CAPABILITY, found))
             raise ConfigError(
                 f"precision.fp8 = 'on': {torch.cuda.get_device_name()} has compute capability "
-                f"{here}; {least} is needed. {fix}"
+                f"{capability}; {least} is needed. {fix}"
             )
 
     def synchronize(self) -> None:

@@ -38,22 +38,22 @@ class ModelParallel(Strategy):
         super().__init__(settings, world)
         self._place = self.mesh.place(world.rank)
         timeout_s = settings.timeout_s
-        here = (self.mesh, world.rank)
+        position = (self.mesh, world.rank)
         self._data = _data_strategy(settings, world)
         self._tensor = TensorRanks(
-            group_along(*here, "tensor", timeout_s=timeout_s),
+            group_along(*position, "tensor", timeout_s=timeout_s),
             index=self._place.tensor,
             size=self.mesh.tensor,
         )
-        self._line = group_along(*here, "pipeline", timeout_s=timeout_s)
-        self._ends = group_of_ends(*here, timeout_s=timeout_s)
+        self._line = group_along(*position, "pipeline", timeout_s=timeout_s)
+        self._ends = group_of_ends(*position, timeout_s=timeout_s)
         self._stage: Stage | None = None
         self._tied: str | None = None
         """The embedding's name if the last stage has a copy as its output head."""
         of_model: tuple[Dimension, ...] = ("pipeline", "shard", "tensor")
-        self._model = group_along(*here, *of_model, timeout_s=timeout_s)
+        self._model = group_along(*position, *of_model, timeout_s=timeout_s)
         """The ranks that hold one copy of the model."""
-        self._saving = group_along(*here, *of_model, timeout_s=timeout_s)
+        self._saving = group_along(*position, *of_model, timeout_s=timeout_s)
         """The same ranks, for the thread that writes checkpoints."""
         self._splits = Splits({})
         self._layout: Layout

@@ -203,8 +203,8 @@ class GPT(CausalLM):
 
     def layers(self) -> Sequence[nn.Module]:
         """Return this rank's layers."""
-        here = range(len(self.h)) if self.stage is None else self.stage.layers
-        return [self.h[number] for number in here]
+        numbers = range(len(self.h)) if self.stage is None else self.stage.layers
+        return [self.h[number] for number in numbers]
 
     def outer_modules(self) -> OuterModules:
         """Return the modules outside the layers, by the pipeline stage that computes them."""

@@ -106,8 +106,8 @@ class Decoder(CausalLM):
             if context is not None:
                 where = (self.model, x, self.spec, ropes, starts)
                 return run_layers(*where, context, self.run_layer, self.ranks, self.stage)
-        here = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
-        for number in here:
+        numbers = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
+        for number in numbers:
             layer, what = self.model.layers[number], self.spec.layers[number]
             rope = ropes[what.rope] if what.rope is not None else None
             x = self.run_layer(layer, x, rope, caches[number] if caches else None, starts)
@@ -174,8 +174,8 @@ class Decoder(CausalLM):
 
     def layers(self) -> Sequence[nn.Module]:
         """Return this rank's layers."""
-        here = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
-        return [self.model.layers[number] for number in here]
+        numbers = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
+        return [self.model.layers[number] for number in numbers]
 
     def outer_modules(self) -> OuterModules:
         """Return the modules outside the layers, by the pipeline stage that computes them."""
