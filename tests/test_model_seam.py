@@ -152,6 +152,6 @@ def test_a_frozen_weight_has_no_optimizer_state_and_no_place_in_the_exchange(toy
 
 
 def test_a_name_that_no_family_has_is_not_taken_for_one_like_it(toy: Path) -> None:
-    with pytest.raises(CheckpointError, match="'toi'"):
-        spec_of({"model_type": "toi"}, where="config.json")
+    with pytest.raises(CheckpointError, match="'toys'"):
+        spec_of({"model_type": "toys"}, where="config.json")
     assert isinstance(load(toy), CausalLM)
