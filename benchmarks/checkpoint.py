@@ -32,7 +32,7 @@ from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.sync_check import rank_state
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 GOAL = 0.05
 """Largest share of the time between two checkpoints that a checkpoint costs."""

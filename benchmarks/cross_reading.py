@@ -51,7 +51,7 @@ from benchmarks.mesh_runs import (
 )
 from payload.core.files import write_whole
 from payload.run_record.run_files import RunPaths
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 
 LAYOUTS: Sequence[Layout] = (
     *((1, "replicate"), (2, "replicate"), (2, "shard"), (2, "zero3"), (2, "tensor2")),
@@ -221,8 +221,8 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
     class Held(Observer):
         """Copies this rank's tensors when the checkpoint of step 5 was written or read."""
 
-        def ready(self, parts: Parts) -> None:
-            self.parts, self.held = parts, _held(parts)
+        def ready(self, context: TrainContext) -> None:
+            self.parts, self.held = context, _held(context)
 
         def before_update(self, step: int) -> None:
             # There was no update since the checkpoint of that step began.

@@ -137,7 +137,7 @@ def _adapted(library: Library, tokens: int, *, count: int, inputs: int, outputs:
     layers = [LoraLinear(nn.Linear(inputs, outputs, bias=False), settings) for _ in range(count)]
     for layer in layers:
         layer.weight.requires_grad_(False)
-    lay_below_each_other([layer.weight for layer in layers])
+    make_adjacent([layer.weight for layer in layers])
     joined = join([projection(layer) for layer in layers], context)
     x, grad = _random_bf16(tokens, inputs), _random_bf16(tokens, count * outputs)
     leaf, grads = x.clone().requires_grad_(), [each.contiguous() for each in grad.chunk(count, 1)]

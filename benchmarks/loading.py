@@ -115,7 +115,7 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
         model = load(folder)
     else:
         model = build(read_spec(folder), random=False)
-        model.unread = None if whole else folder
+        model.deferred_weights = None if whole else folder
     strategy.wrap(model)
     found: dict[str, Any] = {"rank": world.rank, "before_bytes": before}
     found["peak_bytes"] = _peak_bytes()

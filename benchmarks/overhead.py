@@ -40,7 +40,7 @@ from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.rank_output_files import Heartbeat, MetricsFile, rss_bytes
 from payload.train.ranks.world import World
 from payload.train.step_clock import StepClock
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 GOAL = 0.005
 """Largest share of the step's time."""

@@ -21,10 +21,10 @@ from payload.models.spec import RankSetting
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.models.base import CausalLM
 from payload.train.models.loading import build, load
-from payload.train.models.lora import add_adapter, shrink_base, widen_base
+from payload.train.models.lora import add_adapter, cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 
 _MATMULS = 50
 
@@ -99,7 +99,7 @@ def _model(work: dict[str, Any]) -> CausalLM:
         model = build(model_spec(name).with_sequence_length(work["sequence_length"]))
     if work.get("adapter"):
         add_adapter(model, AdapterSection(kind="lora", **work["adapter"]), seed=1)
-        (shrink_base if work["dtype"] == "bf16" else widen_base)(model)
+        (cast_base_to_bf16 if work["dtype"] == "bf16" else cast_base_to_fp32)(model)
     return model
 
 

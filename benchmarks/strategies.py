@@ -174,7 +174,7 @@ def _train_as_rank(argv: Sequence[str]) -> int:
     import psutil
 
     from payload.train.__main__ import main as train
-    from payload.train.parts import Observer, Parts
+    from payload.train.parts import Observer, TrainContext
 
     class Resident(Observer):
         """Records the resident set before the model, and at the newest update."""
@@ -182,8 +182,8 @@ def _train_as_rank(argv: Sequence[str]) -> int:
         def before_model(self) -> None:
             self.before_bytes = psutil.Process().memory_info().rss
 
-        def ready(self, parts: Parts) -> None:
-            self.shards = parts.calibration.shards
+        def ready(self, context: TrainContext) -> None:
+            self.shards = context.calibration.shards
 
         def before_update(self, step: int) -> None:
             now = psutil.Process().memory_info().rss

@@ -58,7 +58,7 @@ def test_auto_is_the_largest_divisor_of_a_ranks_share_that_fits_the_estimate() -
         found, note = settled(config, free_bytes=int(need(config, size=size) / USED) + 1)
         assert found.batch.micro_batch_size == size
         assert found.memory.activation_checkpointing == "auto"
-        assert note is not None and f": {size} of a rank's 24 sequences a pass; about" in note
+        assert note is not None and f": {size} of at most 24 sequences a micro-batch; needs" in note
 
 
 def test_the_ranks_of_a_node_share_its_memory_and_the_batch() -> None:
@@ -83,19 +83,19 @@ def test_checkpointing_comes_on_only_where_one_sequence_does_not_fit_without() -
     found, note = settled(is_off, free_bytes=free)
     assert found.batch.micro_batch_size == 1
     assert found.memory.activation_checkpointing == "off"
-    assert note is not None and ", more than the" in note
+    assert note is not None and " GiB a rank, more than the" in note
 
 
 def test_where_nothing_fits_it_is_one_sequence_with_checkpointing() -> None:
     found, note = settled(auto(), free_bytes=GIB // 8)
     assert (found.batch.micro_batch_size, found.memory.activation_checkpointing) == (1, "on")
-    assert note is not None and ", more than the 0.1 that it may fill" in note
+    assert note is not None and " GiB a rank, more than the 0.1 GiB available" in note
 
 
 def test_without_knowledge_of_the_memory_it_is_one_sequence() -> None:
     found, note = settled(auto(), free_bytes=None)
     assert found.batch.micro_batch_size == 1
-    assert note is not None and "the free memory is not known" in note
+    assert note is not None and "the free memory is unknown" in note
 
 
 def test_a_number_stays() -> None:

@@ -134,7 +134,7 @@ def test_a_plan_counts_the_memory_of_fp32_where_the_cpu_has_no_bf16(planned: Pla
     assert [each.predicted.dtype() for each in runs] == ["bf16", "bf16", "fp32", "fp32"]
     needs = [each.plan.arithmetic.memory_bytes_per_rank for each in runs]
     assert needs[0] == needs[1] < needs[2] == needs[3]
-    # The run measures before it chooses.
+    # The run measures before it resolves the dtype.
     assert without.config.precision.dtype == "auto"
     assert without.core_flops_per_s["bf16"] == EMULATED_BF16_CORE_FLOPS_PER_S
 

@@ -249,8 +249,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
     [
         (
             ("adapter.kind=lora", "adapter.rank=4096"),
-            "adapter.rank = 4096 is above the width of the linears that it adapts, 64. Use 64 or "
-            "less.",
+            "adapter.rank = 4096 is above the width of the adapted linears, 64. Use 64 or less.",
         ),
         (
             ("adapter.kind=lora", "adapter.target=c_fc"),
@@ -260,7 +259,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("adapter.kind=lora", "adapter.target=q_proj,,"),
             "adapter.target = 'q_proj,,': a name is empty. Use 'all-linear' or names of linears "
-            "with commas between, as in 'q_proj,v_proj'.",
+            "separated by commas, as in 'q_proj,v_proj'.",
         ),
         (
             ("adapter.kind=lora", "model.init=scratch"),
@@ -377,8 +376,8 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     found, then = weights_sha256(other), weights_sha256(adapted / "base")
     require_refused_run(
         _train(copy, place, "train.steps=2", f"model.init={other}"),
-        f"model.init = '{other}': its weights are not those that the adapter was trained beside "
-        f"(sha256 {found[:12]}, then {then[:12]}). Restore them, or start a new run.",
+        f"model.init = '{other}': the adapter was trained with other weights "
+        f"(sha256 {then[:12]}, now {found[:12]}). Restore them, or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -391,9 +390,9 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     before = _files(copy / "run" / "checkpoints")
     require_refused_run(
         _train(copy, place, "train.steps=2"),
-        f"model.init = '{copy / 'base'}': its config.json is not the one that the adapter was "
-        f"trained beside (sha256 {config_sha256(copy / 'base')[:12]}, then {then[:12]}). Restore "
-        "it, or start a new run.",
+        f"model.init = '{copy / 'base'}': the adapter was trained with another config.json "
+        f"(sha256 {then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore it, or "
+        "start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -404,8 +403,8 @@ def test_a_resume_with_another_rank(place: Path, adapted: Path, tmp_path: Path) 
     before = _files(copy / "run" / "checkpoints")
     require_refused_run(
         _train(copy, place, "train.steps=2", "adapter.rank=8"),
-        "adapter.rank = 8, but the run's checkpoint was trained with 4. Resume without changing "
-        "it, or start a new run with model.init set to the checkpoint.",
+        "adapter.rank = 8, but the run's checkpoint was trained with 4. Restore the old value, "
+        "or start a new run with model.init set to the checkpoint.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -420,8 +419,8 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: model.init = '{init}': it is an adapter, and adapter.kind = 'lora' needs whole "
-        f"weights below. Merge it first with python -m payload.export --checkpoint {init} --merge."
+        f"error: model.init = '{init}': an adapter, but adapter.kind = 'lora' needs whole weights "
+        f"as its base. Merge it first with python -m payload.export --checkpoint {init} --merge."
     )
     assert not (tmp_path / "run").exists()
 

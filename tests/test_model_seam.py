@@ -114,14 +114,14 @@ def test_a_family_is_a_folder_of_numbers_and_one_of_tensors() -> None:
 
 
 def settings_of(model: Path) -> list[str]:
-    """Settings of a short run of this model with checkpoints."""
+    """Return settings of a short run of this model with checkpoints."""
     sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
     run = ["train.checkpoint_every=2", "schedule.decay_steps=4", "optimizer.lr=0.03"]
     return [*sizes, f"model.init={model}", *run, "schedule.warmup_steps=0"]
 
 
 def plan(model: Path, config: Path, folder: Path) -> int:
-    """Plan a run of this model here; return the exit code."""
+    """Plan a run of this model on this machine; return the exit code."""
     words = [word for setting in settings_of(model) for word in ("--set", setting)]
     place = ["--inventory", "local", "--runs-dir", str(folder / "runs"), "--config", str(config)]
     return orchestrate(["plan", *place, *words], os.environ)
@@ -130,7 +130,7 @@ def plan(model: Path, config: Path, folder: Path) -> int:
 def test_its_numbers_serve_the_prediction_of_a_step(toy: Path) -> None:
     spec = read_spec(toy)
     found = buckets(spec, tokens=1024)
-    assert sum(each.numbers for each in found) == spec.num_params()
+    assert sum(each.elements for each in found) == spec.num_params()
     assert found[-1].ready == 1.0
     assert spec.summary() == "1 layers, 1 heads, width 16, context 4096"
 
@@ -154,6 +154,6 @@ def test_a_frozen_weight_has_no_optimizer_state_and_no_place_in_the_exchange(toy
 
 
 def test_a_name_that_no_family_has_is_not_taken_for_one_like_it(toy: Path) -> None:
-    with pytest.raises(CheckpointError, match="'toi'"):
-        spec_of({"model_type": "toi"}, where="config.json")
+    with pytest.raises(CheckpointError, match="'toys'"):
+        spec_of({"model_type": "toys"}, where="config.json")
     assert isinstance(load(toy), CausalLM)

@@ -49,7 +49,7 @@ def test_bf16_is_recommended_where_it_fits_and_4_bits_where_it_does_not() -> Non
     little = cost_sentence(LARGE, lora(), room=64 * GIB, rate=None)
     assert 'bf16 fits: model.quantize = "none" is recommended' in much and ", measured)" in much
     assert "bf16 does not fit: use nf4" in little and "typical, not measured" in little
-    assert "recommended where it fits" in cost_sentence(LARGE, lora(), room=None, rate=None)
+    assert "recommended if it fits" in cost_sentence(LARGE, lora(), room=None, rate=None)
 
 
 @pytest.mark.parametrize(

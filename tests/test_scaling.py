@@ -19,7 +19,7 @@ from payload.models.gpt2.spec import PRESETS
 from tests.support.launching import BIN
 
 TINY = buckets(PRESETS["tiny"])
-NUMBERS = sum(bucket.numbers for bucket in TINY)
+NUMBERS = sum(bucket.elements for bucket in TINY)
 KNOWN = Constants(
     link_share=0.9,
     latency_s=2e-4,
@@ -45,9 +45,9 @@ def steps(arrangement: str, *times_s: float, sync_s: float = 0.0, **more: Any) -
 
 
 def exchange(*, ranks: int = 2, gbit: float | None = None, known: Constants = KNOWN) -> Any:
-    """Return the measurement that would come from a model with these constants."""
+    """Return the measurement that a model with these constants would give."""
     network = known.network(ranks=ranks, gbit_per_s=gbit)
-    took_s = sum(network.all_reduce_s(4 * bucket.numbers) for bucket in TINY)
+    took_s = sum(network.all_reduce_s(4 * bucket.elements) for bucket in TINY)
     sent = 4 * NUMBERS * 2 * (ranks - 1) / ranks
     name = f"exchange:{ranks}" + (f":{gbit:g}" if gbit else "")
     return record(
@@ -125,11 +125,11 @@ def test_the_error_at_a_measured_step_is_the_model_s_and_not_the_fit_s() -> None
     # second. Before its exchange ends, all other buckets are full, and follow.
     sent = buckets(PRESETS["tiny"], tokens=2048)
     network = KNOWN.network(ranks=2, gbit_per_s=1.0)
-    exchange_s = sum(network.all_reduce_s(4 * bucket.numbers) for bucket in sent)
+    exchange_s = sum(network.all_reduce_s(4 * bucket.elements) for bucket in sent)
     exposed_s = sent[0].ready + exchange_s - 1.0
     assert by_what["sync_s"]["predicted"] == pytest.approx(exposed_s, abs=1e-4)
     assert by_what["sync_s"]["error"] == pytest.approx(exposed_s / 0.2 - 1, abs=1e-3)
-    numbers = sum(bucket.numbers for bucket in sent)
+    numbers = sum(bucket.elements for bucket in sent)
     busy_s = 5e-10 * 4 * numbers * (1 - exposed_s / exchange_s)
     assert by_what["step_s"]["predicted"] == pytest.approx(6 + exposed_s + busy_s, abs=1e-3)
     assert by_what["step_s"]["error"] == pytest.approx((6 + exposed_s + busy_s) / 13 - 1, abs=1e-3)

@@ -1,4 +1,4 @@
-"""The pretrained model of the tests is what its authors published."""
+"""The tests' pretrained model is the published one."""
 
 from __future__ import annotations
 

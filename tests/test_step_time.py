@@ -25,7 +25,7 @@ from payload.train.families.gpt2.model import GPT
 from payload.train.strategies.buckets import Bucket, make_buckets
 
 GPT2 = PRESETS["gpt2"]
-# One layer of width 2 and no bias: 48 matrix numbers, three norms of 2, 10 + 4 embeddings of 2.
+# One layer of width 2 and no bias: 48 matrix elements, three norms of 2, 10 + 4 embeddings of 2.
 SMALL = Gpt2Spec(n_layer=1, n_head=1, n_embd=2, sequence_length=4, vocab_size=10, bias=False)
 
 
@@ -70,9 +70,9 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_what_one_bucket_alone_costs_is_all_exposed() -> None:
-    # 82 numbers make one bucket, which is full when the backward pass ends.
+    # 82 elements make one bucket, which is full at the end of the backward pass.
     (bucket,) = buckets(SMALL)
-    assert (bucket.numbers, bucket.ready) == (SMALL.num_params(), 1.0) == (82, 1.0)
+    assert (bucket.elements, bucket.ready) == (SMALL.num_params(), 1.0) == (82, 1.0)
     network = Network(ranks=2, bytes_per_s=82.0, latency_s=0.25)
     step = step_time(SMALL, compute_s=6.0, accumulation=2, bytes_per_number=4, network=network)
     # Two rounds of a quarter second, and 328 bytes at 82 a second.
@@ -82,7 +82,7 @@ def test_what_one_bucket_alone_costs_is_all_exposed() -> None:
 
 
 def test_a_fast_network_leaves_the_last_bucket_exposed_and_hides_the_others() -> None:
-    last = buckets(GPT2)[-1].numbers * 4
+    last = buckets(GPT2)[-1].elements * 4
     step = of_gpt2(busy_s_per_byte=1e-9)
     assert step.exposed_s == pytest.approx(last / 2e9)
     assert step.exchange_s == pytest.approx(GPT2.num_params() * 4 / 2e9)
@@ -92,14 +92,14 @@ def test_a_fast_network_leaves_the_last_bucket_exposed_and_hides_the_others() ->
 
 def test_with_the_kernels_only_rows_of_tokens_are_exposed_on_a_fast_network() -> None:
     *_, layers, rows = buckets(GPT2, tokens=2048)
-    assert rows.numbers * 4 < 3e6
+    assert rows.elements * 4 < 3e6
     step = of_gpt2(tokens=2048)
-    assert step.exposed_s == pytest.approx((layers.numbers + rows.numbers) * 4 / 2e9)
+    assert step.exposed_s == pytest.approx((layers.elements + rows.elements) * 4 / 2e9)
     assert step.exposed_s < of_gpt2().exposed_s / 5
 
 
 def test_rows_of_tokens_are_never_more_than_the_vocabulary() -> None:
-    assert buckets(GPT2, tokens=10**9)[-1].numbers == GPT2.vocab_size * GPT2.n_embd
+    assert buckets(GPT2, tokens=10**9)[-1].elements == GPT2.vocab_size * GPT2.n_embd
 
 
 def test_a_slow_network_exposes_all_but_what_fits_behind_the_backward_pass() -> None:
@@ -191,7 +191,7 @@ def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
         shape = replace(PRESETS[preset], bias=bias)
         found = buckets(shape, tokens=tokens)
         whole = found if tokens is None else found[:-1]
-        assert sum(bucket.numbers for bucket in whole) == shape.num_params()
+        assert sum(bucket.elements for bucket in whole) == shape.num_params()
         shares = [bucket.ready for bucket in found]
         assert shares == sorted(shares) and shares[-1] == 1.0
 
@@ -200,9 +200,9 @@ def test_buckets_are_those_of_the_exchange() -> None:
     """At a width where each layer fills one bucket."""
     shape = Gpt2Spec(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
     model = GPT(shape, random=False)
-    assert _sizes(make_buckets(model.parameters())) == [each.numbers for each in buckets(shape)]
+    assert _sizes(make_buckets(model.parameters())) == [each.elements for each in buckets(shape)]
     split = make_buckets(model.parameters(), first=cast(nn.Parameter, model.wte.weight))
-    assert _sizes(split) == [each.numbers for each in buckets(shape, tokens=64)[:-1]]
+    assert _sizes(split) == [each.elements for each in buckets(shape, tokens=64)[:-1]]
 
 
 def _sizes(made: list[Bucket]) -> list[int]:
@@ -226,7 +226,7 @@ def test_a_plan_for_gpu_nodes_predicts_for_gpus_though_the_device_is_auto(strate
     shards = 4 if strategy == "shard" else 1
     assert on_gpus.copies_s == 0.0 and (on_cores.copies_s > 0.0) == (strategy == "shard")
     assert on_gpus.update_s == pytest.approx(GPU_UPDATE_S_PER_WEIGHT * GPT2.num_params() / shards)
-    # The project's kernels, which reach more of the peak, are for CPUs.
+    # The project's kernels, which reach more of the peak, need a CPU.
     assert predicted.typical_mfu(GPT2) == GPU_MFU < auto.typical_mfu(GPT2)
 
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from payload.config.launch_sections import DistributedSection
 from payload.core.errors import ExitCode
 from payload.train import session
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 from payload.train.__main__ import main as train
 from payload.train.ranks.world import World
 from payload.train.strategies.shard import Shard
@@ -38,4 +38,4 @@ def main() -> ExitCode:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

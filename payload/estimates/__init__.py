@@ -1,1 +1,1 @@
-"""The formulas before a run: time of a step and of the run, strategies, micro-batch, disk space."""
+"""Formulas for planning a run: step time, run time, strategies, micro-batch size, disk space."""

@@ -1,14 +1,14 @@
-"""CONTRACT: the sequences of a pass that `batch.micro_batch_size = "auto"` stands for.
+"""CONTRACT: the micro-batch size that `batch.micro_batch_size = "auto"` resolves to.
 
-They are chosen once, where the ranks are placed, and the run's run.toml has the number. The order
+It is resolved once, when the ranks are placed, and recorded in the run's run.toml. The order
 of the decisions:
 
 1. The largest size without activation checkpointing whose estimate fits into the memory.
-2. Where not even one sequence fits, and `memory.activation_checkpointing` is auto, it is turned on:
+2. If not even one sequence fits, and `memory.activation_checkpointing` is auto, turn it on and use
    the largest size with it.
-3. Where that does not fit either, one sequence with what step 2 chose, and a warning from the plan.
+3. If that does not fit either, one sequence with the setting of step 2, and a warning by the plan.
 
-So passes become smaller before layers are computed twice: a smaller pass costs little time, a
+So micro-batches shrink before layers are recomputed: a smaller micro-batch costs little time, a
 second forward pass costs a third of the step.
 """
 
@@ -23,7 +23,7 @@ from payload.core.dtype import Dtype
 from payload.models.spec import ModelSpec
 
 USED = 0.9
-"""The share of the free memory that the ranks may fill: an estimate is within a tenth of most runs,
+"""Share of the free memory available to the ranks: an estimate is within a tenth of most runs,
 and other programs need some."""
 
 _GIB = 2**30
@@ -38,10 +38,10 @@ def settle_batch(
     ranks_per_node: int,
     free_bytes: int | None,
 ) -> tuple[RunConfig, str | None]:
-    """Return the config with a number for the micro-batch, and a sentence that says why that one.
+    """Return the config with the micro-batch size as a number, and a sentence with the reason.
 
-    `spec` is that of what is trained, `free_bytes` the free memory of the node with the least,
-    which its ranks share. A number stays as it is. Raises ConfigError where the ranks cannot share
+    `spec` is the trained model's, `free_bytes` the free memory of the node with the least, which
+    its ranks share. A number is unchanged. Raises ConfigError if the ranks cannot divide
     the global batch evenly.
     """
     batch = config.batch
@@ -49,10 +49,10 @@ def settle_batch(
         return config, None
     config.require_even(world_size)
     sizes = _divisors(batch.global_batch_size // config.distributed.mesh(world_size).data_ranks)
-    wanted = f'batch.micro_batch_size = "{AUTO}"'
+    setting = f'batch.micro_batch_size = "{AUTO}"'
     if free_bytes is None:
         return with_size(config, 1), (
-            f"{wanted}: 1 sequence a pass, as the free memory is not known here"
+            f"{setting}: 1 sequence a micro-batch, as the free memory is unknown"
         )
     room = free_bytes * USED / ranks_per_node
     choices: dict[Literal["off", "auto", "on"], tuple[Literal["off", "auto", "on"], ...]] = {
@@ -70,18 +70,22 @@ def settle_batch(
     place = next(fitting, len(tried) - 1)
     chosen, need = tried[place], needs[place]
     is_on = chosen.memory.activation_checkpointing == "on"
-    how = " with activation checkpointing" if is_on else ""
-    fits = " of the" if need <= room else ", more than the"
+    suffix = " with activation checkpointing" if is_on else ""
+    memory = (
+        f"{need / _GIB:.1f} of {room / _GIB:.1f} GiB a rank"
+        if need <= room
+        else f"{need / _GIB:.1f} GiB a rank, more than the {room / _GIB:.1f} GiB available"
+    )
     return chosen, (
-        f"{wanted}: {chosen.batch.sequences()} of a rank's {sizes[-1]} sequences a pass{how}; "
-        f"about {need / _GIB:.1f} GiB a rank{fits} {room / _GIB:.1f} that it may fill"
+        f"{setting}: {chosen.batch.sequences()} of at most {sizes[-1]} sequences a micro-batch"
+        f"{suffix}; needs {memory}"
     )
 
 
 def with_size(
     config: RunConfig, size: int, *, checkpointing: Literal["off", "auto", "on"] | None = None
 ) -> RunConfig:
-    """Return the config with this micro-batch, and with `checkpointing` where it is given."""
+    """Return the config with this micro-batch size, and with `checkpointing` if it is set."""
     memory = config.memory
     if checkpointing is not None:
         memory = replace(memory, activation_checkpointing=checkpointing)
@@ -89,9 +93,9 @@ def with_size(
 
 
 def left_open(config: RunConfig, *, auto_size: int | None) -> RunConfig:
-    """Return the config with `auto` again where its number is the one that a plan chose for it.
+    """Return the config with `auto` again if its number was resolved by a plan.
 
-    `auto_size` is that number; None where the settings named one.
+    `auto_size` is that number; None if the settings had a number.
     """
     if auto_size is None or config.batch.micro_batch_size != auto_size:
         return config
@@ -99,9 +103,9 @@ def left_open(config: RunConfig, *, auto_size: int | None) -> RunConfig:
 
 
 def as_recorded(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
-    """Return the config of a resume: `auto` is what the run settled on, as long as that divides.
+    """Return the config of a resume: `auto` resolves to the run's recorded size if it divides.
 
-    So a resumed run computes with the same passes, and to the same bits.
+    So a resumed run has the same micro-batches, and is bitwise equal.
     """
     size = recorded.batch.micro_batch_size
     if config.batch.micro_batch_size != AUTO or size == AUTO:

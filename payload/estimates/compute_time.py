@@ -1,6 +1,6 @@
-"""FLOPs to seconds: the computing of a step and of an evaluation, and MFU.
+"""Converts FLOPs to seconds: compute time of a step and of an evaluation, and MFU.
 
-No other module divides FLOPs by a rate; a test holds that.
+No other module divides FLOPs by a rate; a test checks it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from payload.config.run_config import RunConfig
 from payload.models.spec import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
-"""Share of a pass: for every product of the forward pass, the backward pass has two."""
+"""Share of a micro-batch's time: the backward pass has two products for each in forward."""
 _FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
-    """Predicted computing of a step, without exchange and update."""
+    """Predicted compute time of a step, without exchange and update."""
 
     seconds: float
     """Time of the forward and backward passes, recomputed layers included."""
     mfu: float
-    """Share of the GEMM peak that the passes are expected to reach."""
+    """Expected share of the GEMM peak."""
     flops_per_s: float
     """Rate of all ranks together at that share."""
 
 
 def step_flops(config: RunConfig, spec: ModelSpec, *, tokens: int | None = None) -> int:
-    """Return the model's FLOPs in a step's forward and backward passes, on all ranks together.
+    """Return the model's FLOPs in a step's forward and backward passes, summed over all ranks.
 
-    `tokens` are those of a step; None = each sequence is full.
+    `tokens` are a step's; None = each sequence is full.
     """
     return (config.tokens_per_step() if tokens is None else tokens) * spec.flops_per_token()
 
@@ -43,7 +43,7 @@ def compute_time(
     cores: int,
     tokens: int | None = None,
 ) -> ComputeTime:
-    """Predict the computing of a step at the peak that `cores` cores have together.
+    """Predict the compute time of a step, given the peak of `cores` cores together.
 
     `tokens` are as in `step_flops`. On GPUs `cores` has no effect.
     """
@@ -56,7 +56,7 @@ def compute_time(
 def evaluation_s(*, tokens: int, flops_per_token: float, flops_per_s: float) -> float:
     """Return the seconds of forward passes over `tokens`.
 
-    `flops_per_token` are those of training, with the backward pass.
+    `flops_per_token` are a training step's, with the backward pass.
     """
     return tokens * flops_per_token * _FORWARD_SHARE / flops_per_s
 

@@ -14,39 +14,39 @@ from payload.formats.checkpoint_listing import (
     partial_checkpoints,
 )
 
-_BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
+_BLOCK_BYTES = 512  # The unit of st_blocks on every file system.
 
 
 def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) -> None:
-    """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
+    """Raise ConfigError if a run's kept checkpoints, and one more, do not fit on its disk.
 
-    `run` is the run's folder. It keeps the newest `keep` and the best; `uploads` where it has a
-    store. On a resume some of them are there, and what an interrupted write left is removed first.
+    `run` is the run's folder. It keeps the newest `keep` and the best; `uploads` is True with a
+    store. A resumed run already has some, and interrupted writes are removed first.
     """
     most = most_checkpoints(keep=keep, uploads=uploads)
     to_come = most - min(most - 1, len(checkpoint_folders(run / CHECKPOINTS_NAME)))
     needed = to_come * checkpoint_bytes
     free = free_bytes(run) + _bytes_of(partial_checkpoints(run / CHECKPOINTS_NAME))
     if free < needed:
-        uploaded = ", the one on its way to the store" if uploads else ""
+        uploaded = ", the one in upload" if uploads else ""
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
-            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more of {most} checkpoints "
-            f"(train.keep_checkpoints = {keep}, the best one{uploaded}, and "
-            f"the one being written) need {needed / 1e9:.1f} GB. {advice}."
+            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more checkpoint(s) need "
+            f"{needed / 1e9:.1f} GB: {most} in total, for train.keep_checkpoints = {keep}, the "
+            f"best one{uploaded} and the one being written. {advice}."
         )
 
 
 def most_checkpoints(*, keep: int, uploads: bool) -> int:
-    """Return how many checkpoints of a run its disk has at once, at most.
+    """Return the largest number of a run's checkpoints on its disk at one time.
 
-    The uploader keeps one open, whose space a removal does not give back.
+    The uploader keeps one open, so its space is not freed by a removal.
     """
     return keep + 2 + uploads
 
 
 def _bytes_of(folders: Iterable[Path]) -> int:
-    """Return what the files in these folders take of the disk."""
+    """Return the disk space used by the files in these folders."""
     blocks = 0
     for path in (path for folder in folders for path in folder.rglob("*")):
         with suppress(OSError):

@@ -8,12 +8,12 @@ from payload.config.launch_sections import DistributedSection
 from payload.models.spec import ModelSpec
 
 FIRST_BUCKET_BYTES = 2**20
-"""Gradients in fp32; small, so that the exchange begins early. Both are torch's DDP's sizes."""
+"""Bytes of fp32 gradients; small, so that the exchange begins early. Both sizes are torch DDP's."""
 BUCKET_BYTES = 25 * 2**20
-"""A bucket is closed with the parameter that takes it there."""
+"""A bucket is closed with the parameter that exceeds it."""
 
-# Of n tokens of Python source, in blocks from anywhere, 1.2 n^0.7 were distinct, within a quarter
-# up to a quarter of a million. Prose has more words than code, so three times that is taken.
+# Of n tokens of Python source, in randomly chosen blocks, 1.2 n^0.7 were distinct, within a quarter
+# up to a quarter of a million tokens. Prose has more distinct tokens, so three times that is used.
 _DISTINCT = 3.6
 _DISTINCT_EXPONENT = 0.7
 
@@ -22,27 +22,27 @@ _DISTINCT_EXPONENT = 0.7
 class Bucket:
     """Gradients that are exchanged together."""
 
-    numbers: int
+    elements: int
     ready: float
-    """Share of the backward pass after which they are there."""
+    """Share of the backward pass after which they are complete."""
 
 
 def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:
-    """Bytes that each rank gives into the exchange in a step."""
+    """Return the bytes that each rank contributes to the exchange in a step."""
     return spec.num_trainable_params() * bytes_per_gradient(settings)
 
 
 def bytes_per_gradient(settings: DistributedSection) -> int:
-    """Bytes of one element, as it travels."""
+    """Return the bytes of one element in the exchange."""
     return 2 if settings.grad_dtype == "bf16" else 4
 
 
 def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]:
-    """The exchange's buckets, in the order in which the backward pass fills them.
+    """Return the exchange's buckets, in the order in which the backward pass fills them.
 
-    Where the token embedding is the output head too, its gradient is the first to begin and the
-    last to be whole. With the kernels it travels in two parts, the head's first of all, and at the
-    end the rows of those `tokens` that all ranks read in a pass; without (None) in the last bucket.
+    If the token embedding is also the output head, its gradient begins first and is complete last.
+    With kernels it is sent in two parts: the head's first, and at the end the rows of the `tokens`
+    that all ranks read in a micro-batch. Without kernels (None) it is in the last bucket.
     """
     sizes = spec.gradient_sizes()
     in_parts = tokens is not None and spec.is_tied()
@@ -50,7 +50,7 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
     all_matrices = sum(each.elements for each in sizes if each.kind == "matrix")
     found: list[Bucket] = []
     if in_parts:
-        found.append(Bucket(numbers=spec.embedding_size(), ready=head))
+        found.append(Bucket(elements=spec.embedding_size(), ready=head))
     is_first, held, matrices = True, 0, 0
     for each in sizes:
         if each.kind == "embedding":
@@ -60,14 +60,14 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
         limit = FIRST_BUCKET_BYTES if is_first else BUCKET_BYTES
         if held * 4 >= limit:
             ready = head + (1 - head) * matrices / max(all_matrices, 1)
-            found.append(Bucket(numbers=held, ready=ready))
+            found.append(Bucket(elements=held, ready=ready))
             is_first, held = False, 0
     held += sum(each.elements for each in sizes if each.kind == "embedding")
     if in_parts:
         held -= spec.embedding_size()
     if held:
-        found.append(Bucket(numbers=held, ready=1.0))
+        found.append(Bucket(elements=held, ready=1.0))
     if in_parts and tokens is not None:
         rows = min(spec.vocab_size, round(_DISTINCT * tokens**_DISTINCT_EXPONENT))
-        found.append(Bucket(numbers=rows * spec.width(), ready=1.0))
+        found.append(Bucket(elements=rows * spec.width(), ready=1.0))
     return tuple(found)

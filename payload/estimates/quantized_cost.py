@@ -1,4 +1,4 @@
-"""CONTRACT: the memory that a base of 4 bits saves below LoRA, and the time that it costs."""
+"""CONTRACT: memory savings and extra time of a 4-bit base under LoRA."""
 
 from __future__ import annotations
 
@@ -12,84 +12,85 @@ from payload.estimates.compute_time import compute_time
 from payload.models.spec import ModelSpec
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
-"""Weights that an AVX-512 core dequantises in a second, where no run has measured it. Measured for
-bf16 on an EPYC; for fp32 on a Xeon without instructions for bf16, where bf16 has 4.1e9."""
+"""Weights that an AVX-512 core dequantises a second, used if no run has measured it. Measured for
+bf16 on an EPYC; for fp32 on a Xeon without bf16 instructions, where bf16 has 4.1e9."""
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedCost:
-    """One run with its base in 4 bits, and with a whole one."""
+    """Comparison of one run with its base in 4 bits and with an unquantised one."""
 
     whole_dtype: Dtype
-    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits, unless
+    """Dtype of the unquantised base and its matmuls: the run's, or bf16 if only that fits, unless
     4 bits fit and take less time."""
     whole_bytes: int
-    """Estimate of a rank's peak memory with one sequence a pass."""
+    """Estimate of a rank's peak memory with one sequence a micro-batch."""
     nf4_dtype: Dtype
-    """Dtype of the matmuls beside 4 bits: the run's, or bf16 where only that fits."""
+    """Dtype of the matmuls with 4-bit weights: the run's, or bf16 if only that fits."""
     nf4_bytes: int
     whole_step_s: float
-    """Predicted computing of a step, with the kernels where they run."""
+    """Predicted compute time of a step, with kernels if they run."""
     nf4_step_s: float
-    """Predicted computing of a step beside 4 bits: no kernels, and dequantising in every pass."""
+    """Predicted compute time of a step with 4 bits: no kernels, and dequantising each time."""
     dequantize_s: float
-    """Part of that for dequantising."""
+    """The part of it for dequantising."""
     is_measured: bool
-    """A run's calibration has measured the dequantising on this machine."""
+    """True if a run's calibration has measured dequantising on this machine."""
     room_bytes: float | None
-    """Memory that a rank may fill; None where that is not known."""
+    """Memory available to a rank; None if unknown."""
     auto_dtype: Dtype
-    """Dtype that the run's `precision.dtype`, `auto` or not, means."""
+    """The resolved `precision.dtype` of the run."""
 
     def recommended(self) -> Quantize:
-        """Return the whole base where memory allows it, else 4 bits."""
+        """Return "none" if memory allows the unquantised base, otherwise "nf4"."""
         is_short = self.room_bytes is not None and self.whole_bytes > self.room_bytes
         return "nf4" if is_short else "none"
 
     def _with_dtype(self, dtype: Dtype) -> str:
-        """Return what sets a dtype that is not the run's already."""
+        """Return the text that sets a dtype, or "" if it is the run's already."""
         return "" if dtype == self.auto_dtype else f' with precision.dtype = "{dtype}"'
 
     def sentence(self) -> str:
-        """Say what 4 bits save and cost, and which of the two is recommended."""
+        """Return a sentence on the savings and costs of 4 bits, with a recommendation."""
         saved, ratio = self.whole_bytes - self.nf4_bytes, self.nf4_step_s / self.whole_step_s
         how = "measured" if self.is_measured else "typical, not measured"
         name = self.whole_dtype
-        wanted = f'model.quantize = "none"{self._with_dtype(name)}'
+        setting = f'model.quantize = "none"{self._with_dtype(name)}'
         advice = (
             f"{name} does not fit: use nf4{self._with_dtype(self.nf4_dtype)}"
             if self.recommended() == "nf4"
-            else f"{name} fits: {wanted} is recommended"
+            else f"{name} fits: {setting} is recommended"
             if self.room_bytes is not None
-            else f"{name} is recommended where it fits"
+            else f"{name} is recommended if it fits"
         )
         less = f"saves {saved / _GIB:.1f} GiB" if saved > 0 else "saves nothing"
         return (
-            f"{less} a rank at one sequence a pass ({self.nf4_bytes / _GIB:.1f} GiB in place of "
-            f"{self.whole_bytes / _GIB:.1f}), takes {ratio:.1f} times as long "
+            f"{less} a rank at one sequence a micro-batch "
+            f"({self.nf4_bytes / _GIB:.1f} GiB instead of {self.whole_bytes / _GIB:.1f}), "
+            f"takes {ratio:.1f} times as long "
             f"({self.dequantize_s:.2g} s a step of dequantising, {how}); {advice}"
         )
 
 
 def quantized_weights(spec: ModelSpec) -> int:
-    """Return the weights of the layers' linears, which 4 bits hold."""
+    """Return the number of weights in the layers' linears, which are quantised."""
     return sum(each.inputs * each.outputs for each in spec.linears())
 
 
 def dequantized_times(config: RunConfig) -> int:
-    """Return how often a step's pass dequantises each weight of the base."""
-    # In the forward and in the backward pass, and in the second forward pass of checkpointing.
+    """Return how often a micro-batch dequantises each weight of the base."""
+    # In forward and backward, and with checkpointing in the recomputed forward.
     return 3 if config.memory.activation_checkpointing == "on" else 2
 
 
 def dequantize_s(
     config: RunConfig, spec: ModelSpec, *, world_size: int, weights_per_s: float
 ) -> float:
-    """Return the seconds of a step in which a rank dequantises at `weights_per_s`.
+    """Return the seconds a step for dequantising at `weights_per_s` on a rank.
 
-    Raises ConfigError when the ranks cannot share the batch evenly.
+    Raises ConfigError if the ranks cannot divide the batch evenly.
     """
     weights = dequantized_times(config) * quantized_weights(spec)
     return config.passes(world_size) * weights / weights_per_s
@@ -106,11 +107,11 @@ def quantized_cost(
     cores: int,
     room_bytes: float | None,
 ) -> QuantizedCost | None:
-    """Return the comparison for a run with an adapter; None where its base cannot be of 4 bits.
+    """Return the comparison for a run with an adapter; None if its base cannot have 4 bits.
 
-    `base` is the model below the adapter, `dtype` is what the run computes in.
+    `base` is the model without the adapter, `dtype` the run's compute dtype.
     `core_flops_per_s` is the GEMM peak of each of the nodes' `cores`, `dequantized_per_s` is a
-    rank's. Memory is compared at one sequence a pass: whether the model can be trained at all.
+    rank's. Memory is compared at one sequence a micro-batch, the least for training.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None
@@ -135,13 +136,13 @@ def quantized_cost(
     def fits(run: RunConfig) -> bool:
         return room_bytes is None or needed(run) <= room_bytes
 
-    # In the run's dtype, unless bf16 alone fits.
+    # In the run's dtype, unless only bf16 fits.
     nf4 = next(filter(fits, in_nf4), in_nf4[0])
     rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[nf4.dtype()] * cores / world_size
     dequantizing_s = dequantize_s(config, base, world_size=world_size, weights_per_s=rate)
     nf4_step_s = computing_s(nf4) + dequantizing_s
     chosen = next(filter(fits, whole), whole[0])
-    # The peaks are those of cores; on a GPU the memory alone decides.
+    # The peaks are of CPU cores; on a GPU only memory decides.
     if fits(nf4) and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
         chosen = whole[0]
     return QuantizedCost(

@@ -1,4 +1,4 @@
-"""A run in numbers: sizes, memory, and the cost of exchanging gradients."""
+"""The estimate of a run: sizes, memory, and the cost of exchanging gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The run's numbers before it starts."""
+    """Estimated numbers of a run."""
 
     params: int
     checkpoint_bytes: int
@@ -26,37 +26,37 @@ class Arithmetic:
     tokens_total: int
     grad_accum_steps: int
     micro_batch_size: int
-    """Sequences of a rank's pass."""
+    """Sequences in a rank's micro-batch."""
     memory_bytes_per_rank: int
     """Estimate."""
     grad_bytes: int
     """Gradients that each rank has to exchange per step."""
     replicas: int
-    """Dimensions of the mesh of ranks: so many groups, each with a whole model..."""
+    """First dimension of the mesh: groups of ranks that each have a whole model."""
     shards: int
-    """...of which each rank holds one of so many parts."""
+    """Second dimension of the mesh: ranks that shard one model."""
     replicate_bytes: int
     """Bytes that each rank sends per step over the first dimension."""
     shard_bytes: int
-    """Bytes that it sends per step over the second one."""
+    """Bytes that each rank sends per step over the second dimension."""
     tensor: int = 1
-    """Ranks that compute each layer together."""
+    """Ranks that split each layer."""
     tensor_bytes: int = 0
-    """Bytes that each rank sends per step to those."""
+    """Bytes that each rank sends per step to them."""
     pipeline: int = 1
     """Stages that each have some of the layers."""
     pipeline_bytes: int = 0
     """Bytes that a rank sends per step to the adjacent stages."""
     sync_s: float
-    """Predicted time of one step's gradient exchange if nothing of it overlapped."""
+    """Predicted time of a step's gradient exchange without overlap."""
     compute_s: float | None = None
-    """Predicted time of one step's passes, at `mfu` of a peak that was measured; None without a
-    measurement."""
+    """Predicted time of a step's forward and backward passes, at `mfu` of a measured peak; None
+    without a measurement."""
     mfu: float | None = None
-    """The share of the peak that `compute_s` assumes; None like that."""
+    """Share of the peak that `compute_s` assumes; None without a measurement."""
     step_s: float | None = None
-    """Predicted time of a step, with what the backward pass does not hide of the exchange and with
-    the update; None like the one before."""
+    """Predicted time of a step, with the update and the part of the exchange that does not overlap;
+    None without a measurement."""
 
 
 def work_out(
@@ -68,11 +68,11 @@ def work_out(
     peak_flops_per_s: float | None = None,
     threads: int = 1,
 ) -> Arithmetic:
-    """The arithmetic of `config` with a model of this spec on `world_size` ranks.
+    """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
-    `link_bytes_per_s` is what one rank sends while it receives as much; `peak_flops_per_s` is of
-    all ranks together; `threads` are each rank's. Raises ConfigError when the batch does not
-    divide, or the ranks cannot share out the model.
+    `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
+    over ranks; `threads` are each rank's. Raises ConfigError if the batch or the model cannot be
+    divided over the ranks.
     """
     tokens = config.tokens_per_step()
     require_split(spec, config)

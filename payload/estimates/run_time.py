@@ -1,4 +1,4 @@
-"""The time of a whole run, from the time of its steps: training and evaluations."""
+"""The time of a whole run, training and evaluations, from its step time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from payload.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast the ranks of a run train and evaluate."""
+    """Speed of a run's ranks in training and evaluation."""
 
     numbers: Arithmetic
-    """The run's FLOPs and tokens of a step, with its other numbers."""
+    """The run's estimate, with the FLOPs and tokens of a step."""
     step_s: float
-    """Time of a step."""
+    """Seconds of a step."""
     flops_per_s: float
     """Rate at which the ranks evaluate."""
 
@@ -28,15 +28,15 @@ class Speed:
 
     @classmethod
     def of_tokens(cls, numbers: Arithmetic, *, tokens_per_s: float) -> Speed:
-        """Return the same for ranks that train at `tokens_per_s` together."""
+        """Return the speed of ranks that train at `tokens_per_s` together."""
         return cls.of_steps(numbers, step_s=numbers.tokens_per_step / tokens_per_s)
 
     def tokens_per_s(self) -> float:
-        """Return the tokens that all ranks together train on in a second."""
+        """Return the tokens a second that all ranks train on together."""
         return self.numbers.tokens_per_step / self.step_s
 
     def run_s(self, *, steps: int, evaluated_tokens: int) -> float:
-        """Return the seconds of `steps` steps and of evaluations of so many tokens in all."""
+        """Return the seconds of `steps` steps and of evaluations of `evaluated_tokens` in total."""
         numbers = self.numbers
         evaluating_s = evaluation_s(
             tokens=evaluated_tokens,
@@ -55,9 +55,9 @@ def typical_speed(
     cores: int,
     dequantize_s: float,
 ) -> Speed:
-    """Return the speed of `cores` cores that nobody measured, without exchange and update.
+    """Return the typical speed of `cores` unmeasured cores, without exchange and update.
 
-    `numbers` are those of `config` with `spec`; `dequantize_s` is added to each step.
+    `numbers` are the estimate of `config` with `spec`; `dequantize_s` is added to each step.
     """
     computing = compute_time(config, spec, peak_flops_per_s=cores * core_flops_per_s, cores=cores)
     return Speed(

@@ -13,30 +13,30 @@ from payload.models.stages import largest_stage, outer_weights, stage_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentBytes:
     """Bytes that a rank sends in a step, over each dimension of the mesh."""
 
     replicate: float
-    """To the ranks that hold the same part of the model, or all of it like this one."""
+    """To the ranks with the same part of the model, or the same whole model."""
     shard: float
-    """To the ranks that hold the other parts."""
+    """To the ranks with the other shards."""
     tensor: float = 0.0
-    """To the ranks that compute each layer with it."""
+    """To the ranks that split each layer with it."""
     pipeline: float = 0.0
-    """To the stages beside it."""
+    """To the adjacent stages."""
 
     def total(self) -> float:
         """Return the bytes over all dimensions."""
         return self.replicate + self.shard + self.tensor + self.pipeline
 
 
-def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
-    """Return what each of `ranks` ranks sends in a step.
+def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> SentBytes:
+    """Return the bytes that each of `ranks` ranks sends in a step.
 
-    Replicas all-reduce gradients, once a step. Shards gather what belongs to no layer once a pass
-    and the layers twice, and reduce-scatter gradients in every pass; replicas of shards all-reduce
-    their part then. Tensor ranks add up what each of them makes of the tokens. DeepSpeed gathers
-    all weights twice, and gloo's reduce-scatter, which it takes, is an all-reduce.
+    Replicas all-reduce gradients, once a step. Shards gather the weights outside the layers once a
+    micro-batch and the layers twice, and reduce-scatter gradients in every micro-batch; then
+    replicas of shards all-reduce their part. Tensor ranks sum their partial results. DeepSpeed
+    gathers all weights twice, and its reduce-scatter over gloo is an all-reduce.
     """
     mesh = config.distributed.mesh(ranks)
     gradients = gradient_bytes(spec, config.distributed)
@@ -44,7 +44,7 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
     passes = max(1, config.batch.global_batch_size // per_pass)
     held = largest_stage(spec, mesh.pipeline) / mesh.tensor
     sums = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec) / mesh.pipeline
-    sent = Sent(
+    sent = SentBytes(
         replicate=sends_per_byte(mesh.replicate) * gradients * held,
         shard=0.0,
         tensor=sums,
@@ -64,10 +64,10 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
 
 
 def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
-    """Return the bytes of weights that shards of the largest stage gather in a pass.
+    """Return the bytes of weights that the largest stage's shards gather in a micro-batch.
 
-    Those of layers are gathered twice, and what belongs to no layer once; DeepSpeed gathers all of
-    them twice.
+    Layers are gathered twice, and weights outside the layers once; DeepSpeed gathers all of them
+    twice.
     """
     setting = config.rank_setting(dtype=config.dtype(), world_size=mesh.world_size)
     weights = spec.weight_bytes(setting)
@@ -85,11 +85,11 @@ def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
 
 
 def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Return the bytes that tensor ranks add up in a pass.
+    """Return the bytes that tensor ranks sum in a micro-batch.
 
-    They are those of the results of each layer's attention and MLP and of their gradients, in the
-    dtype of the matmuls; of the embedding's result and the head's gradient, in fp32; and, with
-    activation checkpointing, of the results once more.
+    These are the outputs of each layer's attention and MLP and their gradients, in the dtype of the
+    matmuls; the embedding's output and the head's gradient, in fp32; and, with activation
+    checkpointing, the outputs again.
     """
     numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
     size = 4 if config.dtype() == "fp32" else 2
@@ -98,10 +98,10 @@ def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
 
 
 def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
-    """Return the bytes that the busiest stage sends to those beside it in a step.
+    """Return the bytes that the busiest stage sends to its neighbours in a step.
 
-    The first and the last send a pass's activations or their gradients, those between send both.
-    Where the head is the embedding, its gradient goes between the first and the last, too.
+    The first and the last stage send a micro-batch's activations or gradients, other stages both.
+    If the head is the embedding, its gradient is exchanged between the first and the last, too.
     """
     stages = config.distributed.pipeline_parallel
     if stages == 1:

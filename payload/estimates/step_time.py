@@ -1,6 +1,6 @@
-"""How long a step takes, on how many ranks and over which network: the one model. Pure arithmetic.
+"""Predicts the time of a step on any number of ranks and any network. Pure arithmetic.
 
-`plan`, `preflight`, the trainer's start and `benchmarks.scaling` all ask it; docs/scaling.md has
+`plan`, `preflight`, the trainer's start and `benchmarks.scaling` all use it; docs/scaling.md has
 its terms, its fit to measurements and its errors.
 """
 
@@ -18,41 +18,41 @@ from payload.estimates.network import (
     ShardTimes,
     sends_per_byte,
 )
-from payload.estimates.sent_bytes import Sent, gathered_bytes, sent_bytes
+from payload.estimates.sent_bytes import SentBytes, gathered_bytes, sent_bytes
 from payload.machines.rank_mesh import Mesh
 from payload.models.spec import ModelSpec
 from payload.models.stages import largest_stage, slowest_share
 from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
-"""So many cores move 190 GB/s at AdamW's rate, about what a socket's memory gives: eight channels
-of DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was
-measured."""
+"""16 cores move 190 GB/s at AdamW's rate, about a socket's memory bandwidth: eight channels of
+DDR5-4800 have 307 GB/s by specification. More cores are not counted; a rank with
+more cores was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """One step's parts, in seconds."""
+    """The parts of a step's time, in seconds."""
 
     compute_s: float
-    """Time of the passes of a rank that exchanges nothing, and the update where `update_s` is 0."""
+    """Forward and backward without exchange, including the update if `update_s` is 0."""
     exchange_s: float
     """All buckets' all-reduces, one after the other."""
     exposed_s: float
-    """The part of it after the backward pass: the step waits for it."""
+    """The part of the exchange after the backward pass, for which the step waits."""
     busy_s: float
-    """Computing that the exchange delays while it is hidden."""
+    """Compute time lost while the exchange overlaps."""
     update_s: float = 0.0
-    """The optimizer's update of what the rank holds, where it is counted apart."""
+    """The optimizer's update of the rank's weights, if counted separately."""
     copies_s: float = 0.0
     """A sharded rank's copies of weights and gradients, before and after each collective."""
 
     def total_s(self) -> float:
-        """The whole step."""
+        """Return the time of the whole step."""
         return self.compute_s + self.exposed_s + self.busy_s + self.update_s + self.copies_s
 
     def efficiency(self) -> float:
-        """Return weak scaling's efficiency: a step without the others over one with them."""
+        """Return weak scaling's efficiency: the step time without exchange over that with it."""
         return self.compute_s / self.total_s()
 
 
@@ -65,11 +65,11 @@ def step_time(
     network: Network,
     tokens: int | None = None,
 ) -> StepTime:
-    """The step of a rank that computes for `compute_s` in `accumulation` passes.
+    """Return the step time of a rank that computes for `compute_s` in `accumulation` micro-batches.
 
-    Ranks exchange during the last pass's backward. A bucket's all-reduce begins when it is full and
-    the one before is done; what is not done when the backward pass ends is waited for. `tokens`
-    are those of a pass on all ranks, as `buckets` has it.
+    Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins
+    when it is full and the previous one is done; the step waits for the rest after the backward
+    pass. `tokens` are a micro-batch's on all ranks, as in `buckets`.
     """
     if network.ranks == 1:
         return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
@@ -77,11 +77,11 @@ def step_time(
     done_s = exchange_s = 0.0
     exchanged = buckets(spec, tokens=tokens)
     for bucket in exchanged:
-        took_s = network.all_reduce_s(bucket.numbers * bytes_per_number)
+        took_s = network.all_reduce_s(bucket.elements * bytes_per_number)
         exchange_s += took_s
         done_s = max(done_s, bucket.ready * backward_s) + took_s
     exposed_s = max(0.0, done_s - backward_s)
-    numbers = sum(bucket.numbers for bucket in exchanged)
+    numbers = sum(bucket.elements for bucket in exchanged)
     sent = sends_per_byte(network.ranks) * numbers * bytes_per_number
     busy_s = network.busy_s_per_byte * sent * (1 - exposed_s / exchange_s)
     if bytes_per_number < 4:
@@ -94,7 +94,7 @@ def _waiting_step_time(
 ) -> StepTime:
     """Return the step time of ranks that wait for their collectives, one after the other.
 
-    Tensor ranks share a node, where memory carries what they send.
+    Tensor ranks share a node, where they send through memory.
     """
     sent = sent_bytes(config, spec, ranks=network.ranks)
     within_node = max(network.bytes_per_s, LOOPBACK_BYTES_PER_S)
@@ -113,8 +113,10 @@ def _waiting_step_time(
     )
 
 
-def _shard_exchange_s(config: RunConfig, spec: ModelSpec, *, sent: Sent, network: Network) -> float:
-    """Return the seconds in which a rank's shards travel: as measured, or at the network's rate."""
+def _shard_exchange_s(
+    config: RunConfig, spec: ModelSpec, *, sent: SentBytes, network: Network
+) -> float:
+    """Return the seconds of a rank's shard exchange: as measured, or at the network's rate."""
     mesh = config.distributed.mesh(network.ranks)
     if mesh.shard == 1 or network.shards is None:
         return sent.shard / network.bytes_per_s
@@ -128,8 +130,8 @@ def _shard_exchange_s(config: RunConfig, spec: ModelSpec, *, sent: Sent, network
 def _copies_s(
     config: RunConfig, spec: ModelSpec, *, mesh: Mesh, measured: ShardTimes | None, threads: int
 ) -> float:
-    """Return the seconds of a step in which a sharded rank copies; else 0."""
-    # A GPU's allocator keeps its memory, and its copies run beside the computation.
+    """Return the seconds a step that a sharded rank copies; otherwise 0."""
+    # A GPU's allocator keeps its memory, and its copies overlap with the computation.
     if mesh.shard == 1 or (measured is None and config.device.kind == "cuda"):
         return 0.0
     passes = max(1, config.batch.global_batch_size // config.batch.per_pass(mesh.data_ranks))
@@ -146,7 +148,7 @@ def _copies_s(
 def update_s(
     config: RunConfig, spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False
 ) -> float:
-    """Return how long the rank with the most weights updates them, on a GPU or with `threads`."""
+    """Return the seconds of the update on the rank with the most weights."""
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     optimizer = find_optimizer(config.optimizer.name)
     if on_gpu:
@@ -156,7 +158,7 @@ def update_s(
 
 
 def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float:
-    """Return the computing of the slowest rank, waits for others included, over an even share.
+    """Return the ratio of the slowest rank's compute time, with waits, to an even share.
 
     Tensor ranks run the head without kernels. The slowest stage sets the pace of a pipeline, and
     each waits for it to fill and to empty.
@@ -164,7 +166,7 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
     found = 1.0
     if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
-        # The head's kernels are for fp32 as well, but no share of them alone was measured.
+        # The head's kernels support fp32 as well, but their share was measured only in bf16.
         config = config.computing_in("bf16")
         plain = replace(config, engine=replace(config.engine, kernels="off"))
         found += head * (config.typical_mfu(spec) / plain.typical_mfu(spec) - 1)
@@ -179,10 +181,10 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
 def run_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int = 1
 ) -> StepTime:
-    """Return the time of a step of the run `config`, whose passes take `compute_s` on these ranks.
+    """Return the step time of the run `config`; its forward and backward take `compute_s`.
 
-    The update is none of it; each rank makes it with `threads`. With device.kind = "auto" they are
-    CPUs: a plan for GPUs says "cuda" (`payload.orchestrate.hardware.nvidia.for_prediction`).
+    The update is extra; each rank runs it with `threads`. device.kind = "auto" means
+    CPUs: a plan for GPUs sets "cuda" (`payload.orchestrate.hardware.nvidia.for_prediction`).
     """
     on_gpu = config.device.kind == "cuda"
     if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():
@@ -190,8 +192,8 @@ def run_step_time(
             config, spec, compute_s=compute_s, network=network, threads=threads
         )
     per_pass = config.batch.per_pass(network.ranks)
-    # A prediction, also for ranks that are not the run's: preflight's on this machine, or with the
-    # defaults. Whether a batch divides is `grad_accum_steps`'s to say.
+    # The prediction can be for other ranks than the run's: preflight's on this machine, or with the
+    # defaults. `grad_accum_steps` checks whether a batch divides.
     found = step_time(
         spec,
         compute_s=compute_s,
@@ -209,10 +211,10 @@ def run_step_time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """A step of a run, from the peak that its ranks have."""
+    """A predicted step of a run."""
 
     compute: ComputeTime
-    """Its computing, as if the ranks shared it evenly."""
+    """Its compute time, as if the ranks shared it evenly."""
     parts: StepTime
 
 
@@ -225,9 +227,9 @@ def predict_step(
     threads: int,
     tokens: int | None = None,
 ) -> PredictedStep:
-    """Predict a step of the run `config`, of whose ranks each has `threads`.
+    """Predict a step of the run `config` on ranks with `threads` threads each.
 
-    `peak_flops_per_s` is the GEMM peak of all ranks together, `tokens` are those of a step (None =
+    `peak_flops_per_s` is the GEMM peak of all ranks together, `tokens` are a step's (None =
     each sequence is full).
     """
     compute = compute_time(

@@ -1,4 +1,4 @@
-"""The strategies that a run could have on its ranks, by what the plan predicts of each."""
+"""Compares the strategies that a run's ranks could use, by the plan's predictions."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from payload.machines.rank_mesh import divisors
 from payload.models.spec import ModelSpec
 
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
-"""A GPU's peak, for the order alone where no preflight has measured one: an L4's in bf16 by
+"""A GPU's peak, only for the order if no preflight has measured it: an L4's in bf16 by
 specification, 242 TFLOP/s with sparsity, half of it without
 (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One strategy on the run's ranks."""
+    """The prediction for one strategy on the run's ranks."""
 
     strategy: str
     shard_size: int
-    """Ranks that hold the model together."""
+    """Ranks that shard one model."""
     mesh: str
-    """The mesh of ranks in words."""
+    """Description of the mesh of ranks."""
     memory_bytes: int
     """Estimate of a rank's peak."""
     sent_bytes: int
     """Bytes that each rank sends in a step."""
     sync_s: float
-    """Predicted time of a step's exchange if nothing of it overlapped."""
+    """Predicted time of a step's exchange without overlap."""
     step_s: float | None
-    """Predicted time of a step; None where the peak was not measured."""
+    """Predicted time of a step; None if the peak was not measured."""
     splits_model: bool = False
-    """True if several ranks compute one pass together."""
+    """True if several ranks compute each micro-batch together."""
     fits: bool | None
-    """True if a node's ranks fit into its free memory; None where that is not known."""
+    """True if a node's ranks fit into its free memory; None if unknown."""
 
     def name(self) -> str:
-        """Return the strategy in words."""
+        """Return the strategy's name with its mesh."""
         if self.splits_model:
             return self.mesh
         return "replicate" if self.shard_size == 1 else f"{self.strategy}, {self.shard_size} ranks"
@@ -60,11 +60,11 @@ def compare_strategies(
     free_bytes: int | None,
     threads: int = 1,
 ) -> tuple[Compared, ...]:
-    """Return the possible strategies: those that fit first, each of them by its predicted step.
+    """Return the possible strategies, ordered by fit into memory, then by predicted step time.
 
-    `free_bytes` is a node's free memory, which its ranks share. Where the peak was not measured,
-    an assumed one decides the order, as a pipeline's wait and a tensor rank's head take a share of
-    the computing.
+    `free_bytes` is a node's free memory, which its ranks share. If the peak was not measured,
+    an assumed one determines the order, as a pipeline's wait and a tensor rank's head take a share
+    of the compute time.
     """
     on_gpus = config.device.kind == "cuda"
     core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)
@@ -125,7 +125,7 @@ def _candidates(
 
 
 def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
-    """Say whether the ranks can share out the model and its batch so."""
+    """Return whether the ranks can divide the model and its batch this way."""
     try:
         require_split(spec, config)
         config.passes(world_size)

@@ -1,4 +1,4 @@
-"""The training step's own kernels: C++ built at first use, and autograd functions over it.
+"""The training step's kernels: C++ that is built at first use, and autograd functions over it.
 
-The trainer runs without them, on stock torch alone; docs/speed.md says what each is for.
+Without them the trainer runs on stock torch; docs/speed.md describes each kernel's purpose.
 """

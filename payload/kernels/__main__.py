@@ -9,7 +9,7 @@ from payload.kernels.unavailable import KernelsUnavailableError
 
 
 def main() -> int:
-    """Build them unless they are there; 1, and why on stdout, where that cannot be."""
+    """Build the kernels if missing; on failure print the reason on stdout and return 1."""
     try:
         load_library()
     except KernelsUnavailableError as error:

@@ -1,10 +1,10 @@
-"""Gradients of weights, made where they are wanted and added where those of earlier passes lie.
+"""Weight gradients, computed directly in their final memory or added to it.
 
-Autograd takes every gradient as a tensor of its own and adds it afterwards: for weights, whose
-gradients are as large as they are, another pass over memory for each pass over the data, and one
-more to where ranks exchange it. A backward function that has seen to it returns None; hooks of the
-weight's node in autograd's graph run all the same and find the sum in `weight.grad` (those of the
-weight itself do not).
+Autograd allocates every gradient as a new tensor and adds it afterwards. For large weights that is
+another pass over memory in each micro-batch, and one more copy to the exchange between ranks. A
+backward function that has added the gradient itself returns None. Hooks of the weight's node in
+autograd's graph still run and find the sum in `weight.grad`; hooks of the weight itself do not
+run.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from payload.kernels.library import Library
 
 
 class WeightGradients:
-    """Gradients of the layers' weights."""
+    """The gradients of the layers' weights."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self.place: Callable[[Tensor], Tensor] = _new_gradient
-        """Where a weight's is made; an exchange between ranks puts its own here."""
+        """Returns the memory of a weight's gradient; an exchange between ranks sets its own."""
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add the gradient of `weight` (R, C) in x (N, C) @ weight.T, from `grad` (N, R).
 
-        `x` and `grad`, the result's gradient, are bf16.
+        `x` and `grad`, the output's gradient, are bf16.
         """
         total, adds = self._total(weight)
         self._library.weight_gradient(grad, x, total, add=adds)
 
     def add_joined(self, weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
-        """Add those of several weights of one x; the columns of `grad` are each one's in turn."""
+        """Add the gradients of several weights with one x; `grad` has their columns in order."""
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
 
     def add_made(self, weight: Tensor, grad: Tensor, scale: float) -> None:
-        """Add `grad` times `scale`; `grad`, of the weight's shape in fp32, is made already."""
+        """Add `grad` times `scale`; `grad` is fp32 with the weight's shape."""
         total, adds = self._total(weight)
         if adds:
             total.add_(grad, alpha=scale)
@@ -49,7 +49,7 @@ class WeightGradients:
             torch.mul(grad, scale, out=total)
 
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """Return where a weight's gradient is made, and whether an earlier pass's is there."""
+        """Return the memory of a weight's gradient, and whether it has an earlier gradient."""
         if weight.grad is not None:
             return _widened(weight, weight.grad), True
         weight.grad = self.place(weight)
@@ -57,9 +57,9 @@ class WeightGradients:
 
 
 class TokenGradient:
-    """The gradient of the token embedding (V, C), which is the output head as well.
+    """The gradient of the token embedding (V, C) that is also the output head.
 
-    It comes in two parts, far from each other in the backward pass; here they are added up.
+    Its two parts are computed far apart in the backward pass; this class adds them.
     """
 
     def __init__(self, library: Library | None) -> None:
@@ -68,11 +68,11 @@ class TokenGradient:
         self._spare: Tensor | None = None
 
     def memory(self, weight: Tensor, elements: int) -> Tensor:
-        """Return bf16 memory for the logits of a pass, in which their gradient is made.
+        """Return bf16 memory for a micro-batch's logits, which their gradient will overwrite.
 
-        It is that of the step before, where there was one. Freed and taken again, so large a piece
-        found others in its place, and the second step of Qwen3-0.6B's shape took more than the
-        first.
+        Reuses the previous step's memory if possible. Freed and allocated again, this large
+        block was fragmented by other tensors, and the second step of Qwen3-0.6B's shape needed
+        more memory than the first.
         """
         spare, self._spare = self._spare, None
         if spare is None or len(spare) != elements or weight.grad is not None:
@@ -81,15 +81,15 @@ class TokenGradient:
         return spare
 
     def updated(self) -> None:
-        """Keep the memory of the gradient, which the update has read, for the next step."""
+        """Keep the gradient's memory for the next step; the update no longer needs it."""
         self._spare, self._lent = self._lent, None
 
-    def head_place(self, weight: Tensor) -> Tensor:
-        """Where the head's part is to be made, for `add_head`."""
+    def head_gradient(self, weight: Tensor) -> Tensor:
+        """Return the memory for the head's gradient, which goes to `add_head`."""
         return _new_gradient(weight)
 
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
-        """The head's part, which comes first: `gradient`, which is given away, times `scale`."""
+        """Add the head's part, which comes first: `gradient`, which can be reused, x `scale`."""
         if weight.grad is None:
             made = gradient.mul_(scale) if scale != 1 else gradient
             weight.grad = made.to(gradient_dtype(weight) or made.dtype)
@@ -97,7 +97,7 @@ class TokenGradient:
             _widened(weight, weight.grad).add_(gradient, alpha=scale)
 
     def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """The embedding's part, which comes last: `rows` (N, C) to the rows at `indices` (N,)."""
+        """Add the embedding's part, which comes last: `rows` (N, C) at the `indices` (N,)."""
         if weight.grad is None:
             weight.grad = _new_gradient(weight).zero_()
         if weight.grad.dtype is torch.bfloat16:
@@ -107,19 +107,19 @@ class TokenGradient:
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype | None:
-    """Return the dtype that a weight's gradient is kept in; None = the weight's own."""
-    # torch 2.8, which the extra `intel` has, knows no such attribute.
+    """Return the dtype of a weight's gradient; None = the weight's own."""
+    # torch 2.8, used by the extra `intel`, lacks this attribute.
     dtype: torch.dtype | None = getattr(weight, "grad_dtype", None)
     return dtype
 
 
 def _new_gradient(weight: Tensor) -> Tensor:
-    """Return memory for a weight's gradient, in the dtype that it is kept in."""
+    """Return memory for a weight's gradient, in the gradient's dtype."""
     return torch.empty_like(weight, dtype=gradient_dtype(weight))
 
 
 def _widened(weight: Tensor, grad: Tensor) -> Tensor:
-    """Return `weight.grad`, to which another one is added: in fp32, from now on."""
+    """Return `weight.grad` ready for an addition: converted to fp32 if necessary."""
     if grad.dtype is torch.bfloat16:
         weight.grad = None
         weight.grad_dtype = weight.dtype
@@ -130,7 +130,7 @@ def _widened(weight: Tensor, grad: Tensor) -> Tensor:
 def _add_rows_rounded(
     total: Tensor, indices: Tensor, rows: Tensor, library: Library | None
 ) -> None:
-    """Add rows to those of `total`, bf16: each sum is made in fp32 and rounded once."""
+    """Add rows to the bf16 rows of `total`: each sum is computed in fp32 and rounded once."""
     found, places = torch.unique(indices, return_inverse=True)
     sums = total[found].float()
     add_rows(sums, places, rows, library)
@@ -146,12 +146,12 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor, library: Library | No
 
 
 def embed(weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
-    """Rows of `weight` (V, C) for tokens (B, T): (B, T, C)."""
+    """Return the rows of `weight` (V, C) for tokens (B, T): (B, T, C)."""
     return cast(Tensor, _Embed.apply(weight, tokens, gradient))
 
 
 class _Embed(torch.autograd.Function):
-    """Rows of the weight, whose gradient goes where the head's went before."""
+    """Looks up rows of the weight, whose gradient is added to the head's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:

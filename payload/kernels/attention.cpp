@@ -1,9 +1,9 @@
 // Causal self-attention, forward and backward, in bf16 with fp32 sums.
 //
 // A task is one key head of one sequence with the query heads that share it: keys are packed once
-// for all of them, and never copied per query head. Its blocks stay in the core's L2 cache. Scores
-// are kept transposed (keys x queries) in the backward pass: so the probabilities and their
-// gradients are left operands as they are, and what belongs to a query lies along a row.
+// for all of them, and never copied per query head. Its blocks stay in the core's L2 cache. The
+// backward pass keeps scores transposed (keys x queries): so probabilities and their gradients are
+// left operands without repacking, and per-query values lie along a row.
 #include "brgemm.h"
 #include "layout.h"
 
@@ -29,13 +29,13 @@ void pack_columns(const bf16* from, int64_t stride, int64_t rows, int64_t width,
   transpose_pairs(from, stride, rows, width, reinterpret_cast<uint32_t*>(to), kBlock);
 }
 
-// Sizes, and where rows begin: queries and keys lie in one tensor, values perhaps in another one.
+// Sizes and strides: queries and keys are in one tensor, values can be in another.
 struct Shape {
   int64_t batch, length, heads, key_heads, width;
-  // Elements from a token to the next: of queries and keys, of values, of gradients of all three.
+  // Elements from one token to the next: of queries and keys, of values, of all three's gradients.
   int64_t in_stride, value_stride, grad_stride;
   float scale;
-  // For each token of a batch the first one that it attends to, never falling; null for 0.
+  // For each token of a batch the first one that it attends to, never decreasing; null for 0.
   const int64_t* starts;
 
   int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
@@ -44,10 +44,10 @@ struct Shape {
   int64_t group() const { return heads / key_heads; }
 };
 
-// The first token that each token of one sequence attends to, by blocks.
+// The first token that each token of a sequence attends to, by blocks.
 struct Visible {
   const int64_t* starts;
-  // For each token the end of those that attend to it. Empty when all later ones do.
+  // For each token the end of the tokens that attend to it. Empty if all later ones do.
   std::vector<int64_t> ends;
 
   Visible(const int64_t* starts_of, int64_t length, bool with_ends) : starts(starts_of) {
@@ -62,7 +62,7 @@ struct Visible {
   int64_t first_block(int64_t query_block) const {
     return starts ? starts[query_block * kBlock] / kBlock : 0;
   }
-  // The starts of a block of `rows` queries, or null where all of them see the whole key block.
+  // The starts of a block of `rows` queries, or null if all of them see the whole key block.
   const int64_t* limits(int64_t query_block, int64_t rows, int64_t key_block) const {
     if (!starts) return nullptr;
     const int64_t* of = starts + query_block * kBlock;
@@ -78,16 +78,16 @@ struct Visible {
   }
 };
 
-// Of a row of a block on the diagonal, in whole vectors: numbers up to its own place, and those
-// from there on. The others count for nothing.
+// For a row of a block on the diagonal, in whole vectors: elements up to the diagonal, and elements
+// from it on. The others are ignored.
 constexpr int64_t kVector = 16;
 int64_t vectors_end(int64_t row) { return row / kVector * kVector + kVector; }
 int64_t vectors_begin(int64_t row) { return row / kVector * kVector; }
 
-// One block of queries against one of keys: scores to 2^(scores - the row's highest so far), its
-// sum into `total`, and into `keep` the factor for what was summed before. `scale` and `highest`
-// are of powers of two. Row by row in steps of their own: a row's would wait for each other.
-// `limits` are the first keys that count, `before` keys lie ahead of the block.
+// One block of queries against one of keys: replaces scores by 2^(scores - the row's maximum so
+// far), adds their sum to `total`, and writes the factor for earlier sums to `keep`. `scale` and
+// `highest` are in powers of two. The steps loop over rows separately, since steps of one row
+// depend on each other. `limits` are the first visible keys; `before` keys precede the block.
 void weigh(int64_t rows, bool diagonal, const int64_t* limits, int64_t before, float scale,
            float* scores, bf16* shares, float* highest, float* total, float* keep) {
   float top[kBlock], sum[kBlock];
@@ -128,7 +128,7 @@ void weigh(int64_t rows, bool diagonal, const int64_t* limits, int64_t before, f
   for (int64_t row = 0; row < kBlock; ++row) total[row] = total[row] * keep[row] + sum[row];
 }
 
-// `query` is the first of the heads that share `key` and `value`; `out` and `lse` are its results.
+// `query` is the first of the heads that share `key` and `value`; `out` and `lse` are its outputs.
 void forward_heads(const Shape& s, const Visible& visible, const bf16* query, const bf16* key,
                    const bf16* value, bf16* out, float* lse, Scratch& scratch) {
   const int64_t blocks = s.blocks(), width = s.width;
@@ -178,10 +178,10 @@ struct Packed {
   bf16 *rows, *columns;
 };
 
-// One block of keys against one of queries: from the transposed scores and their gradient before
-// softmax to probabilities and to the scores' gradient, the latter also as a right operand. `lse`
-// is of powers of two, `delta` comes times `scale`. `limits` are the ends of the queries that
-// count, `before` queries lie ahead of the block.
+// One block of keys against one of queries: from transposed scores and the gradient before
+// softmax to probabilities and the scores' gradient, the latter also as a right operand. `lse`
+// is in powers of two, `delta` is multiplied by `scale`. `limits` are the ends of the visible
+// queries; `before` queries precede the block.
 void differentiate(int64_t rows, bool diagonal, const int64_t* limits, int64_t before,
                    const float* scores, const float* grad_shares, const float* lse,
                    const float* delta, float scale, bf16* shares, bf16* grad_scores,
@@ -232,7 +232,7 @@ void store(const float* from, int64_t rows, int64_t width, bf16* to, int64_t str
   for (int64_t row = 0; row < rows; ++row) round_all(from + row * width, width, to + row * stride);
 }
 
-// What the heads of one task read, and what they write.
+// Inputs and outputs of the heads of one task.
 struct Inputs {
   const bf16 *query, *key, *value, *out, *grad_out;
   const float* lse;
@@ -241,7 +241,7 @@ struct Outputs {
   bf16 *query, *key, *value;
 };
 
-// The rows of queries, their gradients, and what belongs to each query, packed for one head.
+// The rows of queries, their gradients, and per-query values, packed for one head.
 struct Queries {
   Packed rows, grads;
   float *lse, *delta;
@@ -277,14 +277,14 @@ struct Queries {
           for (int64_t k = 0; k < width; ++k) sum += to_float(left[k]) * to_float(right[k]);
         }
         delta[position] = sum * s.scale;
-        // A query past the end gets no share: 2^-large.
+        // A query past the end has weight 2^-large.
         lse[position] = row < s.rows(i) ? lse_of[position] * kLog2E : 1e30f;
       }
     }
   }
 };
 
-// The queries' gradient, from sums (width, kBlock) a block to rows.
+// Converts the queries' gradient from sums (width, kBlock) a block to rows.
 void store_queries(const Shape& s, const float* sums, bf16* rounded, bf16* grad) {
   const int64_t width = s.width, block_size = kBlock * width;
   for (int64_t i = 0; i < s.blocks(); ++i) {
@@ -305,7 +305,7 @@ void backward_heads(const Shape& s, const Visible& visible, const Inputs& in, co
   const int64_t block_size = kBlock * width;
   Queries queries(s, scratch);
   auto* query_sums = scratch.take<float>(blocks * block_size);  // (width, kBlock) a block
-  // Heads that share keys add up their gradients; one alone is done with a block at once.
+  // Heads that share keys add their gradients; a single head finishes a block immediately.
   const int64_t kept = group > 1 ? blocks : 1;
   auto* key_sums = scratch.take<float>(kept * block_size);
   auto* value_sums = scratch.take<float>(kept * block_size);
@@ -365,10 +365,10 @@ const int64_t* starts_of(const Shape& s, int64_t sequence) {
 
 extern "C" {
 
-// qkv (batch, length, heads + 2 key_heads, width), with queries and keys from `qk` (batch, length,
-// heads + key_heads, width) instead where that is given, to out (batch, length, heads, width) and
-// the logarithm of each query's softmax sum, lse (batch, heads, length). A scale of 0 is one over
-// the root of the width. `starts` (batch, length) is each token's first visible one, or null.
+// Computes out (batch, length, heads, width) and the logarithm of each query's softmax sum, lse
+// (batch, heads, length), from qkv (batch, length, heads + 2 key_heads, width). If `qk` (batch,
+// length, heads + key_heads, width) is given, it replaces queries and keys. A scale of 0 means one
+// over the root of the width. `starts` (batch, length) is each token's first visible one, or null.
 int tileforge_attention_forward(const bf16* qkv, const bf16* qk, const int64_t* starts, bf16* out,
                                 float* lse, int64_t batch, int64_t length, int64_t heads,
                                 int64_t key_heads, int64_t width, float scale, int threads) {
@@ -395,8 +395,8 @@ int tileforge_attention_forward(const bf16* qkv, const bf16* qk, const int64_t* 
   return tasks.outcome();
 }
 
-// grad_qkv, of qkv's shape, from the forward pass's in- and outputs and grad_out, of out's shape.
-// Where `qk` is given, the gradients of queries and keys are of those.
+// Computes grad_qkv, of qkv's shape, from the forward pass's in- and outputs and grad_out, of out's
+// shape. If `qk` is given, the gradients of queries and keys are the gradients of `qk`.
 int tileforge_attention_backward(const bf16* qkv, const bf16* qk, const int64_t* starts,
                                  const bf16* out, const float* lse, const bf16* grad_out,
                                  bf16* grad_qkv, int64_t batch, int64_t length, int64_t heads,

@@ -1,5 +1,5 @@
-// Products of blocks in bf16 with fp32 sums: oneDNN's brgemm as torch exports it, which takes AMX
-// or AVX-512 by itself.
+// Products of bf16 blocks with fp32 sums: oneDNN's brgemm as exported by torch, which selects AMX
+// or AVX-512 itself.
 #pragma once
 #include "common.h"
 
@@ -20,5 +20,5 @@ inline void product(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t ld_a
                               reinterpret_cast<const c10::BFloat16*>(b), c, true);
 }
 
-// What a thread that made products owes at the end: with AMX, its tiles.
+// Call at the end of a thread's products: with AMX, it releases the tiles.
 inline void release_products() { at::native::cpublas::brgemm_release(true); }

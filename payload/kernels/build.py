@@ -1,4 +1,4 @@
-"""The kernels' library: compiled once for this source, torch and CPU, and kept."""
+"""Builds the kernels' library once for its source, torch version and CPU, and caches it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "upd
 _HEADERS = ("brgemm.h", "common.h", "layout.h")
 COMPILERS = ("g++", "clang++")
 
-# No errno and no traps, or the compiler may not vectorise; NaN and infinity keep their meaning.
+# No errno and no traps: they prevent vectorisation. NaN and infinity keep their meaning.
 _FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
@@ -32,24 +32,24 @@ _FLAGS: tuple[str, ...] = (
     "-shared",
 )
 if platform.machine() == "x86_64":
-    # Where there is AVX-512. For Intel's CPUs, gcc 12 takes half of it by itself.
+    # For AVX-512. By default gcc 12 uses only half of its width on Intel's CPUs.
     _FLAGS += ("-mprefer-vector-width=512",)
-# Jump threading gives each side of a bound its own code, and a vectorised loop computes both for
-# every lane. GELU so multiplied all of its input by the logistic function at its bound, 1e-38: the
-# results were subnormal, which takes microcode, and its backward pass 3 to 5 times as long, for the
-# same bits. The option is gcc's alone.
+# Jump threading gives each side of a bound separate code, and a vectorised loop computes both for
+# every lane. GELU then multiplied all of its input by the logistic function at its bound, 1e-38.
+# The results were subnormal, which needs microcode, and its backward pass took 3 to 5 times as
+# long, for the same bits. Only gcc has this option.
 _GCC_FLAGS = ("-fno-thread-jumps",)
-# Two seconds on the development machine, longer where many ranks start at once.
+# Two seconds on the development machine, longer if many ranks start at the same time.
 _TIMEOUT_S = 300
 
 
 def built_library(cache: Path) -> Path:
-    """The shared library, from `cache` or built there now. Raises KernelsUnavailableError.
+    """Return the shared library in `cache`, building it if missing.
 
-    Several processes may ask at once: one builds, the others wait for it.
+    Of several processes, one builds and the others wait for it. Raises KernelsUnavailableError.
     """
     if platform.system() != "Linux":
-        raise KernelsUnavailableError(f"they are for Linux, this is {platform.system()}")
+        raise KernelsUnavailableError(f"they need Linux, this machine has {platform.system()}")
     library = cache / f"kernels-{_fingerprint()}.so"
     try:
         own_folder(cache)
@@ -65,18 +65,18 @@ def built_library(cache: Path) -> Path:
 
 
 def _compile(library: Path) -> None:
-    """Write the library beside its name, then rename it: it is whole or absent."""
+    """Build the library under a temporary name, then rename it: it is complete or absent."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise KernelsUnavailableError("this machine has no C++ compiler (apt-get install g++)")
-    here, torch_libraries = Path(__file__).parent, Path(torch.__file__).parent / "lib"
+    folder, torch_libraries = Path(__file__).parent, Path(torch.__file__).parent / "lib"
     partial = library.with_suffix(f".{os.getpid()}.partial")
     flags = _FLAGS + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
-    command = [compiler, *flags, *(str(here / name) for name in SOURCES), "-o", str(partial)]
-    # Torch's libraries are in the process by then: no path to them is needed at run time.
+    command = [compiler, *flags, *(str(folder / name) for name in SOURCES), "-o", str(partial)]
+    # The process has torch's libraries loaded: the library needs no path to them at run time.
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
     try:
-        # Not in the user's folder: an empty entry of CPATH would take headers from there.
+        # Not in the user's folder: an empty entry of CPATH would search it for headers.
         done = subprocess.run(
             command,
             cwd=library.parent,
@@ -89,7 +89,7 @@ def _compile(library: Path) -> None:
             lines = done.stderr.strip().splitlines()
             reason = next((line for line in lines if "error" in line), "no reason given")
             raise KernelsUnavailableError(f"{compiler} failed: {reason}")
-        # Else a power cut could leave an empty library under its name.
+        # Without fsync, a power cut could leave an empty library under its name.
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.chmod(0o700)
@@ -102,7 +102,7 @@ def _compile(library: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Digest all that the machine code depends on: unlike machines may share a home folder."""
+    """Return a hash of the machine code's inputs: different machines can share a home folder."""
     digest = hashlib.sha256()
     for name in (*SOURCES, *_HEADERS):
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -112,7 +112,7 @@ def _fingerprint() -> str:
 
 
 def _cpu_description() -> list[str]:
-    """The first CPU's model and instruction sets."""
+    """Return the first CPU's model and instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

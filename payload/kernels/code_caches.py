@@ -1,4 +1,4 @@
-"""Folders of machine code that a process loads, and in which no other user may have put it."""
+"""Folders of machine code that a process loads, protected from other users."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def own_folder(path: Path) -> Path:
-    """Return `path`, made if need be, where nobody but this user and root may write.
+    """Return `path`, created if missing, if only this user and root can write to it.
 
-    Raises PermissionError for another user's folder. One that belongs to whoever has the home
-    folder is taken: root has such a home in some containers. Raises OSError where it cannot be
-    made.
+    Raises PermissionError for another user's folder, except the owner of the home folder: in some
+    containers root has another user's home. Raises OSError if it cannot be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_trusted_owner(path):
@@ -26,7 +25,7 @@ def own_folder(path: Path) -> Path:
 
 
 def is_own_file(path: Path) -> bool:
-    """Return whether the file at `path` is there, and none but this user may have written it."""
+    """Return whether the file at `path` exists and no other user can have written it."""
     try:
         return _is_trusted_owner(path) and not path.stat().st_mode & 0o022
     except FileNotFoundError:
@@ -34,12 +33,11 @@ def is_own_file(path: Path) -> bool:
 
 
 def keep_inductor_home() -> None:
-    """Let torch.compile keep its machine code in this user's home.
+    """Make torch.compile keep its machine code in this user's home.
 
-    By default that is a folder of a known name in the temporary one, which another user may have
-    made before: torch loads the code, and unpickles the graphs, that it finds there. Where the home
-    folder cannot be used, this process gets a new temporary one. A folder that the environment
-    names is taken as it is.
+    By default that is a folder with a known name in the temporary folder, which another user could
+    create first: torch loads the code and unpickles the graphs in it. If the home folder cannot
+    be used, this process gets a new temporary folder. A folder set in the environment is kept.
     """
     if os.environ.get(_INDUCTOR):
         return

@@ -1,4 +1,4 @@
-// What the kernels share: bf16 in and out of fp32, powers that the compiler vectorises, scratch.
+// Shared code of the kernels: bf16 conversion, vectorised powers, scratch memory.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-// The bits of a bfloat16, which is the upper half of a float.
+// The bits of a bfloat16, the upper half of a float.
 using bf16 = uint16_t;
 
 inline float to_float(bf16 value) {
@@ -24,7 +24,7 @@ inline float to_float(bf16 value) {
 }
 inline float to_float(float value) { return value; }
 
-// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
+// Rounds to nearest, ties to even, as in torch; NaN stays NaN.
 inline bf16 to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -35,8 +35,8 @@ inline bf16 to_bf16(float value) {
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 // 2 to the power x, within a unit in the last place, for x below 128; below -126 it is 1e-38, which
-// counts as nothing beside 1. NaN stays NaN. Not libm's, which the compiler would call number by
-// number, and not exp: the factor log2(e) goes into one that is there anyway. Coefficients of
+// is negligible beside 1. NaN stays NaN. Not libm's, which the compiler would call element by
+// element, and not exp: the factor log2(e) merges into an existing multiplication. Coefficients of
 // Cephes' exp2f (Moshier, netlib.org/cephes).
 inline float exp2_fast(float x) {
   x = x < -126.0f ? -126.0f : x;
@@ -58,7 +58,7 @@ inline float exp2_fast(float x) {
   return result;
 }
 
-// As std::max, which the compiler leaves number by number in a reduction.
+// Like std::max, which the compiler does not vectorise in a reduction.
 inline float larger(float a, float b) { return b > a ? b : a; }
 
 inline void round_all(const float* from, int64_t count, bf16* to) {
@@ -72,8 +72,8 @@ inline void round_all(const float* from, int64_t count, bf16* to) {
   for (; i < count; ++i) to[i] = to_bf16(from[i]);
 }
 
-// to[i] = value(i), rounded: a piece at a time, since the compiler cannot use the instruction that
-// rounds sixteen numbers by itself, and the others in its place cost a quarter of a pass.
+// to[i] = value(i), rounded, in pieces: the compiler cannot vectorise with the instruction that
+// rounds sixteen elements, and its substitutes cost a quarter of a loop's time.
 template <typename Value>
 inline void fill(int64_t count, bf16* to, Value value) {
   constexpr int64_t kAtOnce = 256;
@@ -91,11 +91,11 @@ inline void fill(int64_t count, float* to, Value value) {
   for (int64_t i = 0; i < count; ++i) to[i] = value(i);
 }
 
-// What a kernel that takes memory returns: no exception may leave the library.
+// Return values of kernels that allocate memory: no exception may leave the library.
 constexpr int kDone = 0, kOutOfMemory = 1;
 
-// Tasks of all threads. When one finds no memory, those that follow are left out: no exception may
-// leave a region of OpenMP either.
+// Tasks of all threads. After a task fails to allocate memory, later tasks are skipped: exceptions
+// may not leave an OpenMP region either.
 class Tasks {
  public:
   template <typename Work>
@@ -113,7 +113,7 @@ class Tasks {
   std::atomic<bool> failed_{false};
 };
 
-// Memory of one thread's task, aligned to cache lines and reused from task to task.
+// Scratch memory of one thread's task, aligned to cache lines and reused between tasks.
 class Scratch {
  public:
   ~Scratch() {

@@ -1,11 +1,11 @@
-// Passes of decoders of the Llama family, each over its data once: the residual sum with the RMS
-// norm that follows it, rotary embeddings with the norms of queries and keys, and the gated
-// activation. Sums are fp32. Results do not depend on the number of threads.
+// Pointwise ops and norms of the Llama family, each in one pass over its data: residual sum and RMS
+// norm, rotary embeddings with norms of queries and keys, and the gated activation. Sums are fp32.
+// Results do not depend on the number of threads.
 #include "common.h"
 
 namespace {
 
-// Rows whose share of a sum over rows is one task's.
+// Rows that one task adds to a partial sum.
 constexpr int64_t kSumRows = 64;
 
 inline void store(const float* from, int64_t count, bf16* to) { round_all(from, count, to); }
@@ -21,7 +21,7 @@ inline float inverse_root(const T* x, int64_t width, float eps) {
   return 1.0f / std::sqrt(squares / width + eps);
 }
 
-// The scale is weight + offset: Gemma's weights are what is added to 1.
+// The scale is weight + offset: Gemma's weights are relative to 1.
 template <typename T>
 void norm_forward(const T* x, const bf16* added, const float* weight, float offset, float eps,
                   float* sum, bf16* normed, float* rstd, int64_t rows, int64_t width,
@@ -94,10 +94,10 @@ void norm_backward(const T* x, const float* rstd, const float* weight, float off
   }
 }
 
-// The longest head whose numbers a thread holds on its stack.
+// The largest head width, since a thread keeps a head on its stack.
 constexpr int64_t kLongestHead = 512;
 
-// Turn the pairs (i, i + half) of x by the angles' cosines and sines; a `sign` of -1 turns back.
+// Rotates the pairs (i, i + half) of x by the angles' cosines and sines; a `sign` of -1 inverts it.
 inline void turn(float* x, const float* cos, const float* sin, float sign, int64_t half) {
 #pragma omp simd
   for (int64_t i = 0; i < half; ++i) {
@@ -114,11 +114,11 @@ struct Heads {
   int64_t stride() const { return (heads + 2 * key_heads) * width; }
 };
 
-// The gate's activation and its slope.
+// The gate's activation and its derivative.
 struct Silu {
   float value, slope;
   explicit Silu(float x) {
-    // Below -80 the logistic function is 1e-35 and less, which counts as nothing.
+    // Below -80 the logistic function is 1e-35 or less, which is negligible.
     const float bounded = x < -80.0f ? -80.0f : x;
     const float logistic = 1.0f / (1.0f + exp2_fast(-bounded * kLog2E));
     value = x * logistic;
@@ -131,7 +131,7 @@ struct GeluTanh {
   float value, slope;
   explicit GeluTanh(float x) {
     constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
-    // Below -10 the logistic function is 1e-38 and less, above 10 it is 1.
+    // Below -10 the logistic function is 1e-38 or less, above 10 it is 1.
     const float bounded = std::min(std::max(x, -10.0f), 10.0f);
     const float square = bounded * bounded;
     const float power = -kTwice * kLog2E * bounded * (1.0f + 0.044715f * square);
@@ -200,9 +200,9 @@ void tileforge_rms_norm_forward_bf16(const bf16* x, const float* weight, float o
   norm_forward(x, nullptr, weight, offset, eps, nullptr, normed, rstd, rows, width, threads);
 }
 
-// grad_x = grad_sum + the norm's own; grad_added is the same in bf16. `grad_sum`, which may be
-// grad_x itself, and `grad_added` may be null. The weight's gradient comes as one part for each 64
-// rows, (parts, width), or not at all where `weight_parts` is null.
+// grad_x = grad_sum + the norm's own gradient; grad_added is the same in bf16. `grad_sum` may be
+// grad_x itself; `grad_sum` and `grad_added` may be null. The weight's gradient has one partial sum
+// for each 64 rows, (parts, width), and is skipped if `weight_parts` is null.
 void tileforge_rms_norm_backward(const float* sum, const float* rstd, const float* weight,
                                  float offset, const float* grad_sum, const bf16* grad_normed,
                                  float* grad_x, bf16* grad_added, float* weight_parts,
@@ -218,7 +218,7 @@ void tileforge_rms_norm_backward_bf16(const bf16* x, const float* rstd, const fl
                       rows, width, threads);
 }
 
-// Turn queries and keys of qkv (rows, heads + 2 key_heads, width) in place; cos and sin are
+// Rotates queries and keys of qkv (rows, heads + 2 key_heads, width) in place; cos and sin are
 // (length, width / 2), and row r is token r % length.
 void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign, int64_t rows,
                       int64_t length, int64_t heads, int64_t key_heads, int64_t width,
@@ -238,8 +238,8 @@ void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign,
   }
 }
 
-// The norms of each query and key of qkv, then their turn, to qk (rows, heads + key_heads, width).
-// Weights (2, width) are the queries' and the keys'; cos and sin may be null for no turn.
+// Norms and rotates each query and key of qkv, to qk (rows, heads + key_heads, width).
+// Weights (2, width) are the queries' and the keys'; null cos and sin mean no rotation.
 void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, float offset, float eps,
                                    const float* cos, const float* sin, bf16* qk, int64_t rows,
                                    int64_t length, int64_t heads, int64_t key_heads,
@@ -262,9 +262,9 @@ void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, float 
   }
 }
 
-// The gradient of queries and keys in grad (rows, heads + 2 key_heads, width), as they came out of
-// the pass above, becomes that of what went in. The weights' comes as one part for each 64 rows,
-// (parts, 2, width).
+// Converts the gradient of queries and keys in grad (rows, heads + 2 key_heads, width) from the
+// outputs' of the function above to the inputs'. The weights' gradient has one partial sum for each
+// 64 rows, (parts, 2, width).
 void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, float offset, float eps,
                                     const float* cos, const float* sin, bf16* grad,
                                     float* weight_parts, int64_t rows, int64_t length,
@@ -306,13 +306,13 @@ void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, float
 }
 
 // y (rows, width) = activation(gate) * up; gate and up are the halves of wide (rows, 2 width). The
-// activation is SiLU, with `is_gelu` GELU's tanh form.
+// activation is SiLU, or with `is_gelu` GELU's tanh form.
 void tileforge_gated_forward(const bf16* wide, bf16* y, int is_gelu, int64_t rows, int64_t width,
                              int threads) {
   (is_gelu ? gated_forward<GeluTanh> : gated_forward<Silu>)(wide, y, rows, width, threads);
 }
 
-// grad_wide (rows, 2 width) from the gradient of y, in whose place y comes once more.
+// grad_wide (rows, 2 width) from the gradient of y, which is overwritten by y.
 void tileforge_gated_backward(const bf16* wide, bf16* grad, bf16* grad_wide, int is_gelu,
                               int64_t rows, int64_t width, int threads) {
   (is_gelu ? gated_backward<GeluTanh> : gated_backward<Silu>)(wide, grad, grad_wide, rows, width,

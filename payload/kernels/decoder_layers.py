@@ -1,7 +1,7 @@
 """Layers of the Llama family in bf16, as autograd functions over the kernels.
 
-The residual stream is fp32, matmuls and what is between them are bf16, sums are fp32. Projections
-that read the same numbers are one matmul: queries, keys and values, and the gate and its partner.
+The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32.
+Projections of one input are one matmul: queries, keys and values, and the gate and its partner.
 B batch, T tokens, C width, H query heads, K key heads, D head width, N = B x T.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from payload.kernels import decoder_pointwise as passes
+from payload.kernels import decoder_pointwise as pointwise
 from payload.kernels.decoder_pointwise import Gate, HeadSizes, NormScale, Rotation
 from payload.kernels.library import Library
 from payload.kernels.linears import Grads, LayerContext, Linears, Projection, join
@@ -22,30 +22,30 @@ from payload.kernels.linears import Grads, LayerContext, Linears, Projection, jo
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm's parameter and numbers."""
+    """An RMS norm's parameter and constants."""
 
     weight: Tensor
     eps: float
     offset: float
-    """Constant added to the weight: 1 in Gemma, else 0."""
+    """Constant added to the weight: 1 in Gemma, otherwise 0."""
 
     def scale(self) -> NormScale:
-        """Return what the kernels take."""
+        """Return the norm in the form that the kernels need."""
         return NormScale(self.weight.detach(), self.eps, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
+class AttentionSettings:
     """Settings of a layer's attention: norms, rotary embedding and window."""
 
     batch: int
     sizes: HeadSizes
-    """With documents, the tables of the rotation have a row for each of the B x T tokens."""
+    """With documents, the rotation's tables have a row for each of the B x T tokens."""
     scale: float
     rotation: Rotation | None
     """None in a layer without positions."""
     starts: Tensor | None
-    """(B, T) the first token that each one attends to; None = all before it."""
+    """(B, T) index of the first token that each token attends to; None = 0."""
 
 
 def add_norm(
@@ -57,7 +57,7 @@ def add_norm(
 
 
 def branch_norm(x: Tensor, norm: Norm, context: LayerContext) -> Tensor:
-    """Return the RMS norm of a branch's result (N, C) bf16, which is then added."""
+    """Return the RMS norm of a branch's output (N, C) bf16, before the residual addition."""
     made = _BranchNorm.apply(x, norm.weight, norm, context.library)
     return cast(Tensor, made)
 
@@ -67,10 +67,10 @@ def attention(
     projections: tuple[Projection, Projection, Projection],
     out: Projection,
     norms: tuple[Norm, Norm] | None,
-    how: Attending,
+    settings: AttentionSettings,
     context: LayerContext,
 ) -> Tensor:
-    """Return causal self-attention of x (N, C); `norms` are of each query and each key."""
+    """Return causal self-attention of x (N, C); `norms` apply to each query and each key."""
     qkv_layers, out_layer = join(projections, context), join((out,), context)
     scales = () if norms is None else (norms[0].weight, norms[1].weight)
     scale = None
@@ -78,7 +78,7 @@ def attention(
         both = torch.stack([each.detach() for each in scales])
         scale = NormScale(both, norms[0].eps, norms[0].offset)
     parameters = (*qkv_layers.parameters, *out_layer.parameters, *scales)
-    made = _Attention.apply(x, qkv_layers, out_layer, scale, how, context, *parameters)
+    made = _Attention.apply(x, qkv_layers, out_layer, scale, settings, context, *parameters)
     return cast(Tensor, made)
 
 
@@ -89,7 +89,7 @@ def gated_mlp(
     gate: Gate,
     context: LayerContext,
 ) -> Tensor:
-    """Return `down` of activation(first projection) times the second one, of x (N, C)."""
+    """Return `down(activation(first(x)) * second(x))` for x (N, C) and two projections."""
     wide_layers, down_layer = join(projections, context), join((down,), context)
     parameters = (*wide_layers.parameters, *down_layer.parameters)
     made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)
@@ -97,25 +97,25 @@ def gated_mlp(
 
 
 class _AddNorm(torch.autograd.Function):
-    """The residual sum, and its RMS norm."""
+    """The residual sum and its RMS norm."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, norm: Norm, library: Library
     ) -> tuple[Tensor, Tensor]:
-        total, normed, rstd = passes.rms_norm_forward(library, x, added, norm.scale())
+        total, normed, rstd = pointwise.rms_norm_forward(library, x, added, norm.scale())
         ctx.save_for_backward(total, rstd)
         ctx.library, ctx.norm, ctx.adds = library, norm, added is not None
         ctx.set_materialize_grads(False)
-        # Autograd wants an output that is an input to be another tensor.
+        # Autograd requires that an output that equals an input is another tensor.
         return total if added is not None else total.view_as(total), normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> Grads:
         total, rstd = ctx.saved_tensors
-        # The gradient of the sum has this one reader, and is written over.
-        grads = passes.rms_norm_backward(
+        # The gradient of the sum has no other reader and is overwritten.
+        grads = pointwise.rms_norm_backward(
             ctx.library,
             total,
             rstd,
@@ -129,11 +129,11 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _BranchNorm(torch.autograd.Function):
-    """The RMS norm of bf16 numbers."""
+    """The RMS norm of a bf16 tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm, library: Library) -> Tensor:
-        _, normed, rstd = passes.rms_norm_forward(library, x, None, norm.scale())
+        _, normed, rstd = pointwise.rms_norm_forward(library, x, None, norm.scale())
         ctx.save_for_backward(x, rstd)
         ctx.library, ctx.norm = library, norm
         return normed
@@ -142,7 +142,7 @@ class _BranchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Grads:
         x, rstd = ctx.saved_tensors
-        grad_x, _, grad_weight = passes.rms_norm_backward(
+        grad_x, _, grad_weight = pointwise.rms_norm_backward(
             ctx.library,
             x,
             rstd,
@@ -156,7 +156,7 @@ class _BranchNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Queries, keys and values, attention, and the projection back."""
+    """Projection to queries, keys and values, attention, and the output projection."""
 
     @staticmethod
     def forward(
@@ -165,25 +165,34 @@ class _Attention(torch.autograd.Function):
         qkv_layers: Linears,
         out_layer: Linears,
         scale: NormScale | None,
-        how: Attending,
+        settings: AttentionSettings,
         context: LayerContext,
         *parameters: Tensor | None,
     ) -> Tensor:
         made, kept_in = qkv_layers.forward(x)
-        qkv = made.view(len(x), -1, how.sizes.width)
+        qkv = made.view(len(x), -1, settings.sizes.width)
         qk = None
         if scale is not None:
-            qk = passes.norm_rotate_forward(context.library, qkv, scale, how.rotation, how.sizes)
-        elif how.rotation is not None:
-            passes.rotate(context.library, qkv, how.rotation, how.sizes, back=False)
+            qk = pointwise.norm_rotate_forward(
+                context.library, qkv, scale, settings.rotation, settings.sizes
+            )
+        elif settings.rotation is not None:
+            pointwise.rotate(context.library, qkv, settings.rotation, settings.sizes, back=False)
         mixed, log_sums = context.library.grouped_attention_forward(
-            _by_sequence(qkv, how), qk=qk if qk is None else _by_sequence(qk, how), **_options(how)
+            _by_sequence(qkv, settings),
+            qk=qk if qk is None else _by_sequence(qk, settings),
+            **_options(settings),
         )
         mixed = mixed.view(len(x), -1)
         result, kept_out = out_layer.forward(mixed)
         kept = x if qkv_layers.keeps_input else None
         ctx.save_for_backward(kept, qkv, mixed, log_sums, *kept_in, *kept_out)
-        ctx.layers, ctx.scale, ctx.how, ctx.context = (qkv_layers, out_layer), scale, how, context
+        ctx.layers, ctx.scale, ctx.settings, ctx.context = (
+            (qkv_layers, out_layer),
+            scale,
+            settings,
+            context,
+        )
         return result
 
     @staticmethod
@@ -191,40 +200,42 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Grads:
         x, qkv, mixed, log_sums, *kept = ctx.saved_tensors
         kept_in, kept_out = kept[:2], kept[2:]
-        library, how, scale = ctx.context.library, ctx.how, ctx.scale
+        library, settings, scale = ctx.context.library, ctx.settings, ctx.scale
         qkv_layers, out_layer = ctx.layers
         grad_mixed, grad_low = out_layer.input_gradient(grad, kept_out)
         out_grads = out_layer.backward(grad, mixed, kept_out, grad_low)
         qk = None
         if scale is not None:
-            # Not kept: a pass makes them again in less time than a layer's memory is worth.
-            qk = passes.norm_rotate_forward(library, qkv, scale, how.rotation, how.sizes)
+            # Recomputed: that costs less time than keeping them for a layer is worth.
+            qk = pointwise.norm_rotate_forward(
+                library, qkv, scale, settings.rotation, settings.sizes
+            )
         grad_qkv = library.grouped_attention_backward(
-            _by_sequence(qkv, how),
-            _by_sequence(mixed, how),
+            _by_sequence(qkv, settings),
+            _by_sequence(mixed, settings),
             log_sums,
-            _by_sequence(grad_mixed, how),
-            qk=qk if qk is None else _by_sequence(qk, how),
-            **_options(how),
+            _by_sequence(grad_mixed, settings),
+            qk=qk if qk is None else _by_sequence(qk, settings),
+            **_options(settings),
         ).view_as(qkv)
         norm_grads: Grads = ()
         if scale is not None:
-            both = passes.norm_rotate_backward(
-                library, qkv, scale, how.rotation, grad_qkv, how.sizes
+            both = pointwise.norm_rotate_backward(
+                library, qkv, scale, settings.rotation, grad_qkv, settings.sizes
             )
             norm_grads = tuple(both.unbind())
-        elif how.rotation is not None:
-            passes.rotate(library, grad_qkv, how.rotation, how.sizes, back=True)
+        elif settings.rotation is not None:
+            pointwise.rotate(library, grad_qkv, settings.rotation, settings.sizes, back=True)
         grad_in = grad_qkv.view(len(grad), -1)
-        wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = qkv_layers.input_gradient(grad_in, kept_in, wanted=wants_x)
+        needs_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = qkv_layers.input_gradient(grad_in, kept_in, needed=needs_x)
         in_grads = qkv_layers.backward(grad_in, x, kept_in, grad_low)
-        first = (grad_x if wants_x else None, None, None, None, None, None)
+        first = (grad_x if needs_x else None, None, None, None, None, None)
         return *first, *in_grads, *out_grads, *norm_grads
 
 
 class _GatedMlp(torch.autograd.Function):
-    """The gate and its partner, and the way back; their result is computed again when needed."""
+    """The gate, its partner and the down projection; the backward pass recomputes their product."""
 
     @staticmethod
     def forward(
@@ -237,7 +248,7 @@ class _GatedMlp(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         wide, kept_wide = wide_layers.forward(x)
-        result, kept_down = down_layer.forward(passes.gated_forward(context.library, wide, gate))
+        result, kept_down = down_layer.forward(pointwise.gated_forward(context.library, wide, gate))
         kept = x if wide_layers.keeps_input else None
         ctx.save_for_backward(kept, wide, *kept_wide, *kept_down)
         ctx.layers, ctx.gate, ctx.library = (wide_layers, down_layer), gate, context.library
@@ -250,19 +261,23 @@ class _GatedMlp(torch.autograd.Function):
         kept_wide, kept_down = kept[:2], kept[2:]
         wide_layers, down_layer = ctx.layers
         inner, grad_low = down_layer.input_gradient(grad, kept_down)
-        grad_wide = passes.gated_backward(ctx.library, wide, inner, ctx.gate)
-        # `inner` has become what went into the way back.
+        grad_wide = pointwise.gated_backward(ctx.library, wide, inner, ctx.gate)
+        # `inner` now has the input of the down projection.
         down_grads = down_layer.backward(grad, inner, kept_down, grad_low)
-        wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = wide_layers.input_gradient(grad_wide, kept_wide, wanted=wants_x)
+        needs_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = wide_layers.input_gradient(grad_wide, kept_wide, needed=needs_x)
         wide_grads = wide_layers.backward(grad_wide, x, kept_wide, grad_low)
-        return grad_x if wants_x else None, None, None, None, None, *wide_grads, *down_grads
+        return grad_x if needs_x else None, None, None, None, None, *wide_grads, *down_grads
 
 
-def _options(how: Attending) -> dict[str, Any]:
-    return {"key_heads": how.sizes.key_heads, "scale": how.scale, "starts": how.starts}
+def _options(settings: AttentionSettings) -> dict[str, Any]:
+    return {
+        "key_heads": settings.sizes.key_heads,
+        "scale": settings.scale,
+        "starts": settings.starts,
+    }
 
 
-def _by_sequence(x: Tensor, how: Attending) -> Tensor:
-    """(N, ...) to (B, T, heads, D)."""
-    return x.view(how.batch, len(x) // how.batch, -1, how.sizes.width)
+def _by_sequence(x: Tensor, settings: AttentionSettings) -> Tensor:
+    """Reshape (N, ...) to (B, T, heads, D)."""
+    return x.view(settings.batch, len(x) // settings.batch, -1, settings.sizes.width)

@@ -1,6 +1,6 @@
-"""The decoder's passes between the matmuls, on tensors: RMS norms, rotary embedding, gates.
+"""The decoder's pointwise ops and norms on tensors: RMS norms, rotary embedding, gates.
 
-Each function refuses tensors of another dtype or shape with ValueError, as `library` does.
+Each function raises ValueError for tensors of another dtype or shape, as in `library`.
 N tokens of all sequences, T tokens of one, C width, H query heads, K key heads, D head width.
 """
 
@@ -15,24 +15,24 @@ from torch import Tensor
 from payload.kernels.library import Library, require_tensor
 
 Gate = Literal["silu", "gelu_tanh"]
-"""The gate's activation: SwiGLU's, or that of GeGLU in GELU's tanh form."""
+"""The gate's activation: SiLU for SwiGLU, or GELU's tanh form for GeGLU."""
 
 LONGEST_HEAD = 512
-"""Numbers of a head that a thread holds at once (decoder.cpp)."""
+"""Largest head width: a thread keeps a head on its stack (decoder.cpp)."""
 
 _SUM_ROWS = 64
-"""Rows for which a sum over rows has one part."""
+"""Rows summed into one partial sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormScale:
-    """An RMS norm's scale is weight + offset; `eps` is added to the mean square."""
+    """Scale of an RMS norm: weight + offset; `eps` is added to the mean square."""
 
     weight: Tensor
     """(C,) fp32."""
     eps: float
     offset: float = 0.0
-    """1 in Gemma, whose weights are zero where they change nothing."""
+    """1 in Gemma, whose zero weights mean a scale of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Rotation:
     sin: Tensor
 
     def require(self, sizes: HeadSizes) -> None:
-        """Refuse tables that do not fit. Raises ValueError."""
+        """Raise ValueError for tables that do not fit."""
         for name, table in (("cos", self.cos), ("sin", self.sin)):
             require_tensor(name, table, torch.float32, (sizes.length, sizes.width // 2))
 
@@ -67,7 +67,7 @@ def rms_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x (N, C) plus `added` bf16, its RMS norm in bf16, and 1 / rms of each row (N,).
 
-    `x` is fp32, or without `added` bf16.
+    `x` is fp32, or bf16 without `added`.
     """
     rows, width = x.shape
     is_bf16 = _require_norm(x, added, scale)
@@ -94,10 +94,10 @@ def rms_norm_backward(
     adds: bool,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, of `added` (when `adds`) and, unless it is frozen, of the weight.
+    """Return the gradients of x, of `added` (if `adds`) and, unless it is frozen, of the weight.
 
-    `total` and `rstd` are the forward pass's. The gradient of x is written over `grad_total` where
-    there is one.
+    `total` and `rstd` are the forward pass's. The gradient of x overwrites `grad_total` if it is
+    given.
     """
     rows, width = total.shape
     is_bf16 = _require_norm(total, None, scale)
@@ -106,7 +106,7 @@ def rms_norm_backward(
     parts = None if frozen else torch.empty(-(-rows // _SUM_ROWS), width)
     if is_bf16:
         if adds or grad_total is not None:
-            raise ValueError("a norm of bf16 numbers has no sum")
+            raise ValueError("the norm of a bf16 tensor has no sum")
         grad_x = torch.empty_like(total)
         tensors = (total, rstd, scale.weight, scale.offset, grad_normed, grad_x, parts)
         library.call("rms_norm_backward_bf16", *tensors, rows, width)
@@ -122,7 +122,7 @@ def rms_norm_backward(
 def rotate(
     library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
 ) -> None:
-    """Turn the queries and keys in qkv (N, H + 2 K, D) bf16 in place, or turn them back."""
+    """Rotate the queries and keys in qkv (N, H + 2 K, D) bf16 in place; with `back`, invert it."""
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)
@@ -132,9 +132,9 @@ def rotate(
 def norm_rotate_forward(
     library: Library, qkv: Tensor, scale: NormScale, rotation: Rotation | None, sizes: HeadSizes
 ) -> Tensor:
-    """Return queries and keys, normed and turned: (N, H + K, D) bf16.
+    """Return normed and rotated queries and keys: (N, H + K, D) bf16.
 
-    The scale's weight is (2, D): the queries' and the keys'. Without a rotation none is turned.
+    The scale's weight is (2, D): the queries' and the keys'. Without a rotation, only norm.
     """
     _require_heads(qkv, sizes)
     require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
@@ -154,9 +154,9 @@ def norm_rotate_backward(
     grad: Tensor,
     sizes: HeadSizes,
 ) -> Tensor:
-    """Bring `grad`, of qkv's shape, from behind `norm_rotate_forward` to before it, in place.
+    """Convert `grad`, of qkv's shape, from the outputs' to the inputs' gradient, in place.
 
-    Returns the gradient of the scale's weight (2, D).
+    Return the gradient of the scale's weight (2, D).
     """
     _require_heads(qkv, sizes)
     require_tensor("grad", grad, torch.bfloat16, qkv.shape)
@@ -169,7 +169,7 @@ def norm_rotate_backward(
 
 
 def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
-    """Return activation(gate) * up (N, I); `wide` (N, 2 I) bf16 has them side by side."""
+    """Return activation(gate) * up (N, I) for `wide` (N, 2 I) bf16, which has both side by side."""
     require_tensor("wide", wide, torch.bfloat16)
     rows, width = wide.shape
     y = wide.new_empty(rows, width // 2)
@@ -178,7 +178,7 @@ def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
 
 
 def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> Tensor:
-    """Return the gradient of `wide`; `grad`, of the output, becomes that output again."""
+    """Return the gradient of `wide`; overwrite `grad`, of the output, with the output."""
     require_tensor("wide", wide, torch.bfloat16)
     rows, width = wide.shape
     require_tensor("grad", grad, torch.bfloat16, (rows, width // 2))
@@ -189,11 +189,11 @@ def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> 
 
 
 def _require_norm(x: Tensor, added: Tensor | None, scale: NormScale) -> bool:
-    """Refuse what does not fit; say whether x is bf16. Raises ValueError."""
+    """Raise ValueError for tensors that do not fit; return whether x is bf16."""
     is_bf16 = x.dtype is torch.bfloat16
     require_tensor("x", x, torch.bfloat16 if is_bf16 else torch.float32)
     if is_bf16 and added is not None:
-        raise ValueError("a sum's first term is fp32")
+        raise ValueError("a sum's first term must be fp32")
     require_tensor("added", added, torch.bfloat16, x.shape)
     require_tensor("weight", scale.weight, torch.float32, (x.shape[1],))
     return is_bf16

@@ -1,10 +1,10 @@
-"""The vocabulary head and its loss, without a second copy of the logits.
+"""The output head and its loss, without a second copy of the logits.
 
-One buffer of logits in the products' dtype serves chunk after chunk of tokens; each chunk's logits
-are overwritten by their gradient, from which both products of the backward pass are made at once.
-It is in slices of the vocabulary, (N, W) each: a matmul reads or writes one slice, which is in one
-piece, where rows of the whole vocabulary would lie 100 kB apart. Each slice is memory of its own.
-N tokens, C width, V vocabulary, W words of a slice.
+One buffer of logits in the matmuls' dtype serves all chunks of tokens. Each chunk's logits are
+overwritten by their gradient, from which both products of the backward pass are computed
+immediately. The buffer is in slices of the vocabulary, (N, W) each, in separate memory: a matmul
+reads or writes one contiguous slice, where rows of the whole vocabulary would be 100 kB apart.
+N tokens, C width, V vocabulary, W vocabulary rows of a slice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from payload.kernels.accumulate import TokenGradient, gradient_dtype
 from payload.kernels.library import Library, Slices
 from payload.models.spec import logits_tokens
 
-# Rows of which the pure torch pass holds fp32 copies at once.
+# Rows of which the pure torch version holds fp32 copies together.
 _ROWS = 128
-# Words of one product. With all 50257 at once the logits' product ran at 0.27 TFLOP/s, so at 0.42,
-# where square products of size 1024 have 0.43 (two AVX-512 cores, 1024 tokens, 2026-11-21).
+# Vocabulary rows of one product. With all 50257 together the logits' product ran at 0.27 TFLOP/s,
+# in slices at 0.42, where square products of size 1024 have 0.43 (two AVX-512 cores, 1024 tokens,
+# 2026-11-21).
 SLICE = 2048
-# Slices of logits that are copied before the weight's gradient is written over them: 32 MB of 1024
+# Slices of logits that are copied before the weight's gradient overwrites them: 32 MB of 1024
 # tokens, and enough rows for every thread.
 _COPIED_SLICES = 8
 
@@ -34,9 +35,9 @@ _COPIED_SLICES = 8
 def mean_loss(
     hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, gradient: TokenGradient
 ) -> Tensor:
-    """Mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
+    """Return the mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
-    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, in which matmuls are made, or in
+    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, the matmuls' dtype, or in
     fp32; then each matmul rounds its slice.
     """
     loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)
@@ -46,9 +47,9 @@ def mean_loss(
 def token_losses(
     hidden: Tensor, cast_weight: Tensor, targets: Tensor, library: Library | None
 ) -> Tensor:
-    """Cross entropy of each target, (N,) fp32; 0 where it is `IGNORED_TARGET`. No gradients.
+    """Return the cross entropy of each target, (N,) fp32; 0 for `IGNORED_TARGET`. No gradients.
 
-    `trained_losses` has them.
+    `trained_losses` has gradients.
     """
     vocabulary = len(cast_weight)
     buffer = _buffer(hidden, vocabulary=vocabulary)
@@ -64,13 +65,13 @@ def token_losses(
 def trained_losses(
     hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, gradient: TokenGradient
 ) -> Tensor:
-    """The same with gradients, for a loss whose weight of each token follows from all of them."""
+    """Return the same with gradients, for a loss that weighs each token by all losses."""
     losses = _TokenLosses.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, losses)
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The backward pass makes the logits again: each token's weight is not known before."""
+    """Recomputes logits in the backward pass, when each token's weight is known."""
 
     @staticmethod
     def forward(
@@ -93,7 +94,7 @@ class _TokenLosses(torch.autograd.Function):
         library, vocabulary = gradient.library, len(cast_weight)
         buffer = _buffer(hidden, vocabulary=vocabulary)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = _weight_place(weight, gradient, tokens=len(targets))
+        grad_weight = _weight_gradient_buffer(weight, gradient, tokens=len(targets))
         for chunk in _chunks(len(targets), vocabulary):
             rows, scale = hidden[chunk], grad[chunk].unsqueeze(1)
             logits = _logits(rows, cast_weight, buffer)
@@ -110,7 +111,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _MeanLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass, where the logits are."""
+    """Computes gradients in the forward pass, while the logits exist."""
 
     @staticmethod
     def forward(
@@ -131,7 +132,7 @@ class _MeanLoss(torch.autograd.Function):
             grad_weight, buffer = _shared_memory(hidden, weight, gradient)
         else:
             buffer = _buffer(hidden, vocabulary=vocabulary)
-            grad_weight = _weight_place(weight, gradient, tokens=len(targets))
+            grad_weight = _weight_gradient_buffer(weight, gradient, tokens=len(targets))
         losses = torch.empty(len(targets))
         grad_hidden = torch.empty_like(hidden)
         for chunk in _chunks(len(targets), vocabulary):
@@ -160,7 +161,7 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = float(grad)
-        # Made in the forward pass for this one backward pass, so they may be changed.
+        # Computed in the forward pass only for this backward pass, so they can be overwritten.
         if grad_weight is not None:
             ctx.gradient.add_head(ctx.weight, grad_weight, scale)
         if scale != 1:
@@ -168,46 +169,48 @@ class _MeanLoss(torch.autograd.Function):
         return grad_hidden, None, None, None, None
 
 
-def _weight_place(weight: Tensor, gradient: TokenGradient, *, tokens: int) -> Tensor | None:
-    """Return where the weight's gradient is made; None where it is frozen."""
+def _weight_gradient_buffer(
+    weight: Tensor, gradient: TokenGradient, *, tokens: int
+) -> Tensor | None:
+    """Return memory for the weight's gradient; None if it is frozen."""
     if not weight.requires_grad:
         return None
-    place = gradient.head_place(weight)
-    # What several chunks add up to is fp32; `add_head` rounds it.
+    place = gradient.head_gradient(weight)
+    # The sum over several chunks is fp32; `add_head` rounds it.
     adds_up = place.dtype is torch.bfloat16 and tokens > logits_tokens(len(weight))
     return torch.empty(weight.shape) if adds_up else place
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Yield what of the tokens has its logits in the buffer at once."""
+    """Yield slices of tokens whose logits fit in the buffer together."""
     size = logits_tokens(vocabulary)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 
 
 def _mean(losses: Tensor, count: int) -> Tensor:
-    # Without a target 0 / 0, as it is in torch.
+    # Without targets it is 0 / 0, as in torch.
     return (losses.sum(dtype=torch.float64) / count).float()
 
 
 def _buffer(hidden: Tensor, *, vocabulary: int) -> list[Tensor]:
     rows = min(len(hidden), logits_tokens(vocabulary))
-    # A row more than is used: at a power of two from each other, what a row has in all slices
-    # would share a few sets of the caches.
+    # One row more than needed: at a distance of a power of two, a row's elements in all slices
+    # would compete for a few sets of the caches.
     buffer = [hidden.new_empty(rows + 1, SLICE) for _ in range(-(-vocabulary // SLICE))]
     _clear_end(buffer, vocabulary)
     return buffer
 
 
 def _clear_end(buffer: Slices, vocabulary: int) -> None:
-    # With AMX, oneDNN 3.12 takes whole tiles of a left operand and multiplies what lies behind the
-    # end of its rows by zero: no number there may be infinite or none (maybe_pre_process_k_tail).
+    # With AMX, oneDNN 3.12 reads whole tiles of a left operand and multiplies the elements after
+    # the end of its rows by zero: they must be finite (maybe_pre_process_k_tail).
     if used := vocabulary % SLICE:
         buffer[-1][:, used:] = 0
 
 
 def _shares_memory(hidden: Tensor, weight: Tensor, library: Library | None) -> bool:
-    """Say whether the weight's gradient can be made where the logits lie."""
+    """Return whether the weight's gradient can share the logits' memory."""
     tokens, width = hidden.shape
     is_kept_in_bf16 = weight.requires_grad and gradient_dtype(weight) is torch.bfloat16
     fits = tokens <= min(width, logits_tokens(len(weight)))
@@ -218,11 +221,11 @@ def _shares_memory(hidden: Tensor, weight: Tensor, library: Library | None) -> b
 def _shared_memory(
     hidden: Tensor, weight: Tensor, gradient: TokenGradient
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return memory for the weight's gradient (V, C), and in it the slices of logits.
+    """Return memory for the weight's gradient (V, C), and slices of logits in the same memory.
 
-    Slice after slice, logits (N, W) become their part (W, C) of the gradient, where N <= C. Each
-    slice begins a row behind that part, for the reason that `_buffer` gives, so that a part covers
-    its own slice and the end of the one before.
+    Slice by slice, logits (N, W) become their part (W, C) of the gradient, where N <= C. Each
+    slice begins a row after that part, for the reason in `_buffer`, so a part covers
+    its own slice and the end of the previous one.
     """
     tokens, width = hidden.shape
     vocabulary, stride = len(weight), SLICE * (width + 1)
@@ -234,31 +237,31 @@ def _shared_memory(
 
 
 def _overwrite_logits(grad: Tensor, logits: Slices, rows: Tensor, library: Library) -> None:
-    """Make the weight's gradient in `_shared_memory`, from copies of a few slices at a time."""
+    """Compute the weight's gradient in `_shared_memory`, from copies of a few slices at a time."""
     for first in range(0, len(logits), _COPIED_SLICES):
         copies = [each.clone() for each in logits[first : first + _COPIED_SLICES]]
         part = grad[first * SLICE :][: len(copies) * SLICE]
         library.weight_gradient(copies, rows, part, add=False)
 
 
-def _words(vocabulary: int) -> Iterator[tuple[int, slice]]:
-    """Each slice's number, and what of the vocabulary is in it."""
+def _vocab_slices(vocabulary: int) -> Iterator[tuple[int, slice]]:
+    """Yield each slice's number and its range of the vocabulary."""
     for number, start in enumerate(range(0, vocabulary, SLICE)):
         yield number, slice(start, min(start + SLICE, vocabulary))
 
 
 def _logits(rows: Tensor, weight: Tensor, buffer: Slices) -> Slices:
     logits = [each[: len(rows)] for each in buffer]
-    for number, words in _words(len(weight)):
-        part = weight[words].to(rows.dtype)
+    for number, rows_of_slice in _vocab_slices(len(weight)):
+        part = weight[rows_of_slice].to(rows.dtype)
         torch.mm(rows, part.t(), out=logits[number][:, : len(part)])
     return logits
 
 
 def _hidden_gradient(logits: Slices, weight: Tensor, library: Library | None) -> Tensor:
     total = torch.zeros(len(logits[0]), weight.shape[1])
-    for number, words in _words(len(weight)):
-        part = weight[words].to(logits[number].dtype)
+    for number, rows_of_slice in _vocab_slices(len(weight)):
+        part = weight[rows_of_slice].to(logits[number].dtype)
         _add(total, torch.mm(logits[number][:, : len(part)], part), library)
     return total
 
@@ -269,8 +272,8 @@ def _add_weight_gradient(
     if library is not None and library.has_products and rows.dtype == torch.bfloat16:
         library.weight_gradient(logits, rows, grad, add=not is_first)
         return
-    for number, words in _words(len(grad)):
-        total = grad[words]
+    for number, rows_of_slice in _vocab_slices(len(grad)):
+        total = grad[rows_of_slice]
         part = torch.mm(logits[number][:, : len(total)].t(), rows)
         if is_first:
             total.copy_(part)
@@ -280,7 +283,7 @@ def _add_weight_gradient(
 
 def _add(total: Tensor, part: Tensor, library: Library | None) -> None:
     if library is not None and part.dtype == torch.bfloat16:
-        # torch takes three times as long to add numbers of two dtypes.
+        # torch takes three times as long to add tensors of two dtypes.
         library.widen_add(part, total)
     else:
         total.add_(part)
@@ -294,25 +297,25 @@ def _cross_entropy(
     vocabulary: int,
     grad_scale: float | None,
 ) -> Tensor:
-    """Loss of each row, fp32; with a scale, `logits` become their gradient times it."""
+    """Return the loss of each row, fp32; with a scale, overwrite `logits` by their gradient."""
     if library is not None:
         return library.cross_entropy(logits, targets, vocabulary=vocabulary, grad_scale=grad_scale)
     losses = torch.empty(len(targets))
     for start in range(0, len(targets), _ROWS):
         rows = slice(start, start + _ROWS)
-        slices, wanted = [each[rows] for each in logits], targets[rows].unsqueeze(1)
+        slices, chosen = [each[rows] for each in logits], targets[rows].unsqueeze(1)
         values = torch.cat(slices, dim=1)[:, :vocabulary].float()
-        is_ignored = wanted == IGNORED_TARGET
-        wanted = wanted.masked_fill(is_ignored, 0)
+        is_ignored = chosen == IGNORED_TARGET
+        chosen = chosen.masked_fill(is_ignored, 0)
         log_shares = values.log_softmax(dim=1)
-        found = log_shares.gather(1, wanted).masked_fill(is_ignored, 0)
+        found = log_shares.gather(1, chosen).masked_fill(is_ignored, 0)
         losses[rows] = -found.squeeze(1)
         if grad_scale is not None:
             grad = log_shares.exp_()
-            grad.scatter_add_(1, wanted, torch.full_like(found, -1))
+            grad.scatter_add_(1, chosen, torch.full_like(found, -1))
             grad.mul_(grad_scale).masked_fill_(is_ignored, 0)
-            for each, words in zip(
+            for each, part in zip(
                 slices, torch.split(grad, slices[0].shape[1], dim=1), strict=True
             ):
-                each[:, : words.shape[1]] = words
+                each[:, : part.shape[1]] = part
     return losses

@@ -1,7 +1,7 @@
 """Layers of a transformer in bf16, as autograd functions over the kernels.
 
-The residual stream is fp32, matmuls and what is between them are bf16, sums are fp32: what
-autocast does, in fewer passes. B batch, T tokens, C width, H heads, N = B x T.
+The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32: the same
+as autocast, with fewer passes over memory. B batch, T tokens, C width, H heads, N = B x T.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention(
 ) -> Tensor:
     """Return causal self-attention of x (N, C); `heads` is (B, T, H), `qkv` is (3 C, C).
 
-    `starts` (B, T) are the first tokens that each one attends to; None = all before it.
+    `starts` (B, T) are the first tokens that each token attends to; None = 0.
     """
     layers = tuple(join((each,), context, keeps_copies=True) for each in (qkv, out))
     parameters = (*layers[0].parameters, *layers[1].parameters)
@@ -43,7 +43,7 @@ def attention(
 
 
 def mlp(x: Tensor, up: Projection, down: Projection, context: LayerContext) -> Tensor:
-    """Return `down` of GELU (its tanh form) of `up` of x (N, C)."""
+    """Return `down(gelu(up(x)))` for x (N, C), with GELU's tanh form."""
     layers = tuple(join((each,), context, keeps_copies=True) for each in (up, down))
     parameters = (*layers[0].parameters, *layers[1].parameters)
     made = _Mlp.apply(x, *layers, context.library, *parameters)
@@ -51,7 +51,7 @@ def mlp(x: Tensor, up: Projection, down: Projection, context: LayerContext) -> T
 
 
 class _AddNorm(torch.autograd.Function):
-    """The residual sum, and its layer norm."""
+    """The residual sum and its layer norm."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, mean, rstd, weight)
         ctx.library, ctx.adds, ctx.has_bias = library, added is not None, bias is not None
         ctx.set_materialize_grads(False)
-        # Autograd wants an output that is an input to be another tensor.
+        # Autograd requires that an output that equals an input is another tensor.
         return total if added is not None else total.view_as(total), normed
 
     @staticmethod
@@ -81,7 +81,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Queries, keys and values, attention, and the projection back."""
+    """Projection to queries, keys and values, attention, and the output projection."""
 
     @staticmethod
     def forward(
@@ -116,14 +116,14 @@ class _Attention(torch.autograd.Function):
             qkv, mixed, log_sums, grad_mixed.view_as(mixed), starts=ctx.starts
         )
         grad_in = grad_qkv.view(len(grad), -1)
-        wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = qkv_layer.input_gradient(grad_in, kept_in, wanted=wants_x)
+        needs_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = qkv_layer.input_gradient(grad_in, kept_in, needed=needs_x)
         in_grads = qkv_layer.backward(grad_in, x, kept_in, grad_low)
-        return grad_x if wants_x else None, None, None, None, None, None, *in_grads, *out_grads
+        return grad_x if needs_x else None, None, None, None, None, None, *in_grads, *out_grads
 
 
 class _Mlp(torch.autograd.Function):
-    """Two matmuls with GELU between; GELU's output is computed again in the backward pass."""
+    """Two matmuls with GELU in between; the backward pass recomputes GELU's output."""
 
     @staticmethod
     def forward(
@@ -149,7 +149,7 @@ class _Mlp(torch.autograd.Function):
         grad_wide, grad_low = down_layer.input_gradient(grad, kept_down)
         gelu = ctx.library.gelu_backward(wide, grad_wide)
         down_grads = down_layer.backward(grad, gelu, kept_down, grad_low)
-        wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_low = up_layer.input_gradient(grad_wide, kept_up, wanted=wants_x)
+        needs_x = ctx.needs_input_grad[0]
+        grad_x, grad_low = up_layer.input_gradient(grad_wide, kept_up, needed=needs_x)
         up_grads = up_layer.backward(grad_wide, x, kept_up, grad_low)
-        return grad_x if wants_x else None, None, None, None, *up_grads, *down_grads
+        return grad_x if needs_x else None, None, None, None, *up_grads, *down_grads

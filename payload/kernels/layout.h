@@ -1,12 +1,12 @@
-// How products want their operands: pairs of rows interleaved, or transposed.
+// Layouts of products' operands: pairs of rows interleaved, or transposed.
 #pragma once
 #include "common.h"
 
-// Numbers of the direction that is summed over come in whole tiles, the last ones zero.
+// The summed dimension is padded with zeros to whole tiles.
 constexpr int64_t kTile = 32;
 inline int64_t padded(int64_t count) { return (count + kTile - 1) / kTile * kTile; }
 
-// Two rows of numbers to pairs, a pair in a word; `second` may be null for zeros.
+// Interleaves two rows to pairs, one pair in a 32-bit word; a null `second` means zeros.
 inline void interleave(const bf16* first, const bf16* second, int64_t count, uint32_t* pairs) {
   if (second) {
 #pragma omp simd
@@ -20,7 +20,7 @@ inline void interleave(const bf16* first, const bf16* second, int64_t count, uin
 }
 
 #ifdef __AVX512F__
-// 16 rows of 16 words, transposed.
+// Transposes 16 rows of 16 32-bit words.
 inline void transpose_words(__m512i w[16]) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
@@ -46,8 +46,8 @@ inline void transpose_words(__m512i w[16]) {
 }
 #endif
 
-// (rows, columns) to (columns, height), a left operand: zeros behind the rows. `height` is of
-// tiles.
+// (rows, columns) to (columns, height), a left operand: zeros after the rows. `height` is a
+// multiple of the tile.
 inline void transpose(const bf16* from, int64_t stride, int64_t rows, int64_t columns, bf16* to,
                       int64_t height) {
   for (int64_t row = 0; row < height; row += kTile) {
@@ -76,8 +76,8 @@ inline void transpose(const bf16* from, int64_t stride, int64_t rows, int64_t co
   }
 }
 
-// (rows, columns) to pairs of columns, (columns / 2, height): the same as a right operand. A pair
-// of it is a word of the source.
+// (rows, columns) to pairs of columns, (columns / 2, height): the same as a right operand. Each of
+// its pairs is a 32-bit word of the source.
 inline void transpose_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t columns,
                             uint32_t* to, int64_t height) {
   const int64_t pairs = columns / 2;

@@ -1,7 +1,7 @@
 """The built library's functions, on tensors.
 
-C++ gets addresses and sizes and checks neither: each function here refuses tensors of another dtype
-or shape with ValueError before it calls. Not with `assert`, which `python -O` removes.
+C++ gets addresses and sizes and checks neither. So each function first raises ValueError for
+tensors of another dtype or shape. It does not use `assert`, which `python -O` removes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from payload.kernels.build import built_library
 from payload.kernels.unavailable import KernelsUnavailableError
 
 _SUM_ROWS = 64
-"""Rows for which a sum over rows has one part."""
+"""Rows summed into one partial sum."""
 
 Slices = Sequence[Tensor]
-"""Columns of one matrix, as many in each tensor."""
+"""Columns of one matrix, equally many in each tensor."""
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double
@@ -59,13 +59,13 @@ _TAKES_MEMORY = {
     "sum_squares",
     "adamw",
 }
-"""Return whether there was too little of it; the others return nothing."""
+"""Functions that return whether they ran out of memory; the others return nothing."""
 
 
 class TensorUpdate(ctypes.Structure):
     """One tensor of an AdamW update: addresses of fp32 elements, of the bf16 copy or None.
 
-    The gradient is at `grad` in fp32 or at `rounded_grad` in bf16; the other one is None.
+    The gradient is at `grad` in fp32 or at `rounded_grad` in bf16; the other one is null.
     """
 
     _fields_ = (
@@ -83,10 +83,10 @@ class TensorUpdate(ctypes.Structure):
 
 
 class Library:
-    """The kernels, as loaded. Threads are torch's at the call."""
+    """The loaded kernels. They use torch's number of threads at the time of the call."""
 
     def __init__(self, path: Path) -> None:
-        """Load what `built_library` built. Raises KernelsUnavailableError."""
+        """Load the result of `built_library`. Raises KernelsUnavailableError."""
         try:
             self._functions = ctypes.CDLL(str(path))
         except OSError as error:
@@ -96,12 +96,12 @@ class Library:
             function.argtypes = types
             function.restype = _INT if name in _TAKES_MEMORY else None
         self.has_products: bool = bool(self._functions.tileforge_has_products())
-        """True if this CPU multiplies bf16 blocks; else layers and their gradients are torch's."""
+        """True if this CPU multiplies bf16 blocks; otherwise torch computes the layers."""
 
     def attention_forward(
         self, qkv: Tensor, *, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention: qkv (B, T, 3, H, D) bf16 to (B, T, H, D), and (B, H, T) log sums."""
+        """Return causal attention (B, T, H, D) of qkv (B, T, 3, H, D), and log sums (B, H, T)."""
         _require_qkv(qkv)
         flat = qkv.flatten(2, 3)
         return self.grouped_attention_forward(flat, key_heads=qkv.shape[3], starts=starts)
@@ -115,7 +115,7 @@ class Library:
         *,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of qkv; `out` and `log_sums` are the forward pass's."""
+        """Return the gradient of qkv; `out` and `log_sums` are the forward pass's."""
         _require_qkv(qkv)
         flat, key_heads = qkv.flatten(2, 3), qkv.shape[3]
         grad = self.grouped_attention_backward(
@@ -134,9 +134,9 @@ class Library:
     ) -> tuple[Tensor, Tensor]:
         """Return causal attention (B, T, H, D) bf16 and its log sums (B, H, T).
 
-        `qkv` is (B, T, H + 2 K, D) bf16: query heads, then K heads of keys and as many of values,
-        each shared by H / K query heads. Queries and keys come from `qk` (B, T, H + K, D) where it
-        is given. A token attends to those from `starts` (B, T) int64 up to itself; None = all. The
+        `qkv` is (B, T, H + 2 K, D) bf16: query heads, then K heads of keys and K of values,
+        each shared by H / K query heads. If `qk` (B, T, H + K, D) is given, it replaces queries and
+        keys. A token attends to those from `starts` (B, T) int64 up to itself; None = all. The
         default scale is one over the root of D.
         """
         batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
@@ -158,7 +158,7 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; with `qk`, that of queries and keys is of those in `qk`.
+        """Return the gradient of qkv; with `qk`, the part for queries and keys is the one of `qk`.
 
         `out` and `log_sums` are the forward pass's.
         """
@@ -176,10 +176,10 @@ class Library:
     def cross_entropy(
         self, logits: Slices, targets: Tensor, *, vocabulary: int, grad_scale: float | None
     ) -> Tensor:
-        """Loss of each row, fp32; with a scale, `logits` become their gradient times it.
+        """Return the loss of each row, fp32; with a scale, overwrite `logits` by their gradient.
 
-        `logits` are bf16 or fp32, (N, W) for each of S slices of the vocabulary. What is beyond the
-        vocabulary in the last one stays.
+        The gradient is multiplied by the scale. `logits` are bf16 or fp32, (N, W) for each of S
+        slices of the vocabulary. Columns beyond the vocabulary in the last slice are unchanged.
         """
         dtype = logits[0].dtype
         _require(dtype in (torch.bfloat16, torch.float32), "logits of another dtype")
@@ -197,14 +197,14 @@ class Library:
         return losses
 
     def gelu_forward(self, x: Tensor) -> Tensor:
-        """GPT-2's tanh form, bf16."""
+        """Return GELU of x in GPT-2's tanh form, bf16."""
         require_tensor("x", x, torch.bfloat16)
         y = torch.empty_like(x)
         self.call("gelu_forward", x, y, x.numel())
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Recompute the output; `grad`, of the output, becomes the gradient of `x` in place."""
+        """Return the recomputed output; overwrite `grad`, of the output, by the gradient of `x`."""
         require_tensor("x", x, torch.bfloat16)
         require_tensor("grad", grad, torch.bfloat16, x.shape)
         y = torch.empty_like(x)
@@ -214,10 +214,10 @@ class Library:
     def weight_gradient(
         self, grad: Tensor | Slices, x: Tensor, total: Tensor, *, add: bool
     ) -> None:
-        """The transpose of `grad` (N, R) times x (N, C), both bf16, to `total` (R, C).
+        """Compute the transpose of `grad` (N, R) times x (N, C), both bf16, into `total` (R, C).
 
-        `total` is fp32, and with `add` gains it; or it is bf16, to which sums in fp32 are rounded.
-        `grad` may be S slices of R, (N, W) each; the last one may have columns too many.
+        `total` is fp32, and with `add` the product is added to it; or it is bf16, rounded from fp32
+        sums. `grad` may be S slices of R, (N, W) each; the last slice may have extra columns.
         """
         slices = (grad,) if isinstance(grad, Tensor) else grad
         rows, width = total.shape
@@ -226,9 +226,9 @@ class Library:
         self._weight_gradients(slices, x, [(total, add)])
 
     def weight_gradients(self, grad: Tensor, x: Tensor, totals: list[tuple[Tensor, bool]]) -> None:
-        """The same for several weights side by side, each with whether its total gains it.
+        """Compute it for several weights, each with whether the product is added to its total.
 
-        The columns of `grad` (N, R) are those of the first weight, then of the next.
+        The columns of `grad` (N, R) belong to the first weight, then to the next, and so on.
         """
         require_tensor("grad", grad, torch.bfloat16)
         _require(grad.ndim == 2 and len(grad) == len(x), "grad is not (N, R)")
@@ -245,7 +245,7 @@ class Library:
         for total, add in totals:
             dtype = torch.bfloat16 if rounds else torch.float32
             require_tensor("total", total, dtype, (len(total), width))
-            _require(not (rounds and add), "a bf16 total is not added to")
+            _require(not (rounds and add), "a bf16 total cannot be added to")
         addresses = torch.tensor([total.data_ptr() for total, _ in totals])
         rows = torch.tensor([len(total) for total, _ in totals])
         adds = torch.tensor([int(add) for _, add in totals])
@@ -254,7 +254,7 @@ class Library:
         self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
-        """The sum of the rows of x (N, C) bf16, fp32: torch would widen all of x first."""
+        """Return the sum of the rows of x (N, C) bf16, in fp32 without converting all of x."""
         require_tensor("x", x, torch.bfloat16)
         rows, width = x.shape
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
@@ -268,20 +268,20 @@ class Library:
         self.call("widen_add", x, total, x.numel())
 
     def add_rows(self, total: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """Add rows (N, C) to those of `total` (V, C) that indices (N,) name; all fp32."""
+        """Add rows (N, C) to the rows of `total` (V, C) at `indices` (N,); all fp32."""
         rows = rows.contiguous()
         require_tensor("total", total, torch.float32)
         require_tensor("indices", indices, torch.int64, (len(indices),))
         require_tensor("rows", rows, torch.float32, (len(indices), total.shape[1]))
         if len(indices):
             is_row = 0 <= int(indices.min()) <= int(indices.max()) < len(total)
-            _require(is_row, "an index is outside of `total`")
+            _require(is_row, "an index is outside `total`")
         self.call("add_rows", total, indices, rows, *rows.shape)
 
     def add_norm_forward(
         self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x (N, C) fp32 plus `added` bf16, its norm in bf16, and each row's mean and 1 / std."""
+        """Return x (N, C) + `added` in fp32, its norm in bf16, and each row's mean and 1 / std."""
         rows, width = x.shape
         require_tensor("x", x, torch.float32)
         require_tensor("added", added, torch.bfloat16, x.shape)
@@ -303,7 +303,7 @@ class Library:
         *,
         adds: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Gradients of x, `added` (when `adds`), weight and bias; `saved` is total, mean, rstd."""
+        """Return gradients of x, `added` (if `adds`), weight, bias; `saved`: total, mean, rstd."""
         total, mean, rstd = saved
         rows, width = total.shape
         require_tensor("total", total, torch.float32)
@@ -321,7 +321,7 @@ class Library:
         return grad_x, grad_added, weight_grad, bias_grad
 
     def sum_squares(self, tensors: list[Tensor]) -> float:
-        """The sum of the squares of all elements, fp32 or bf16, of all tensors, in fp64."""
+        """Return the sum of the squares of all elements, fp32 or bf16, of all tensors, in fp64."""
         for each in tensors:
             _require(each.dtype in (torch.float32, torch.bfloat16), "a tensor of another dtype")
             require_tensor("a tensor", each, each.dtype)
@@ -340,16 +340,16 @@ class Library:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """Change weights, means, squares and copies; the caller keeps the tensors alive."""
+        """Update weights, moments and copies in place; the caller keeps the tensors alive."""
         array = (TensorUpdate * len(updates))(*updates)
         self.call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
 
     def call(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Call a kernel. Raises MemoryError; what it was to write is undefined then."""
+        """Call a kernel. Raises MemoryError; its output is undefined then."""
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
-                _require(argument.is_contiguous(), "a tensor is in pieces")
+                _require(argument.is_contiguous(), "a tensor is not contiguous")
                 pointers.append(argument.data_ptr())
             else:
                 pointers.append(argument)
@@ -361,9 +361,9 @@ class Library:
 def require_tensor(
     name: str, tensor: Tensor | None, dtype: torch.dtype, size: tuple[int, ...] | None = None
 ) -> None:
-    """Refuse a tensor, if there is one, that is not contiguous in memory with this dtype and size.
+    """Raise ValueError if a tensor is not contiguous or has another dtype or size.
 
-    Raises ValueError.
+    None is accepted.
     """
     if tensor is None:
         return
@@ -371,7 +371,7 @@ def require_tensor(
     if not is_right or (size is not None and tensor.shape != size):
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on "
-            f"{tensor.device}: the kernel wants contiguous {dtype} {'' if size is None else size}"
+            f"{tensor.device}: the kernel needs contiguous {dtype} {'' if size is None else size}"
         )
 
 
@@ -389,7 +389,7 @@ def _require_qkv(qkv: Tensor) -> None:
 def _attention_sizes(
     qkv: Tensor, qk: Tensor | None, starts: Tensor | None, key_heads: int
 ) -> tuple[int, int, int, int]:
-    """Return B, T, H and D. Raises ValueError where the tensors do not fit each other."""
+    """Return B, T, H and D. Raises ValueError for tensors that do not fit each other."""
     require_tensor("qkv", qkv, torch.bfloat16)
     _require(qkv.ndim == 4, "qkv is not (B, T, H + 2 K, D)")
     batch, length, all_heads, width = qkv.shape
@@ -401,8 +401,8 @@ def _attention_sizes(
     if starts is not None and length:
         positions = torch.arange(length)
         fits = (starts >= 0) & (starts <= positions)
-        _require(bool(fits.all()), "a token attends to later ones alone")
-        _require(bool((starts.diff() >= 0).all()), "starts fall")
+        _require(bool(fits.all()), "a token attends only to later tokens")
+        _require(bool((starts.diff() >= 0).all()), "starts decrease")
     return batch, length, heads, width
 
 
@@ -422,5 +422,5 @@ def _require_slices(slices: Slices, columns: int, dtype: torch.dtype) -> tuple[i
 
 
 def load_library() -> Library:
-    """Build if needed, and load. Raises KernelsUnavailableError."""
+    """Load the library, built if missing. Raises KernelsUnavailableError."""
     return Library(built_library(Path.home() / ".cache" / "tileforge" / "kernels"))

@@ -1,4 +1,4 @@
-"""Linear layers of one input as one matmul in bf16: trained, or frozen with adapters beside them.
+"""Linear layers of one input as one bf16 matmul: trained, or frozen with adapters.
 
 N tokens, I inputs, O outputs of all layers together, R ranks of all their adapters together.
 """
@@ -19,14 +19,14 @@ from payload.kernels.library import Library
 
 Grads = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
-"""Activations between the low-rank matrices, (N, R), and the elements that dropout left, (A, N, I)
-bool for A adapters; None where there is no such thing."""
+"""Activations between the low-rank matrices, (N, R), and dropout's mask of kept elements, (A, N, I)
+bool for A adapters; None without adapters or dropout."""
 _NOTHING: Kept = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """State that the layers' functions need."""
+    """Objects that the layers' functions need."""
 
     library: Library
     copies: Bf16Copies
@@ -35,7 +35,7 @@ class LayerContext:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter: `scale * second(first(x))` is added to its linear's result."""
+    """An adapter: `scale * second(first(x))` is added to its linear's output."""
 
     first: Tensor
     """(rank, inputs) fp32."""
@@ -43,44 +43,44 @@ class LowRank:
     """(outputs, rank) fp32."""
     scale: float
     dropout: float = 0.0
-    """Share of the input's elements that do not reach the adapter."""
+    """Share of the input's elements that are dropped before the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer's parameters; frozen, it may have an adapter."""
+    """A linear layer's parameters; a frozen one can have an adapter."""
 
     weight: Tensor
-    """(outputs, inputs) fp32, or bf16 where it is frozen."""
+    """(outputs, inputs) fp32, or bf16 if it is frozen."""
     bias: Tensor | None
     adapter: LowRank | None = None
 
 
 class Linears(ABC):
-    """Linear layers that read the same input; their results lie side by side."""
+    """Linear layers with the same input; their outputs are concatenated."""
 
     parameters: tuple[Tensor | None, ...]
-    """Tensors that autograd has to know of; `backward` returns a gradient, or None, for each."""
+    """Inputs of the autograd function; `backward` returns a gradient or None for each."""
     keeps_input: bool
     """True if `backward` needs the input."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
-        """Return the result (N, O) of x (N, I), and what the adapters keep for the way back."""
+        """Return the output (N, O) of x (N, I), and the adapters' tensors for the backward pass."""
 
     @abstractmethod
     def input_gradient(
-        self, grad: Tensor, kept: Kept, *, wanted: bool = True
+        self, grad: Tensor, kept: Kept, *, needed: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the input (N, I) and of what is between the low-rank matrices.
+        """Return the gradients of the input (N, I) and of the tensor between low-rank matrices.
 
-        `grad` is the result's (N, O), `kept` is `forward`'s. Unless it is `wanted`, the input's
+        `grad` is the output's (N, O), `kept` is `forward`'s. Unless it is `needed`, the input's
         gradient is empty.
         """
 
     @abstractmethod
     def backward(self, grad: Tensor, x: Tensor, kept: Kept, grad_low: Tensor | None) -> Grads:
-        """Add the weights' gradients where they belong; return those of `parameters`.
+        """Add the weights' gradients to their memory; return the gradients of `parameters`.
 
         `kept` is `forward`'s, `grad_low` is `input_gradient`'s second result.
         """
@@ -89,7 +89,7 @@ class Linears(ABC):
 def join(
     projections: Sequence[Projection], context: LayerContext, *, keeps_copies: bool = False
 ) -> Linears:
-    """Return the layers as one; all of them are trained, or all are frozen.
+    """Join layers that are all trained or all frozen.
 
     With `keeps_copies` the bf16 weights of trained layers last until the next update.
     """
@@ -99,10 +99,10 @@ def join(
 
 
 class _Trained(Linears):
-    """Trained layers: their bf16 weights lie below each other.
+    """Trained layers, whose bf16 weights are concatenated by rows.
 
-    Unless they are kept, they are made for each matmul: rounding them takes a hundredth of a pass
-    over 4 x 1024 tokens, and all of them together are 2 bytes a parameter.
+    Unless they are kept, they are made for each matmul: rounding them takes a hundredth of the time
+    for 4 x 1024 tokens, and all of them together are 2 bytes a parameter.
     """
 
     keeps_input = True
@@ -110,7 +110,7 @@ class _Trained(Linears):
     def __init__(
         self, projections: Sequence[Projection], context: LayerContext, *, keeps_copies: bool
     ) -> None:
-        assert not (keeps_copies and len(projections) > 1), "copies are of one weight each"
+        assert not (keeps_copies and len(projections) > 1), "copies exist only for single weights"
         self._context, self._keeps_copies = context, keeps_copies
         self._weights = tuple(each.weight for each in projections)
         self._biases = tuple(each.bias for each in projections if each.bias is not None)
@@ -123,9 +123,9 @@ class _Trained(Linears):
         return functional.linear(x, self._joined(self._weights), bias), _NOTHING
 
     def input_gradient(
-        self, grad: Tensor, kept: Kept, *, wanted: bool = True
+        self, grad: Tensor, kept: Kept, *, needed: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        if not wanted:
+        if not needed:
             return grad.new_empty(0), None
         return torch.mm(grad, self._joined(self._weights)), None
 
@@ -139,14 +139,14 @@ class _Trained(Linears):
 
     def _joined(self, parameters: tuple[Tensor, ...]) -> Tensor:
         copy = self._context.copies.of(parameters[0]) if self._keeps_copies else None
-        return below_each_other(parameters) if copy is None else copy
+        return join_rows(parameters) if copy is None else copy
 
 
 class _Frozen(Linears):
     """Frozen layers, whose adapters' low-rank matrices are joined as well.
 
-    All adapters' first matrices lie below each other, (R, I); the second ones, times their scales,
-    are blocks of one matrix (O, R) that is zero elsewhere.
+    All adapters' first matrices are concatenated by rows, (R, I). The second ones, times their
+    scales, are blocks of one matrix (O, R) that is zero outside them.
     """
 
     def __init__(self, projections: Sequence[Projection], context: LayerContext) -> None:
@@ -171,7 +171,7 @@ class _Frozen(Linears):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         biases = tuple(each.bias for each in self._projections if each.bias is not None)
-        result = functional.linear(x, self._weight(), below_each_other(biases) if biases else None)
+        result = functional.linear(x, self._weight(), join_rows(biases) if biases else None)
         if not self._adapters:
             return result, _NOTHING
         masks = self._draw_masks(x)
@@ -179,18 +179,18 @@ class _Frozen(Linears):
             low = torch.mm(x, self._first().t())
         else:
             parts = [
-                torch.mm(self._dropped(x, mask), below_each_other((each.first,)).t())
+                torch.mm(self._dropped(x, mask), join_rows((each.first,)).t())
                 for each, mask in zip(self._adapters, masks, strict=True)
             ]
             low = torch.cat(parts, dim=1)
         return result.addmm_(low, self._second().t()), (low, masks)
 
     def input_gradient(
-        self, grad: Tensor, kept: Kept, *, wanted: bool = True
+        self, grad: Tensor, kept: Kept, *, needed: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         masks = kept[1]
         grad_low = torch.mm(grad, self._second()) if self._adapters else None
-        if not wanted:
+        if not needed:
             return grad.new_empty(0), grad_low
         found = torch.mm(grad, self._weight())
         if grad_low is None:
@@ -198,7 +198,7 @@ class _Frozen(Linears):
         if masks is None:
             return found.addmm_(grad_low, self._first()), grad_low
         for (each, _, ranks), mask in zip(self._blocks, masks, strict=True):
-            through = torch.mm(grad_low[:, ranks], below_each_other((each.first,)))
+            through = torch.mm(grad_low[:, ranks], join_rows((each.first,)))
             found.add_(self._dropped(through, mask))
         return found, grad_low
 
@@ -213,7 +213,7 @@ class _Frozen(Linears):
             for (each, _, ranks), mask in zip(self._blocks, masks, strict=True):
                 part = grad_low[:, ranks].contiguous()
                 gradients.add(each.first, part, self._dropped(x, mask))
-        # Of all pairs of a rank and an output, those of one adapter are wanted.
+        # Of all pairs of a rank and an output, only those of the same adapter are needed.
         every = torch.empty(low.shape[1], grad.shape[1])
         library.weight_gradient(low, grad, every, add=False)
         for adapter, rows, ranks in self._blocks:
@@ -221,7 +221,7 @@ class _Frozen(Linears):
         return (None,) * len(self.parameters)
 
     def _draw_masks(self, x: Tensor) -> Tensor | None:
-        """Draw what reaches each adapter, as torch's dropout does, in the reference's order."""
+        """Draw the adapters' dropout masks like torch's dropout, in the reference's order."""
         if not self._dropout:
             return None
         masks = torch.empty(len(self._adapters), *x.shape, dtype=torch.bool)
@@ -233,10 +233,10 @@ class _Frozen(Linears):
         return (x * mask).div_(1 - self._dropout)
 
     def _weight(self) -> Tensor:
-        return below_each_other(tuple(each.weight for each in self._projections))
+        return join_rows(tuple(each.weight for each in self._projections))
 
     def _first(self) -> Tensor:
-        return below_each_other(tuple(each.first for each in self._adapters))
+        return join_rows(tuple(each.first for each in self._adapters))
 
     def _second(self) -> Tensor:
         joined = torch.zeros(self._sizes, dtype=torch.bfloat16)
@@ -245,8 +245,8 @@ class _Frozen(Linears):
         return joined
 
 
-def below_each_other(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parameters in one bf16 tensor, without a copy where they lie so."""
+def join_rows(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parameters in one bf16 tensor, without a copy if they are adjacent."""
     first = parameters[0].detach()
     if first.dtype is torch.bfloat16 and _are_adjacent(parameters):
         size = (sum(len(each) for each in parameters), *first.shape[1:])
@@ -258,16 +258,16 @@ def below_each_other(parameters: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-def lay_below_each_other(parameters: Sequence[Tensor]) -> None:
-    """Round frozen parameters to bf16, in one piece of memory that `below_each_other` finds."""
-    joined = below_each_other(parameters)
+def make_adjacent(parameters: Sequence[Tensor]) -> None:
+    """Round frozen parameters to bf16 in adjacent memory, so that `join_rows` needs no copy."""
+    joined = join_rows(parameters)
     parts = torch.split(joined, [len(each) for each in parameters])
     for each, part in zip(parameters, parts, strict=True):
         each.data = part
 
 
 def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Say whether each one's rows begin where the ones before end, in one storage."""
+    """Return whether each parameter begins where the previous one ends, in one storage."""
     storage, end = parameters[0].untyped_storage().data_ptr(), parameters[0].storage_offset()
     for each in parameters:
         is_next = each.untyped_storage().data_ptr() == storage and each.storage_offset() == end

@@ -1,14 +1,14 @@
-// The passes between the matrix products, each over its data once: the loss with its gradient,
-// GELU, and the residual sum with the norm that follows it. Sums are fp32. Results do not depend on
+// Pointwise ops and norms between the matmuls, each in one pass over its data: the loss and its
+// gradient, GELU, and the residual sum with layer norm. Sums are fp32. Results do not depend on
 // the number of threads.
 #include "common.h"
 
 namespace {
 
-// Rows whose share of a sum over rows is one task's.
+// Rows that one task adds to a partial sum.
 constexpr int64_t kSumRows = 64;
 
-// One row of logits: slices of `width` numbers, the last one shorter, each in memory of its own.
+// One row of logits: slices of `width` elements, the last one shorter, in separate memory.
 template <typename T>
 struct Logits {
   T* const* slices;
@@ -38,7 +38,7 @@ void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float 
     for (int64_t i = 0; i < size; ++i) largest = larger(largest, to_float(slice[i]));
     top = largest;
   });
-  // A sum for each slice, or fifty thousand numbers' rounding errors would add up.
+  // One sum for each slice: rounding errors of fifty thousand terms would add up.
   double sum = 0;
   logits.each_slice([&](const T* slice, int64_t size) {
     float part = 0;
@@ -76,7 +76,7 @@ struct Gelu {
   float logistic, slope;
   explicit Gelu(float x) {
     constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
-    // Below -10 the logistic function is 1e-38 and less, which counts as nothing.
+    // Below -10 the logistic function is 1e-38 or less, which is negligible.
     const float bounded = x < -10.0f ? -10.0f : x;
     const float square = bounded * bounded;
     const float power = -kTwice * kLog2E * bounded * (1.0f + 0.044715f * square);
@@ -91,7 +91,7 @@ constexpr int64_t kPiece = 256;
 
 extern "C" {
 
-// Loss of each row, log(sum(exp(logits))) - logits[target]; 0 where the target is `ignored`. With
+// Loss of each row, log(sum(exp(logits))) - logits[target]; 0 if the target is `ignored`. With
 // `with_grad` the logits are overwritten by their gradient times `grad_scale`. They are in slices
 // of the vocabulary, (rows, width) each.
 void tileforge_cross_entropy_bf16(bf16* const* slices, int64_t rows, int64_t vocabulary,
@@ -118,7 +118,7 @@ void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) 
   }
 }
 
-// grad, of the output, becomes that of the input; y is the forward pass's output, recomputed.
+// Overwrites grad, of the output, by the input's; y is the forward pass's output, recomputed.
 void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += kPiece) {
@@ -137,7 +137,7 @@ void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, 
   }
 }
 
-// Sums over rows, one part for each 64 of them, (parts, width): a bias's gradient.
+// Sums over rows, one partial sum for each 64 of them, (parts, width): a bias's gradient.
 void tileforge_sum_rows(const bf16* x, float* parts_of, int64_t rows, int64_t width, int threads) {
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -153,7 +153,7 @@ void tileforge_sum_rows(const bf16* x, float* parts_of, int64_t rows, int64_t wi
   }
 }
 
-// to += from, number by number.
+// to += from, elementwise.
 void tileforge_widen_add(const bf16* from, float* to, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += kPiece) {
@@ -163,7 +163,7 @@ void tileforge_widen_add(const bf16* from, float* to, int64_t count, int threads
   }
 }
 
-// Row indices[i] of `to` += row i of `from`, one after the other; a task has some columns of all.
+// Row indices[i] of `to` += row i of `from`, in order; a task has some columns of all rows.
 void tileforge_add_rows(float* to, const int64_t* indices, const float* from, int64_t rows,
                         int64_t width, int threads) {
   constexpr int64_t kColumns = 64;
@@ -215,8 +215,9 @@ void tileforge_add_norm_forward(const float* x, const bf16* added, const float* 
   }
 }
 
-// grad_x = grad_sum + the norm's own; grad_added is the same in bf16. `grad_sum` and `grad_added`
-// may be null. The weight's and bias's gradients come as one part for each 64 rows, (parts, width).
+// grad_x = grad_sum + the norm's own gradient; grad_added is the same in bf16. `grad_sum` and
+// `grad_added` may be null. Gradients of weight and bias have one partial sum for each 64 rows,
+// (parts, width).
 void tileforge_add_norm_backward(const float* sum, const float* mean, const float* rstd,
                                  const float* weight, const float* grad_sum,
                                  const bf16* grad_normed, float* grad_x, bf16* grad_added,

@@ -1,21 +1,21 @@
-// The gradient of a weight, from the bf16 gradient of what a product gave and from what came in,
-// added up in fp32 where it is wanted, or rounded to bf16 once it is whole.
+// The gradient of a weight, from the bf16 gradient of a matmul's output and its input. Sums are
+// fp32, in their final memory, or rounded to bf16 at the end.
 //
-// Both lie with their tokens below each other, the direction that is summed over, so that both have
-// to be rearranged; oneDNN's own products do so again for every block of the result. Here what came
-// in is packed once, and the other once for each block that stays in a core's L2 cache.
+// In both factors the summed dimension, tokens, is the rows, so both must be repacked;
+// oneDNN's own products repack them for every block of the result. This code packs the input once,
+// and the gradient once for each block that stays in a core's L2 cache.
 #include "brgemm.h"
 #include "layout.h"
 
 namespace {
 
-// Columns of a panel of the right operand: what brgemm keeps in registers at a time.
+// Columns of a panel of the right operand, which brgemm keeps in registers.
 constexpr int64_t kPanel = 64;
 // Tokens and rows of a left operand's block: half a megabyte.
 constexpr int64_t kTokens = 1024;
 constexpr int64_t kRows = 256;
 
-// A pair of rows of x (tokens, width) to its place in (panels, padded tokens / 2, kPanel) pairs.
+// Packs a pair of rows of x (tokens, width) into (panels, padded tokens / 2, kPanel) pairs.
 void pack_tokens(const bf16* x, int64_t tokens, int64_t width, int64_t pair, uint32_t* panels) {
   const int64_t row = 2 * pair, size = padded(tokens) / 2 * kPanel;
   for (int64_t column = 0; column < width; column += kPanel) {
@@ -35,7 +35,7 @@ struct Gradient {
   int64_t width;
 };
 
-// A part of the result: `rows` of it from `row` on, in a place of its own, fp32 or bf16.
+// A part of the result: its `rows` from `row` on, in separate memory, fp32 or bf16.
 struct Part {
   int64_t row, rows;
   float* total;
@@ -43,8 +43,8 @@ struct Part {
   bool add;
 };
 
-// A part of the result, in panels `panel` to `end` of the right operand, to `sums`, whose rows lie
-// `apart` numbers from each other.
+// Computes panels `panel` to `end` of a part of the result into `sums`, with a row stride of
+// `apart` elements.
 void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t panel, int64_t end,
                int64_t tokens, int64_t width, bf16* left, float* sums, int64_t apart) {
   const bf16* from = grad.slices[part.row / grad.width] + part.row % grad.width;
@@ -64,7 +64,7 @@ void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t 
 
 extern "C" {
 
-// Whether brgemm works here in bf16: 1, 0 when this CPU has none, as torch says by throwing.
+// Returns 1 if brgemm supports bf16 on this CPU, and 0 if torch throws.
 int tileforge_has_products() {
   alignas(64) bf16 left[32 * 32], right[32 * 32];
   alignas(64) float sums[32 * 32];
@@ -81,10 +81,10 @@ int tileforge_has_products() {
   return 1;
 }
 
-// Each part's total (rows, width) is, or with `add` gains, the transpose of its columns of grad
-// (tokens, rows of all parts) times x (tokens, width). `grad` is in slices of `slice` rows,
+// Each part's total (rows, width) is, or with `add` is increased by, the transpose of its columns
+// of grad (tokens, rows of all parts) times x (tokens, width). `grad` is in slices of `slice` rows,
 // (tokens, slice) each; several parts have one slice.
-// The totals are fp32, or with `rounds` all are bf16, and none is added to.
+// The totals are fp32, or with `rounds` all are bf16, without `add`.
 int tileforge_weight_gradient(const bf16* const* grad, int64_t slice, const bf16* x,
                               void* const* totals, const int64_t* rows_of, const int64_t* adds,
                               int64_t number, int64_t tokens, int64_t width, int rounds,
@@ -92,7 +92,7 @@ int tileforge_weight_gradient(const bf16* const* grad, int64_t slice, const bf16
   const int64_t pairs = padded(tokens) / 2, panels = (width + kPanel - 1) / kPanel;
   int64_t rows = 0;
   for (int64_t i = 0; i < number; ++i) rows += rows_of[i];
-  // Enough tasks for the threads, each with as much of the width as that leaves.
+  // Enough tasks for the threads, each with as much of the width as possible.
   const int64_t step = rows / kRows < 2 * threads ? kRows / 2 : kRows;
   std::vector<Part> blocks;
   for (int64_t i = 0, first = 0; i < number; first += rows_of[i++]) {

@@ -1,8 +1,8 @@
-"""Why this machine has no kernels."""
+"""The error for missing kernels."""
 
 
 class KernelsUnavailableError(Exception):
-    """The kernels cannot be built or used here; the reason fits after "no kernels: ".
+    """The kernels cannot be built or used on this machine; the text gives the reason.
 
-    Never the user's problem: the reference path is taken instead, and said.
+    Not an error for the user: the run logs it and uses torch.
     """

@@ -1,7 +1,7 @@
-// The update: the gradients' norm, and AdamW with all that it touches in one pass over memory.
+// The update: the gradients' norm, and AdamW in one pass over its memory.
 //
-// Every number is rounded as IEEE says, without contraction and in a fixed order: ranks on unlike
-// machines, with other compilers or thread counts, have to come to the same weights.
+// Every operation is rounded as in IEEE 754, without contraction and in a fixed order: ranks on
+// different machines, compilers or thread counts must get the same weights.
 #include "common.h"
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Numbers of one task: what it reads and writes of them fits a core's L2 cache.
+// Elements of one task: its inputs and outputs fit a core's L2 cache.
 constexpr int64_t kPiece = 16384;
 
 struct Piece {
@@ -51,8 +51,8 @@ double sum_of_squares(const Number* x, int64_t count) {
 
 extern "C" {
 
-// One tensor of an update. Its gradient is in fp32 (`grad`) or in bf16 (`rounded`); the other one is
-// null. `copy` is the weight's bf16 copy, or null.
+// One tensor of an update. Its gradient is in fp32 (`grad`) or in bf16 (`rounded`); the other
+// pointer is null. `copy` is the weight's bf16 copy, or null.
 struct TileforgeUpdate {
   float *weight, *mean, *square;
   const float* grad;
@@ -63,7 +63,7 @@ struct TileforgeUpdate {
   float keep, step_size, correction;
 };
 
-// The sum of the squares of all numbers of all tensors, each of them fp32 or, where `is_bf16`, bf16.
+// Sum of the squares of all elements of all tensors, each fp32 or, where `is_bf16`, bf16.
 int tileforge_sum_squares(const void* const* tensors, const int64_t* is_bf16,
                           const int64_t* counts, int64_t number, double* sum, int threads) try {
   const auto pieces = pieces_of(counts, number);
@@ -84,8 +84,8 @@ int tileforge_sum_squares(const void* const* tensors, const int64_t* is_bf16,
   return kOutOfMemory;
 }
 
-// torch's AdamW, with every gradient times `scale`: weight, mean and square change, and the bf16
-// copy is made of the new weight.
+// torch's AdamW with gradients times `scale`: updates weight, mean and square, and writes the new
+// weight's bf16 copy.
 int tileforge_adamw(const TileforgeUpdate* updates, int64_t number, float scale, double beta1,
                     double beta2, float eps, int threads) try {
   std::vector<int64_t> counts;

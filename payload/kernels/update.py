@@ -1,4 +1,4 @@
-"""Clipping's norm and AdamW over the kernels, on torch's own optimizer and its state."""
+"""Gradient norm and AdamW by the kernels, on torch's own optimizer and its state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.kernels.library import Library, TensorUpdate, require_tensor
 
 
 def norm(tensors: list[Tensor], library: Library) -> float:
-    """The norm of all numbers of all tensors."""
+    """Return the norm over all elements of all tensors."""
     return math.sqrt(library.sum_squares([each.contiguous() for each in tensors]))
 
 
@@ -21,13 +21,13 @@ def norm(tensors: list[Tensor], library: Library) -> float:
 def adamw(
     optimizer: torch.optim.AdamW, *, grad_scale: float, library: Library, copies: Bf16Copies
 ) -> None:
-    """`optimizer.step()` with every gradient times `grad_scale`; `copies` follow the weights.
+    """Run `optimizer.step()` with gradients times `grad_scale`; `copies` are updated, too.
 
     The state is the optimizer's, under its names.
     """
     for group in optimizer.param_groups:
         if group["amsgrad"] or group["maximize"]:
-            raise ValueError("the kernels' AdamW has neither amsgrad nor maximize")
+            raise ValueError("the kernels' AdamW supports neither amsgrad nor maximize")
         parameters = [each for each in group["params"] if each.grad is not None]
         if not parameters:
             continue
@@ -40,7 +40,7 @@ def adamw(
 
 
 def make_state(optimizer: torch.optim.AdamW) -> None:
-    """Make the state of every parameter that has none."""
+    """Create the state of every parameter that lacks it."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _state(optimizer, parameter)
@@ -65,9 +65,9 @@ def _tensor_update(
     state["step"] += 1
     step, lr, (beta1, beta2) = state["step"].item(), group["lr"], group["betas"]
     tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
-    copy = copies.made(parameter)
+    copy = copies.existing(parameter)
     is_rounded = gradient.dtype is torch.bfloat16
-    # C++ checks nothing, and the state may come from a file.
+    # C++ checks nothing, and the state can come from a file.
     for each in tensors:
         require_tensor("an AdamW tensor", each, torch.float32, parameter.shape)
     grad_dtype = torch.bfloat16 if is_rounded else torch.float32

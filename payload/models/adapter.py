@@ -1,4 +1,4 @@
-"""LoRA's numbers: which linears an adapter goes on, what is trained, and what that costs.
+"""LoRA's sizes and costs: the linears with an adapter, and what is trained.
 
 LoRA: https://arxiv.org/abs/2106.09685. rsLoRA's scale: https://arxiv.org/abs/2312.03732.
 """
@@ -21,18 +21,18 @@ from payload.models.spec import (
 from payload.models.wrapper_spec import WrappedSpec
 
 _GAPS = 1.3
-"""Memory of activations with the gaps between them over that without. Measured on two AMX cores:
+"""Ratio of the activations' memory with fragmentation to that without. Measured on two AMX cores:
 1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens. In fp32 on two AVX-512 cores: 1.2
 to 1.4 for SmolLM2-135M, with and without 4 bits, at 512 to 2,048 tokens."""
 
 ALL_LINEAR = "all-linear"
-"""Every linear of the layers; the output head is none of them, as in PEFT."""
+"""Every linear of the layers, without the output head, as in PEFT."""
 
 
 def target_names(target: str) -> tuple[str, ...] | None:
-    """Return the module names in a comma-separated `adapter.target`; None means all linears.
+    """Return the module names in a comma-separated `adapter.target`, or None for all linears.
 
-    Raises ConfigError for a target without a name.
+    Raises ConfigError for an empty name.
     """
     if target.strip() == ALL_LINEAR:
         return None
@@ -40,18 +40,18 @@ def target_names(target: str) -> tuple[str, ...] | None:
     if not all(names):
         raise ConfigError(
             f"adapter.target = {target!r}: a name is empty. Use {ALL_LINEAR!r} or names of linears "
-            "with commas between, as in 'q_proj,v_proj'."
+            "separated by commas, as in 'q_proj,v_proj'."
         )
     return names
 
 
 def is_target(module: str, names: tuple[str, ...] | None) -> bool:
-    """Say whether the linear `module`, a dotted path, gets an adapter; as PEFT matches names."""
+    """Return whether the linear at the path `module` gets an adapter, matched as in PEFT."""
     return names is None or any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def scale(*, rank: int, alpha: float, rslora: bool) -> float:
-    """Return what the adapter's output is multiplied by."""
+    """Return the factor of the adapter's output."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
@@ -64,9 +64,9 @@ class AdaptedSpec(WrappedSpec):
     """Names of linears; None = all."""
     has_dropout: bool = False
     is_quantized: bool = False
-    """The layers' linears are of 4 bits, and the base's other weights in the matmuls' dtype."""
+    """True if the layers' linears have 4 bits and other base weights the matmuls' dtype."""
     is_dora: bool = False
-    """The length of each output's weights is trained, too."""
+    """True if the norm of each output's weights is trained, too."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class AdaptedSpec(WrappedSpec):
     ) -> AdaptedSpec:
         """Return the spec of `base` with an adapter.
 
-        Raises ConfigError for an unknown target, and for a rank above the width of every target.
+        Raises ConfigError for an unknown target, and for a rank above every target's width.
         """
         names = target_names(target)
         known = base.linears()
@@ -96,7 +96,7 @@ class AdaptedSpec(WrappedSpec):
         width = max((min(each.inputs, each.outputs) for each in adapted), default=rank)
         if rank > width:
             raise ConfigError(
-                f"adapter.rank = {rank} is above the width of the linears that it adapts, {width}. "
+                f"adapter.rank = {rank} is above the width of the adapted linears, {width}. "
                 f"Use {width} or less."
             )
         return cls(
@@ -112,7 +112,7 @@ class AdaptedSpec(WrappedSpec):
         )
 
     def num_params(self) -> int:
-        """Return the number of the base's weights and the adapter's."""
+        """Return the number of weights of base and adapter."""
         trained_beside = self.base.task_head_size()
         return self.base.num_params() - trained_beside + self.num_trainable_params()
 
@@ -127,7 +127,7 @@ class AdaptedSpec(WrappedSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        The base's weights have no gradient: 4 instead of 6 per parameter that multiplies.
+        The base's weights have no gradient: 4 instead of 6 per multiplying parameter.
         """
         head = self.base.head_rows() * self.width() - self.base.task_head_size()
         frozen = sum(each.inputs * each.outputs for each in self.linears()) + head
@@ -138,8 +138,8 @@ class AdaptedSpec(WrappedSpec):
         """Estimate a training rank's peak memory.
 
         The base's linears are in the dtype of the matmuls and have neither gradients nor optimizer
-        state. With the kernels and in fp32, what comes and goes between activations leaves gaps.
-        Loading has the whole base in fp32, and what it took is not given back.
+        state. With kernels and in fp32, temporary tensors fragment the activations' memory.
+        Loading holds the whole base in fp32 and does not return its memory.
         """
         if self.is_quantized:
             return self._quantized_memory_bytes(setting)
@@ -156,10 +156,10 @@ class AdaptedSpec(WrappedSpec):
         return max(held + activations, loading)
 
     def _quantized_memory_bytes(self, setting: RankSetting) -> int:
-        """Estimate the same for linears of 4 bits, which the kernels do not run.
+        """Estimate a training rank's peak memory with 4-bit linears, which the kernels do not run.
 
-        Each is in bf16 as it is read and while it is multiplied by, and then in fp32 as well where
-        that is what the run computes in.
+        Each linear is in bf16 while it is loaded and while it multiplies. An fp32 run then also
+        has an fp32 copy.
         """
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()
@@ -170,12 +170,12 @@ class AdaptedSpec(WrappedSpec):
         return held + whole * largest + self._activation_bytes(setting) + PROCESS_BYTES
 
     def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
-        """Estimate a rank's peak memory, that of the start included.
+        """Estimate a rank's peak memory, including its start.
 
-        For a run in fp32 a quantised base's other weights are widened one by one, before there are
+        An fp32 run converts a quantised base's other weights one by one, before there are
         activations. The largest is the embedding.
         """
-        # Not super(): a dataclass with slots is another class than its methods were made in.
+        # Not super(): a dataclass with slots replaces the class that super() refers to.
         training = WrappedSpec.rank_memory_bytes(self, setting, checkpointed=checkpointed)
         if not self.is_quantized or setting.dtype == "bf16":
             return training
@@ -184,34 +184,34 @@ class AdaptedSpec(WrappedSpec):
         return max(training, widening)
 
     def base_bytes(self, *, other_bytes: int) -> int:
-        """Return what the frozen weights of a quantised base take.
+        """Return the bytes of a quantised base's frozen weights.
 
-        `other_bytes` is the size of an element that is not of a linear.
+        `other_bytes` is the size of an element outside the linears.
         """
         sizes = [each.inputs * each.outputs for each in self.linears()]
         others = self.base.num_params() - self.base.task_head_size() - sum(sizes)
         return sum(map(nf4_bytes, sizes)) + other_bytes * others
 
     def _activation_bytes(self, setting: RankSetting) -> int:
-        """Return what the base's forward pass keeps, which is that of full training."""
-        # All gradients are held anyway, so that the difference is of activations alone.
+        """Return the bytes that the base's forward pass keeps, as in full training."""
+        # Both settings hold all gradients, so the difference has only activations.
         some = replace(setting, alone=False, accumulates=True)
         none = replace(some, micro_batch_size=0)
         kept = self.base.memory_bytes(some) - self.base.memory_bytes(none)
         if self.is_dora:
-            # Each linear's result, which its length multiplies.
+            # Each linear's output, which is multiplied by its norm.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.outputs for each in self._adapted()) * setting.value_bytes()
         if setting.dtype == "bf16" and not setting.kernels:
             return kept
         if self.has_dropout:
-            # What reaches each adapter, a byte for each element of its input.
+            # The dropped-out input of each adapter, one byte for each element.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.inputs for each in self._adapted())
         return int(kept * _GAPS)
 
     def weight_bytes(self, setting: RankSetting) -> int:
-        """Return the bytes of all weights: the base's linears in the dtype of the matmuls."""
+        """Return the bytes of all weights; the base's linears have the matmuls' dtype."""
         linears = sum(each.inputs * each.outputs for each in self.linears())
         others = self.num_params() - linears
         return linears * setting.value_bytes() + others * BYTES_PER_WEIGHT
@@ -229,14 +229,14 @@ class AdaptedSpec(WrappedSpec):
         return tuple(sizes)
 
     def num_saved_params(self) -> int:
-        """Return the number of the adapter's weights: the base is not in a checkpoint."""
+        """Return the number of the adapter's weights: a checkpoint does not contain the base."""
         return self.num_trainable_params()
 
     def summary(self) -> str:
-        """Describe the base's sizes and the adapter in words."""
+        """Return a description of the base's sizes and the adapter."""
         trained = self.num_trainable_params()
         share = trained / max(1, self.num_params())
-        beside = " beside linears of 4 bits" if self.is_quantized else ""
+        beside = " on 4-bit linears" if self.is_quantized else ""
         kind = "DoRA" if self.is_dora else "LoRA"
         return (
             f"{self.base.summary()}; {kind} of rank {self.rank} trains {trained:,} of them "

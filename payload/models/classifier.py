@@ -1,4 +1,4 @@
-"""A classifier's numbers: a language model whose output head gives way to one row a label."""
+"""A classifier's sizes and costs: a language model with one row a label as its output head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from payload.models.wrapper_spec import WrappedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec(WrappedSpec):
-    """A language model without its output head, and a linear layer from its width to the labels."""
+    """A language model with a linear layer from its width to the labels as its output head."""
 
     num_labels: int
 
@@ -26,7 +26,7 @@ class ClassifierSpec(WrappedSpec):
         )
 
     def is_tied(self) -> bool:
-        """Return True: there is no output head besides the token embedding."""
+        """Return True: the model has no separate output head."""
         return True
 
     def head_rows(self) -> int:
@@ -44,12 +44,12 @@ class ClassifierSpec(WrappedSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        The linear layer to the labels reads one token of a text and does not count.
+        The linear layer to the labels reads only one token of a text and is not counted.
         """
         return self.base.flops_per_token() - 6 * self.embedding_size()
 
     def memory_bytes(self, setting: RankSetting) -> int:
-        """Estimate a training rank's peak memory: the base's without its logits."""
+        """Estimate a training rank's peak memory: the base's without logits."""
         whole = self.base.memory_bytes(setting)
         tokens = setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()
@@ -65,9 +65,9 @@ class ClassifierSpec(WrappedSpec):
         return (GradientSize(self.task_head_size(), "head"), *rest)
 
     def summary(self) -> str:
-        """Describe the sizes in words."""
+        """Return a description of the model's sizes."""
         return f"{self.base.summary()}; classifies into {self.num_labels} labels"
 
     def _dropped(self) -> int:
-        """Return the elements of an output head of its own, which a classifier does not have."""
+        """Return the elements of a separate output head, which a classifier drops."""
         return 0 if self.base.is_tied() else self.embedding_size()

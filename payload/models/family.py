@@ -1,8 +1,8 @@
-"""The interface of a model family: what tells its models, their numbers and its other names.
+"""The interface of a model family: how to recognise its models, their sizes and other names.
 
-A family is a folder of this package, whose `family.py` has a class below `Family` and its object
-`FAMILY`, and a line of `registry.py`. `read` returns the family's own `ModelSpec` (`spec.py`). Its
-layers are tensors, which this package does not import: `tensors` names their module.
+A family is a folder of this package with a `family.py` and a line in `registry.py`. `family.py` has
+a subclass of `Family` and its instance `FAMILY`. `read` returns the family's `ModelSpec`
+(`spec.py`). The layers use torch, which this package does not import: `tensors` names their module.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from payload.models.spec import ModelSpec
 
 
 class Family(ABC):
-    """A model family: one line of the registry."""
+    """A model family, listed in the registry."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    """Each `model_type` of config.json that is this family's alone."""
+    """Each `model_type` of config.json that only this family reads."""
     tensors: ClassVar[str]
     """The module with `build(spec, dropout=..., random=...)`, which returns the CausalLM."""
     presets: ClassVar[Mapping[str, ModelSpec]] = {}
-    """Models by name, for models from scratch and for the hub's names."""
+    """Models by name, for training from scratch and for names on the hub."""
     hub_configs: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """config.json of models on the hub, by the last part of their names."""
     tokenizer: ClassVar[str | None] = None
-    """The packaged tokenizer of a model whose folder has none; None = the folder must have one."""
+    """Packaged tokenizer for folders without one; None = the folder must have a tokenizer."""
     gguf_architectures: ClassVar[tuple[str, ...]] = ()
-    """llama.cpp's names of the architectures whose GGUF files are read."""
+    """llama.cpp's names of the architectures that can be read from GGUF files."""
     gguf_types: ClassVar[tuple[str, ...]] = ()
-    """Each `model_type` that is exported as a GGUF file."""
+    """Each `model_type` that can be exported to a GGUF file."""
 
     @abstractmethod
     def read(self, raw: Mapping[str, Any], *, where: str) -> ModelSpec:
@@ -43,32 +43,32 @@ class Family(ABC):
         """
 
     def read_folder(self, raw: Mapping[str, Any], *, folder: Path, where: str) -> ModelSpec:
-        """Return the spec of the model in `folder`, with what the headers of its weights tell.
+        """Return the spec of the model in `folder`, completed by its weights' headers if needed.
 
         Raises CheckpointError.
         """
         del folder
         return self.read(raw, where=where)
 
-    def takes_unknown(self, raw: Mapping[str, Any]) -> bool:
-        """Say whether this family reads a config.json whose `model_type` no family names."""
+    def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether this family reads this config.json, whose `model_type` is unknown."""
         del raw
         return False
 
     def gguf_config(self, header: GgufHeader, *, where: str) -> dict[str, Any]:
-        """Return config.json of a GGUF file of one of `gguf_architectures`.
+        """Return the config.json of a GGUF file with one of `gguf_architectures`.
 
         Raises CheckpointError.
         """
         raise NotImplementedError
 
     def gguf_name(self, tensor: str) -> str:
-        """Return llama.cpp's name of a tensor of a model that is read from a GGUF file."""
+        """Return llama.cpp's name of a tensor, for a model that is read from a GGUF file."""
         raise NotImplementedError
 
     def plan_gguf(self, raw: Mapping[str, Any], *, where: str) -> GgufPlan:
-        """Return what a GGUF file of a model of one of `gguf_types` has.
+        """Return the contents of a GGUF file for a model of one of `gguf_types`.
 
-        Raises CheckpointError for what llama.cpp computes otherwise.
+        Raises CheckpointError for features that llama.cpp computes differently.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""GGUF files of every family: which file a name stands for, the model in it, what one has."""
+"""GGUF files of every family: finding a file, reading its model, and planning an export."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from payload.models.spec import ModelSpec
 
 
 def gguf_file(source: Path) -> Path | None:
-    """Return the GGUF file that `source` is or has, or None for a folder of another kind.
+    """Return the GGUF file at or in `source`, or None for a folder without one.
 
-    Raises CheckpointError for a folder with several, or with a link to one elsewhere.
+    Raises CheckpointError for a folder with several, or with a link to another folder.
     """
     if source.is_file():
         return source if source.suffix == SUFFIX else None
@@ -30,15 +30,17 @@ def gguf_file(source: Path) -> Path | None:
     found = sorted(source.glob(f"*{SUFFIX}"))
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])
-        raise CheckpointError(f"{source}: it has {len(found)} GGUF files ({names}). Name one.")
+        raise CheckpointError(
+            f"{source}: it has {len(found)} GGUF files ({names}). Use the path of one."
+        )
     return own_file(source, found[0].name) if found else None
 
 
 def read_gguf(path: Path) -> ModelSpec:
-    """Return the numbers of the model in a GGUF file.
+    """Return the spec of the model in a GGUF file.
 
-    Raises CheckpointError for a file that is damaged, that lacks a tensor, or whose model is of a
-    family that is not read from GGUF.
+    Raises CheckpointError for a damaged file, a missing tensor, or a family that cannot be read
+    from GGUF.
     """
     header, where = read_header(path), str(path)
     family = _family_of(header, where=where)
@@ -48,12 +50,12 @@ def read_gguf(path: Path) -> ModelSpec:
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
-    """Return the content of config.json for the model of this header. Raises CheckpointError."""
+    """Return the config.json of the model with this header. Raises CheckpointError."""
     return _family_of(header, where=where).gguf_config(header, where=where)
 
 
 def plan_gguf(raw: Mapping[str, Any], *, folder: Path) -> GgufPlan:
-    """Return what a GGUF file of this config.json has. Raises CheckpointError for other models."""
+    """Return a GGUF file's contents for this config.json. Raises CheckpointError if unsupported."""
     where, kind = str(folder / CONFIG_FILE), raw.get("model_type")
     for family in families():
         if kind in family.gguf_types:
@@ -72,7 +74,7 @@ def _family_of(header: GgufHeader, *, where: str) -> Family:
         if isinstance(kind, str) and kind in family.gguf_architectures:
             return family
     known = ", ".join(name for family in families() for name in family.gguf_architectures)
-    refuse_import(where, "general.architecture", kind, f"only {known} are read")
+    refuse_import(where, "general.architecture", kind, f"only {known} can be read")
 
 
 def _require_tensors(spec: ModelSpec, header: GgufHeader, family: Family, *, where: str) -> None:
@@ -80,10 +82,10 @@ def _require_tensors(spec: ModelSpec, header: GgufHeader, family: Family, *, whe
         theirs = family.gguf_name(name)
         found = header.shapes.get(theirs)
         if found is None:
-            raise CheckpointError(f"{where}: it has no tensor {theirs}. {FIX}")
+            raise CheckpointError(f"{where}: tensor {theirs} is missing. {FIX}")
         if found != shape:
             raise CheckpointError(
-                f"{where}: {theirs} is {list(found)}, its own sizes say {list(shape)}. {FIX}"
+                f"{where}: {theirs} is {list(found)}, but its metadata require {list(shape)}. {FIX}"
             )
     known, held = spec.num_params(), sum(math.prod(each) for each in header.shapes.values())
     if known != held:

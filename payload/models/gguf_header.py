@@ -1,7 +1,7 @@
-"""Read what a GGUF file says of itself: its metadata and its tensors' sizes, without any package.
+"""Reads a GGUF file's header, its metadata and tensor sizes, without any package.
 
-The file may come from anywhere: every count, size and offset is checked against the file before
-anyone believes it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The file can have any origin: every count, size and offset is checked against the file before
+use. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _BLOCKS: Mapping[int, tuple[int, int]] = {
 _MAX_ENTRIES = 2**16
 _MAX_ARRAY = 2**22
 _MAX_STRING = 2**22
-_FIX = "Download it again, or name a folder in the Hugging Face layout."
+_FIX = "Download it again, or use a folder in the Hugging Face layout."
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array among the metadata, whose elements are not kept."""
+    """A metadata array, of which only the length is kept."""
 
     length: int
 
@@ -70,16 +70,16 @@ Value = str | int | float | bool | Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """Header in front of the tensors' numbers."""
+    """The header, which precedes the tensors' data."""
 
     values: Mapping[str, Value]
     """Metadata by key."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Every tensor's shape by name, rows first as torch has them."""
+    """Every tensor's shape by name, rows first as in torch."""
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Return the file's header. Raises CheckpointError for a file that is damaged or no GGUF."""
+    """Return the file's header. Raises CheckpointError for a damaged file or another format."""
     try:
         with open_regular(path) as file:
             return _Reader(file, path).header()
@@ -88,7 +88,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads one file from its start."""
+    """Reads a file from its start."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -97,11 +97,11 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         if self._file.read(len(_MAGIC)) != _MAGIC:
-            raise CheckpointError(f"{self._path}: it does not begin as a GGUF file. {_FIX}")
+            raise CheckpointError(f"{self._path}: not a GGUF file. {_FIX}")
         version = self._number("<I")
         if version not in _VERSIONS:
             raise CheckpointError(
-                f"{self._path}: GGUF version {version}; only {_VERSIONS} can be read. {_FIX}"
+                f"{self._path}: GGUF version {version}; only {_VERSIONS} are supported. {_FIX}"
             )
         tensors, entries = self._count(_MAX_ENTRIES), self._count(_MAX_ENTRIES)
         values: dict[str, Value] = {}
@@ -120,20 +120,20 @@ class _Reader:
         start = math.ceil(self._file.tell() / alignment) * alignment
         end = max((end for _, _, end in found), default=0)
         if not found or start + end > self._size:
-            self._refuse(f"{self._size:,} bytes, its header says {start + end:,}")
+            self._refuse(f"{self._size:,} bytes, but its header requires {start + end:,}")
         return GgufHeader(values=values, shapes=shapes)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int]:
-        """Return name, shape, and the offset behind the last byte."""
+        """Return name, shape, and the offset after the last byte."""
         name, dims = self._string(), int(self._number("<I"))
         if not 1 <= dims <= 8:
             self._refuse(f"{shown(name)} has {dims} dimensions")
-        # ggml names the fastest dimension first.
+        # ggml lists the fastest dimension first.
         shape = tuple(int(self._number("<Q")) for _ in range(dims))[::-1]
         kind, offset = int(self._number("<I")), int(self._number("<Q"))
         if kind not in _BLOCKS:
             raise CheckpointError(
-                f"{self._path}: {shown(name)} has ggml's type {kind}, which is not read here. Use "
+                f"{self._path}: {shown(name)} has ggml's type {kind}, which is not supported. Use "
                 "a file in f16, bf16, q8_0 or one of the k-quants."
             )
         elements, size = _BLOCKS[kind]
@@ -178,4 +178,4 @@ class _Reader:
         return content
 
     def _refuse(self, what: str) -> NoReturn:
-        raise CheckpointError(f"{self._path}: {what}: it was cut off or is damaged. {_FIX}")
+        raise CheckpointError(f"{self._path}: {what}: the file is truncated or damaged. {_FIX}")

@@ -1,4 +1,4 @@
-"""NF4's sizes: weights of 4 bits in blocks that share a scale. Pure arithmetic.
+"""NF4's sizes: 4-bit weights in blocks with a common scale. Pure arithmetic.
 
 Double quantisation keeps the blocks' scales in 8 bits. Source: https://arxiv.org/abs/2305.14314.
 """
@@ -6,9 +6,9 @@ Double quantisation keeps the blocks' scales in 8 bits. Source: https://arxiv.or
 from __future__ import annotations
 
 BLOCK_SIZE = 64
-"""Weights that share a scale, as in bitsandbytes' Linear4bit."""
+"""Weights with a common scale, as in bitsandbytes' Linear4bit."""
 GROUP_SIZE = 256
-"""Scales that share a scale of their own."""
+"""Scales with a common second-level scale."""
 
 
 def num_blocks(elements: int) -> int:
@@ -17,10 +17,10 @@ def num_blocks(elements: int) -> int:
 
 
 def num_groups(elements: int) -> int:
-    """Return the number of the scales' own scales."""
+    """Return the number of second-level scales of a tensor."""
     return -(-num_blocks(elements) // GROUP_SIZE)
 
 
 def nf4_bytes(elements: int) -> int:
-    """Return what a quantised tensor takes: weights, scales, the scales' scales and their mean."""
+    """Return the bytes of a quantised tensor: weights, both levels of scales, and their mean."""
     return -(-elements // 2) + num_blocks(elements) + 4 * num_groups(elements) + 4

@@ -1,4 +1,4 @@
-"""The model families, and which of them reads a config.json."""
+"""The model families, and the lookup of the family for a config.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def families() -> list[Family]:
 
 
 def named_family(model_type: object) -> Family | None:
-    """Return the family whose own this `model_type` of config.json is, or None."""
+    """Return the family that declares this `model_type` of config.json, or None."""
     return next((each for each in families() if model_type in each.model_types), None)
 
 
@@ -43,15 +43,15 @@ def family_name(model_type: str) -> str:
 def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
     """Return the family that reads a config.json; `where` names it in messages.
 
-    Raises CheckpointError, which lists the families, where none does.
+    Raises CheckpointError that lists the families, if no family reads it.
     """
     kind = raw.get("model_type")
     family = named_family(kind) or next(
-        (each for each in families() if each.takes_unknown(raw)), None
+        (each for each in families() if each.reads_unknown_type(raw)), None
     )
     if family is None:
         raise CheckpointError(
-            f"{where}: model_type = {shown(kind)}: no model family reads it; the families are "
+            f"{where}: model_type = {shown(kind)}: not supported; the families are "
             f"{', '.join(FAMILIES)}. {FIX}"
         )
     return family
@@ -60,7 +60,7 @@ def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
 def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:
     """Return the spec that a config.json describes; `where` names it in messages.
 
-    Raises CheckpointError for a family that is not known, and for what the family refuses.
+    Raises CheckpointError for an unknown family, and for models that the family rejects.
     """
     _require_language_model(raw, where=where)
     return family_of(raw, where=where).read(raw, where=where)
@@ -74,17 +74,17 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
-    """Refuse weights that no family trains, by keys of every family's config.json."""
+    """Raise CheckpointError for weights that cannot be trained, by keys common to all families."""
     if raw.get("quantization_config") is not None:
         raise CheckpointError(
-            f"{where}: quantization_config: quantised weights cannot be trained. Name the model's "
-            "folder in bf16 or fp32."
+            f"{where}: quantization_config: quantised weights cannot be trained. Use the model "
+            "in bf16 or fp32."
         )
     if raw.get("is_causal", True) is not True:
-        # transformers takes null for false, too: a token would see those that it has to predict.
+        # transformers treats null as false, too: a token would see the tokens to predict.
         raise CheckpointError(
-            f"{where}: is_causal = {shown(raw['is_causal'])}: the model attends to both sides of a "
-            "token, so it is no language model. Name another one."
+            f"{where}: is_causal = {shown(raw['is_causal'])}: the model attends to later tokens, "
+            "so it is not a language model. Use another model."
         )
 
 
@@ -94,13 +94,13 @@ def presets() -> dict[str, ModelSpec]:
 
 
 def from_scratch(preset: str, **changes: object) -> ModelSpec:
-    """Return a preset's spec with `changes`, those that are None left out."""
-    wanted: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
-    return replace(presets()[preset], **wanted)
+    """Return a preset's spec with `changes`; None values are ignored."""
+    given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+    return replace(presets()[preset], **given)
 
 
 def preset_of_hub_name(name: str) -> ModelSpec | None:
-    """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, where its sizes are here."""
+    """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, if its sizes are packaged."""
     last = name.partition("@")[0].rpartition("/")[2]
     for family in families():
         if last in family.hub_configs:

@@ -1,6 +1,6 @@
-"""A model's figures, for every family: parameters, FLOPs, bytes. Pure arithmetic.
+"""A model's sizes and costs, for every family: parameters, FLOPs, bytes. Pure arithmetic.
 
-The launch plan, the trainer and the benchmarks all print these numbers, so one place counts them.
+The launch plan, the trainer and the benchmarks all use these numbers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from payload.optimizers.registry import default_state_bytes
 _MOST_LOGITS_TOKENS = 2048
 _MOST_LOGITS = 160 * 10**6
 
-# Python, torch and their threads' stacks, on the development machine.
+# Python, torch and the stacks of their threads, on the development machine.
 PROCESS_BYTES = 350 * 2**20
 
 WHOLE_ACTIVATIONS = 12 / 28
-"""Share of a layer's activations that every tensor rank has: its norms and the residual stream."""
+"""Share of a layer's activations on every tensor rank: its norms and the residual stream."""
 
 BYTES_PER_WEIGHT = 4
 """An fp32 weight in a checkpoint on disk."""
 
 
 def logits_tokens(vocab_size: int) -> int:
-    """Return the tokens whose logits the kernels' head has at once: a power of two, at most 2048.
+    """Return the tokens in a chunk of the kernels' head: a power of two, at most 2048.
 
-    With 50,257 words these are 206 MB of bf16. A larger vocabulary has fewer tokens at a time, so
-    that the logits stay below 320 MB: 1024 of 151,936 words, 512 of 262,144.
+    For a vocabulary of 50,257 its logits take 206 MB in bf16. A larger vocabulary has smaller
+    chunks, below 320 MB: 1024 tokens for 151,936 rows, 512 for 262,144.
     """
     most: int = 2 ** (max(_MOST_LOGITS // vocab_size, 1).bit_length() - 1)
     return min(most, _MOST_LOGITS_TOKENS)
@@ -40,51 +40,51 @@ def logits_tokens(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GradientSize:
-    """One trainable parameter, at its place in the order of the backward pass."""
+    """One trainable parameter, in a list ordered by the backward pass."""
 
     elements: int
     kind: Literal["head", "matrix", "vector", "embedding"]
-    """`head`: an output head of its own. `matrix`: of a layer; its matmuls are what the backward
-    pass spends its time on. `vector`: norms and biases. `embedding`: looked up at the start of the
-    forward pass, so its gradient is the last one."""
+    """`head`: a separate output head. `matrix`: of a layer; its matmuls take most of the backward
+    pass. `vector`: norms and biases. `embedding`: looked up at the start of the forward pass, so
+    its gradient is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """A linear of a layer, which an adapter can go on."""
+    """A linear of a layer, a possible target of an adapter."""
 
     name: str
-    """Its dotted path below the model, in the names of this project's modules."""
+    """Its dotted path inside the model, in this project's module names."""
     inputs: int
     outputs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetting:
-    """How a rank trains, as far as its memory depends on it."""
+    """The settings of a rank's training that affect its memory."""
 
     micro_batch_size: int
-    """Sequences of a pass."""
+    """Sequences in a micro-batch."""
     dtype: Dtype
     kernels: bool
     alone: bool
-    """There are no other ranks to exchange gradients with."""
+    """True if there are no other ranks to exchange gradients with."""
     accumulates: bool
-    """A step has more than one pass."""
+    """True if a step has more than one micro-batch."""
     shards: int = 1
-    """Ranks that hold the model together, each a part of it; 1 = each rank holds all of it."""
+    """Ranks that shard the model; 1 = each rank holds all of it."""
     tensor: int = 1
-    """Ranks that compute each layer together, each with a part of its heads, MLP and words."""
+    """Ranks that split each layer: its heads, MLP and vocabulary."""
     stages: int = 1
     """Pipeline stages, each with some of the layers."""
     passes_kept: int = 1
-    """Passes whose activations the first stage keeps; each one behind it keeps one less."""
+    """Micro-batches whose activations the first stage keeps; each later stage keeps one less."""
 
     state_bytes: int = field(default_factory=default_state_bytes)
-    """Bytes of optimizer state of a trained weight."""
+    """Bytes of optimizer state for a trained weight."""
 
     def value_bytes(self) -> int:
-        """Return the bytes of a number in the matmuls."""
+        """Return the bytes of an element in the matmuls."""
         return 2 if self.dtype == "bf16" else 4
 
     def held_bytes(self) -> int:
@@ -92,20 +92,20 @@ class RankSetting:
         return BYTES_PER_WEIGHT + self.state_bytes
 
     def trained_bytes(self) -> int:
-        """Return the same with the weight's gradient in fp32."""
+        """Return the bytes of a trained weight, its optimizer state and its gradient in fp32."""
         return self.held_bytes() + BYTES_PER_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(ABC):
-    """A model's numbers. Every family has a subclass, with its own config's fields."""
+    """A model's sizes and costs; every family has a subclass with its own config's fields."""
 
     model_type: str
-    """As in config.json; the registries find the family's files by it."""
+    """As in config.json; the registries look up the family's files by it."""
     sequence_length: int
     """Tokens of a training sequence."""
     vocab_size: int
-    """Rows of the token embedding; a padded vocabulary has more than the tokenizer has tokens."""
+    """Rows of the token embedding; a padded vocabulary has more than the tokenizer."""
 
     @abstractmethod
     def context(self) -> int:
@@ -124,14 +124,14 @@ class ModelSpec(ABC):
         """Return the width of the residual stream."""
 
     def num_params(self) -> int:
-        """Return the number of all weights, trained or not; tied ones count once."""
+        """Return the number of all weights, trained or not; tied weights count once."""
         return sum(math.prod(shape) for _, shape in self.tensor_shapes())
 
     @abstractmethod
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        6 per parameter that multiplies, plus 12 x layers x heads x head width x sequence length for
+        6 per multiplying parameter, plus 12 x layers x heads x head width x sequence length for
         full (not causal) attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
         """
 
@@ -142,7 +142,7 @@ class ModelSpec(ABC):
     def checkpointed_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with activation checkpointing.
 
-        A layer's input is kept in fp32, and one layer at a time has the rest.
+        Each layer keeps its input in fp32, and one layer at a time its other activations.
         """
         whole, empty = (
             self.memory_bytes(each) for each in (setting, replace(setting, micro_batch_size=0))
@@ -156,12 +156,12 @@ class ModelSpec(ABC):
         return min(whole, whole - layers + layers // max(1, self.num_layers()) + kept)
 
     def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
-        """Estimate a rank's peak memory, with all of the model or with its shard.
+        """Estimate a rank's peak memory, with the whole model or with its shard.
 
-        A sharded rank has 1/N of the state. Whole at one time are what belongs to no layer (its
-        weights, and gradients where it is trained) and one layer: its weights, its gradients, and
-        both sides of their exchange. At the end of the backward pass it is the same for what
-        belongs to no layer, in place of the activations.
+        A sharded rank has 1/N of the state. Whole at one time are the weights outside the layers
+        (and their gradients if trained) and one layer: its weights, its gradients, and both
+        buffers of their exchange. At the end of the backward pass, the weights outside the layers
+        take the same instead of the activations.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
         if setting.tensor > 1 or setting.stages > 1:
@@ -175,9 +175,9 @@ class ModelSpec(ABC):
     def _shard_bytes(
         self, setting: RankSetting, activations: float, *, outer: float, share: float = 1.0
     ) -> int:
-        """Estimate what a rank with 1/N of `share` of the weights takes at its peak.
+        """Estimate the peak of a rank with 1/N of `share` of the weights.
 
-        `outer` of these belong to no layer.
+        `outer` of these are outside the layers.
         """
         trained = self.num_trainable_params() == self.num_params()
         layer = (self.num_params() - self.outer_elements()) / max(1, self.num_layers())
@@ -195,21 +195,21 @@ class ModelSpec(ABC):
     ) -> int:
         """Estimate the peak of the largest rank, with a part of each layer, some layers, or both.
 
-        Of a layer's activations, norms and the residual stream are whole on each tensor rank. A
-        stage keeps the activations of several passes; the last one has the logits. Shards have a
-        part of the state of these.
+        Each tensor rank has whole norms and the whole residual stream. A stage keeps the
+        activations of several micro-batches; the last one has the logits. Shards divide the state
+        of these.
         """
-        # Loaded where it is used: it is about specs.
+        # Imported here: the module imports this one.
         whole = replace(setting, tensor=1, stages=1, alone=False)
         empty = estimate(replace(whole, micro_batch_size=0))
         logits = self._logits_bytes(setting)
         layers = max(0, estimate(whole) - empty - logits) / self.num_layers()
         layers *= WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / setting.tensor
         state = (empty - PROCESS_BYTES) / self.num_params() / setting.tensor
-        here, weights = stage_layers(self, setting.stages), stage_weights(self, setting.stages)
+        ranges, weights = stage_layers(self, setting.stages), stage_weights(self, setting.stages)
         outer = outer_weights(self, setting.stages)
         found: list[float] = []
-        for stage, (numbers, held) in enumerate(zip(here, weights, strict=True)):
+        for stage, (numbers, held) in enumerate(zip(ranges, weights, strict=True)):
             kept = max(1, setting.passes_kept - stage) if setting.stages > 1 else 1
             activations = len(numbers) * kept * layers
             if stage == setting.stages - 1:
@@ -229,21 +229,21 @@ class ModelSpec(ABC):
         return tokens * rows * 16
 
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
-        """Say whether the gradients of the layers' linears, and the head's, are kept in bf16.
+        """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        Only where a gradient comes from one bf16 matmul, which autocast rounds as well: a rank is
-        alone and makes one pass a step. Sums over passes or ranks are made in fp32.
+        Only if a gradient comes from a single bf16 matmul, which autocast rounds as well: one rank
+        and one micro-batch a step. Sums over micro-batches or ranks are in fp32.
         """
         del setting
         return False, False
 
     def weight_bytes(self, setting: RankSetting) -> int:
-        """Return the bytes of all weights while they are trained."""
+        """Return the bytes of all weights during training."""
         del setting
         return self.num_params() * BYTES_PER_WEIGHT
 
     def outer_elements(self) -> int:
-        """Return the elements of what belongs to no layer: the token embedding and the head."""
+        """Return the elements outside the layers: the token embedding and the head."""
         heads = 0 if self.is_tied() else self.head_rows() * self.width()
         return min(self.num_params(), self.embedding_size() + heads)
 
@@ -253,53 +253,53 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def is_tied(self) -> bool:
-        """Say whether the output head is the token embedding."""
+        """Return whether the output head is the token embedding."""
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of every tensor that a checkpoint has; nothing = not known here."""
+        """Yield name and shape of every tensor of a checkpoint; nothing if unknown."""
         yield from ()
 
     def is_counted(self) -> bool:
-        """Say whether the parameters are known: some config.json alone do not say."""
+        """Return whether the parameters are counted: some families' config.json is not enough."""
         return True
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-        """Return the same model, counted by the shapes of its tensors where that is needed."""
+        """Return the same model, counted by the shapes of its tensors if necessary."""
         del shapes
         return self
 
     def note(self) -> str | None:
-        """Say what the numbers leave out, or None."""
+        """Return what the numbers leave out, or None."""
         return None
 
     def linears(self) -> tuple[LinearSize, ...]:
-        """Return the layers' linears in the order of the forward pass; empty = not known here."""
+        """Return the layers' linears in the order of the forward pass; empty if unknown."""
         return ()
 
     def why_not_quantized(self) -> str | None:
-        """Say why the layers' linears cannot be of 4 bits, or None where they can."""
+        """Return why the layers' linears cannot have 4 bits, or None if they can."""
         return None
 
     def why_not_tensor(self, ranks: int) -> str | None:
-        """Say why `ranks` ranks cannot compute each layer together, or None where they can."""
+        """Return why `ranks` ranks cannot split each layer, or None if they can."""
         del ranks
-        return f"model_type = {self.model_type!r} runs as transformers has it, whole on each rank"
+        return f"model_type = {self.model_type!r} uses transformers' layers, whole on each rank"
 
     def why_not_stages(self, stages: int) -> str | None:
-        """Say why the layers cannot be on so many pipeline stages, or None where they can."""
+        """Return why the layers cannot be divided into `stages` stages, or None if they can."""
         del stages
-        return f"model_type = {self.model_type!r} runs as transformers has it, whole on each rank"
+        return f"model_type = {self.model_type!r} uses transformers' layers, whole on each rank"
 
     def num_trainable_params(self) -> int:
-        """Return the number of weights that have a gradient and optimizer state."""
+        """Return the number of weights with a gradient and optimizer state."""
         return self.num_params()
 
     def head_rows(self) -> int:
-        """Return the rows of the output head, which every token's logits come from."""
+        """Return the rows of the output head: the logits of a token."""
         return self.vocab_size
 
     def task_head_size(self) -> int:
-        """Return the elements of a head that is trained beside an adapter, too."""
+        """Return the elements of a task's head that an adapter's run trains, too."""
         return 0
 
     def embedding_size(self) -> int:
@@ -307,43 +307,43 @@ class ModelSpec(ABC):
         return self.vocab_size * self.width()
 
     def checkpoint_bytes(self, *, state_bytes: int | None = None) -> int:
-        """Return what a checkpoint takes on disk, without the small files.
+        """Return the size of a checkpoint on disk, without the small files.
 
-        `state_bytes` are those of a trained weight's optimizer state; None = the default's.
+        `state_bytes` is the optimizer state of a trained weight; None = the default optimizer's.
         """
         state = default_state_bytes() if state_bytes is None else state_bytes
         return self.num_saved_params() * BYTES_PER_WEIGHT + self.num_trainable_params() * state
 
     def num_saved_params(self) -> int:
-        """Return the number of weights that a checkpoint has."""
+        """Return the number of weights in a checkpoint."""
         return self.num_params()
 
     def settings(self) -> dict[str, int | bool]:
-        """Return what the run config's [model] section says of the sizes, for this model."""
+        """Return this model's sizes as settings of the run config's [model] section."""
         return {"n_layer": self.num_layers(), "n_head": self.num_heads(), "n_embd": self.width()}
 
     def summary(self) -> str:
-        """Describe the model's sizes in words."""
+        """Return a description of the model's sizes."""
         return (
             f"{self.num_layers()} layers, {self.num_heads()} heads, width {self.width()}, context "
             f"{self.context()}"
         )
 
     def with_sequence_length(self, tokens: int) -> Self:
-        """Return the same model, trained on sequences of `tokens`; its context stays."""
+        """Return the same model, trained on sequences of `tokens`; its context is unchanged."""
         return replace(self, sequence_length=tokens)
 
 
-def uneven(counts: Mapping[str, int], ranks: int) -> str | None:
-    """Say what of a layer `ranks` ranks cannot share out evenly, or None."""
+def uneven_split(counts: Mapping[str, int], ranks: int) -> str | None:
+    """Return the first of `counts` that `ranks` ranks cannot divide evenly, or None."""
     for name, count in counts.items():
         if count % ranks:
             return f"its {count} {name} are no multiple of {ranks}"
     return None
 
 
-def too_deep(spec: ModelSpec, stages: int) -> str | None:
-    """Say that there are more pipeline stages than layers, or None."""
+def stages_conflict(spec: ModelSpec, stages: int) -> str | None:
+    """Return that there are more pipeline stages than layers, or None."""
     if stages > spec.num_layers():
         return f"it has fewer layers ({spec.num_layers()}) than stages"
     return None

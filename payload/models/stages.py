@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has: balanced by their cost, the output head included."""
+"""The layers of each pipeline stage, balanced by cost, including the output head's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Layered(Protocol):
-    """The numbers of a model that its layers are shared out by; see ModelSpec."""
+    """The sizes and costs by which layers are divided into stages; see ModelSpec."""
 
     def num_layers(self) -> int: ...
     def num_params(self) -> int: ...
@@ -18,14 +18,14 @@ class Layered(Protocol):
 
 
 def stage_layers(spec: Layered, stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage, in order; each has one at least.
+    """Return the layers of each stage, in order; each has at least one.
 
-    The head's matmuls are on the last stage. The token embedding is looked up and costs nothing.
-    Where two ways are as fast, later stages have the larger ones: an earlier stage keeps the
-    activations of more passes.
+    The head's matmuls are on the last stage. The token embedding's lookup costs nothing. Of equally
+    fast divisions, the one with the larger last stages is chosen: an earlier stage keeps the
+    activations of more micro-batches.
     """
     layers = spec.num_layers()
-    assert 1 <= stages <= layers, "require_split refuses fewer layers than stages"
+    assert 1 <= stages <= layers, "require_split rejects fewer layers than stages"
     if stages == 1:
         return (range(layers),)
     head = 6 * spec.head_rows() * spec.width()
@@ -43,7 +43,7 @@ def stage_layers(spec: Layered, stages: int) -> tuple[range, ...]:
 
 
 def slowest_share(spec: Layered, stages: int) -> float:
-    """Return the share of the model's arithmetic that the slowest stage has."""
+    """Return the slowest stage's share of the model's FLOPs."""
     head = 6 * spec.head_rows() * spec.width()
     of_layer = (spec.flops_per_token() - head) / spec.num_layers()
     costs = [len(each) * of_layer for each in stage_layers(spec, stages)]
@@ -52,9 +52,9 @@ def slowest_share(spec: Layered, stages: int) -> float:
 
 
 def largest_stage(spec: Layered, stages: int) -> float:
-    """Return the share of all weights that the largest stage holds.
+    """Return the largest stage's share of all weights.
 
-    The last stage has the head; where that is the token embedding, the first one has it as well.
+    The last stage has the head; if that is the token embedding, the first stage has a copy.
     """
     return max(stage_weights(spec, stages)) / spec.num_params()
 
@@ -69,7 +69,7 @@ def stage_weights(spec: Layered, stages: int) -> list[float]:
 
 
 def outer_weights(spec: Layered, stages: int) -> list[float]:
-    """Return the number of each stage's weights that belong to no layer."""
+    """Return the number of each stage's weights outside the layers."""
     if stages == 1:
         return [float(spec.outer_elements())]
     found = [0.0] * stages

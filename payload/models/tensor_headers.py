@@ -1,7 +1,7 @@
-"""Read what a model's safetensors files hold, without their numbers and without any package.
+"""Reads the headers of a model's safetensors files, without their data and without any package.
 
-A folder has one file, or shards and an index that says which tensor is in which. It may come from
-anywhere: every name, size and offset is checked against the files before anyone believes it.
+A folder has one file, or shards and an index that maps tensors to shards. It can have any
+origin: every name, size and offset is checked against the files before use.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -22,7 +22,7 @@ from payload.core.validation.records import build
 from payload.formats.hf_folder import INDEX_FILE, WEIGHTS_FILE, has_shards, own_file, weight_map
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
-"""Files of a folder whose weights are in torch's own format, which can run code."""
+"""Weight files in torch's own format, which can run code."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -43,31 +43,31 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E8M0": 1,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Types in which a model's weights may be stored here; smaller ones are quantised."""
+"""Supported types of a model's weights; smaller ones are quantised."""
 
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6
 _LFS_POINTER = b"version https://git-lfs"
-_FIX = "Download the model again, or name another one."
+_FIX = "Download the model again, or use another one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """Where one tensor is, and what it is."""
+    """Location and type of one tensor."""
 
     path: Path
     dtype: str
-    """The format's name: F32, BF16, ..."""
+    """The format's name of the type: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
     """Offset of its first byte in the file."""
 
     def num_elements(self) -> int:
-        """Return how many numbers it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def is_weight(self) -> bool:
-        """Say whether its numbers are floats that a model may be trained from."""
+        """Return whether its elements are floats from which a model can be trained."""
         return self.dtype in FLOAT_DTYPES
 
     def num_bytes(self) -> int:
@@ -77,7 +77,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One tensor of a file's header."""
+    """A tensor's entry in a file's header."""
 
     dtype: str = checked(max_chars=20)
     shape: tuple[int, ...] = checked(low=0, high=2**48, max_items=16)
@@ -87,8 +87,8 @@ class _Entry:
 def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return every tensor of the model in `folder`, by name.
 
-    Raises CheckpointError when a file is missing, cut off or damaged, when shards and index
-    contradict each other, or when the weights are in another format.
+    Raises CheckpointError for missing, truncated or damaged files, for shards and an index that
+    contradict each other, and for weights in another format.
     """
     if not has_shards(folder):
         return file_headers(_weights_file(folder, WEIGHTS_FILE))
@@ -100,32 +100,31 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     }
     for tensor, name in names.items():
         if tensor not in shards[name]:
-            raise CheckpointError(f"{index}: {name} has no tensor {shown(tensor)}. {_FIX}")
-    # transformers takes every tensor of each shard, whether the index names it or not.
+            raise CheckpointError(f"{index}: {name} lacks tensor {shown(tensor)}. {_FIX}")
+    # transformers loads every tensor of each shard, listed in the index or not.
     found: dict[str, TensorHeader] = {}
     for name, tensors in shards.items():
         for tensor, header in tensors.items():
             first = found.setdefault(tensor, header)
             if first is not header:
                 raise CheckpointError(
-                    f"{index}: {first.path.name} has {shown(tensor)}, but {name} has one too. "
-                    f"{_FIX}"
+                    f"{index}: {first.path.name} and {name} both have {shown(tensor)}. {_FIX}"
                 )
     return found
 
 
 def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:
-    """Return the file's path; refuse one that is missing, or a link that leads elsewhere."""
+    """Return the file's path. Raises CheckpointError if it is missing or a link to elsewhere."""
     path = own_file(folder, name)
     if not path.is_file():
         if index is not None:
-            raise CheckpointError(f"{index}: names {name}, which is not there. {_FIX}")
-        raise CheckpointError(f"{folder}: {_what_is_there(folder)}")
+            raise CheckpointError(f"{index}: it lists {name}, which is missing. {_FIX}")
+        raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
     return path
 
 
-def _what_is_there(folder: Path) -> str:
-    """Say why a folder has no weights that can be loaded, and what to do."""
+def _why_no_weights(folder: Path) -> str:
+    """Return why a folder has no weights that can be loaded, and the fix."""
     pickles = [name for name in PICKLE_FILES if (folder / name).exists()]
     pickles += sorted(path.name for path in folder.glob("pytorch_model-*.bin"))[:1]
     if pickles:
@@ -142,11 +141,13 @@ def _what_is_there(folder: Path) -> str:
 def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
     """Return the tensors of one file, each checked to be inside it.
 
-    Raises CheckpointError, which ends with `fix`, when the file is missing, cut off or damaged.
+    Raises CheckpointError, ending with `fix`, if the file is missing, truncated or damaged.
     """
     raw, start, size = _raw_header(path, fix)
     if len(raw) > _MAX_TENSORS:
-        raise CheckpointError(f"{path}: its header lists {len(raw):,} tensors. {fix}")
+        raise CheckpointError(
+            f"{path}: {len(raw):,} tensors in its header, above {_MAX_TENSORS:,}. {fix}"
+        )
     found: dict[str, TensorHeader] = {}
     end_of_data = 0
     for name, value in raw.items():
@@ -160,21 +161,21 @@ def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
         header = TensorHeader(path=path, dtype=entry.dtype, shape=entry.shape, start=start + begin)
         if end - begin != header.num_bytes():
             raise CheckpointError(
-                f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {header.num_bytes():,} "
-                f"bytes, but the header gives it {end - begin:,}: the file is damaged. {fix}"
+                f"{where}: {entry.dtype} of shape {list(entry.shape)} needs {header.num_bytes():,} "
+                f"bytes, but the header reserves {end - begin:,}: the file is damaged. {fix}"
             )
         end_of_data = max(end_of_data, end)
         found[name] = header
     if start + end_of_data != size:
         raise CheckpointError(
-            f"{path}: {size:,} bytes, its header says {start + end_of_data:,}: it was cut off or "
-            f"is damaged. {fix}"
+            f"{path}: {size:,} bytes, but its header requires {start + end_of_data:,}: the file is "
+            f"truncated or damaged. {fix}"
         )
     return found
 
 
 def _raw_header(path: Path, fix: str) -> tuple[dict[str, Any], int, int]:
-    """Return the header's entries, the offset where the numbers begin, and the file's size."""
+    """Return the header's entries, the offset of the data, and the file's size."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, 2)
@@ -189,12 +190,12 @@ def _raw_header(path: Path, fix: str) -> tuple[dict[str, Any], int, int]:
             file.seek(8)
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: {size:,} bytes: it was cut off or is no safetensors file. {fix}"
+                    f"{path}: {size:,} bytes: truncated or not a safetensors file. {fix}"
                 )
             content = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}. {fix}") from None
     raw = parse_json(content, where=f"{path}: header", fix=fix, error=CheckpointError)
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: its header is no object. {fix}")
+        raise CheckpointError(f"{path}: its header is not a JSON object. {fix}")
     return raw, 8 + length, size

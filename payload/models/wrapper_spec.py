@@ -1,4 +1,4 @@
-"""The numbers of a model that stands on another one: an adapter's base, a classifier's body."""
+"""Sizes and costs of a model that wraps another: an adapter's base, a classifier's body."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WrappedSpec(ModelSpec):
         return self.base.width()
 
     def is_tied(self) -> bool:
-        """Say whether the base's output head is its token embedding."""
+        """Return whether the base's output head is its token embedding."""
         return self.base.is_tied()
 
     def linears(self) -> tuple[LinearSize, ...]:
@@ -39,11 +39,11 @@ class WrappedSpec(ModelSpec):
         return self.base.linears()
 
     def why_not_quantized(self) -> str | None:
-        """Say why the base's linears cannot be of 4 bits, or None where they can."""
+        """Return why the base's linears cannot have 4 bits, or None if they can."""
         return self.base.why_not_quantized()
 
     def settings(self) -> dict[str, int | bool]:
-        """Return what the run config's [model] section says of the base's sizes."""
+        """Return the base's sizes as settings of the run config's [model] section."""
         return self.base.settings()
 
     def with_sequence_length(self, tokens: int) -> Self:

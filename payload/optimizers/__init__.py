@@ -1,1 +1,1 @@
-"""The optimizers of `optimizer.name`, a file each: numbers, conflicts and construction."""
+"""The optimizers for `optimizer.name`, one file each: costs, conflicts and construction."""

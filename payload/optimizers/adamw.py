@@ -1,4 +1,4 @@
-"""AdamW, by torch's fused update."""
+"""AdamW with torch's fused update."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     import torch
 
 UPDATE_S_PER_WEIGHT = 2.4e-9
-"""One core's update, clipping included: it moves 28 bytes for each weight.
+"""One core's time, clipping included: it moves 28 bytes for each weight.
 Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
 """The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
-L4 is the slowest of Google's GPUs here; an H100 has eleven times that. Not measured."""
+L4 is the slowest supported GPU; an H100 has eleven times that bandwidth. Not measured."""
 
 
 class AdamW(Optimizer):
-    """AdamW for all parameters, or for those that the optimizer beside it does not take."""
+    """AdamW for all parameters, or for those that a first optimizer leaves."""
 
     state_bytes = 8  # Two moments in fp32.
     update_s = UPDATE_S_PER_WEIGHT

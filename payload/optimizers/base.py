@@ -1,9 +1,9 @@
-"""CONTRACT: the interface of an optimizer, from a plan's numbers to the update on the ranks.
+"""CONTRACT: the interface of an optimizer, from a plan's estimates to the update on the ranks.
 
-An optimizer is one file of this package with a class below `Optimizer` and its only object,
-`OPTIMIZER`. Plans and checks read its numbers and conflicts without torch, which `build` alone
+An optimizer is one file of this package with a subclass of `Optimizer` and one instance,
+`OPTIMIZER`. Plans and checks read its costs and conflicts without torch, which only `build`
 imports. Its state in a checkpoint is tensors of the parameter's shape, and a 0-d `step`. Our
-kernels update what torch's AdamW trains.
+kernels update the parameters of torch's AdamW.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["matrices", "model"]
-"""A part of each matrix on each rank; or of each layer, or some of the layers."""
+"""A shard of each matrix on each rank; or tensor- or pipeline-parallel parts of the model."""
 
 
 class Hyperparameters(Protocol):
@@ -27,7 +27,7 @@ class Hyperparameters(Protocol):
 
     @property
     def lr(self) -> float:
-        """Return the highest learning rate; the schedule sets that of each step."""
+        """Return the peak learning rate; the schedule sets each step's."""
 
     @property
     def weight_decay(self) -> float:
@@ -49,41 +49,41 @@ class Parameters:
     matrices: Sequence[torch.nn.Parameter]
     """Matrices and embeddings, which decay."""
     vectors: Sequence[torch.nn.Parameter]
-    """Norms and biases, which do not."""
+    """Norms and biases, which do not decay."""
 
 
 class Prepare(Protocol):
-    """Makes the class to construct from a class of torch.optim."""
+    """Returns the class to construct for a class of torch.optim."""
 
     def __call__(self, kind: type[torch.optim.Optimizer]) -> Any:
-        """Return `kind`, or its equal that does not load torch's compiler."""
+        """Return `kind`, or its equivalent that does not import torch's compiler."""
 
 
 class Optimizer(ABC):
     """Updates the weights of a run."""
 
     state_bytes: ClassVar[int]
-    """Bytes of state of a trained weight, in memory and in a checkpoint; the most where weights
-    differ."""
+    """Bytes of state for a trained weight, in memory and in a checkpoint; the largest number if
+    weights differ."""
     update_s: ClassVar[float]
-    """Time in which one core updates a weight, clipping included."""
+    """Seconds in which one core updates a weight, clipping included."""
     gpu_update_s: ClassVar[float]
-    """Time in which a GPU does."""
+    """Seconds in which a GPU updates a weight."""
     beside: ClassVar[Optimizer | None] = None
-    """Trains the parameters that this one does not take; None = it takes all."""
+    """The optimizer of the remaining parameters; None = this one trains all."""
 
     @property
     def name(self) -> str:
-        """Return the name of its file."""
+        """Return the optimizer's name, which is its file's."""
         return file_name(self)
 
     def takes(self, *, is_layer_matrix: bool) -> bool:
-        """Return whether it trains a parameter, where it has an optimizer beside it."""
+        """Return whether it trains a parameter, if it has an optimizer `beside` it."""
         del is_layer_matrix
         return True
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return why it does not run with `setting`, which splits weights, and the fix; or None."""
+        """Return why it conflicts with `setting`, which splits weights, and the fix; or None."""
         del setting, splits
         return None
 
@@ -93,5 +93,5 @@ class Optimizer(ABC):
     ) -> torch.optim.Optimizer:
         """Construct the optimizer of these parameters.
 
-        Raises ConfigError where this torch has no such optimizer.
+        Raises ConfigError if this torch lacks the optimizer.
         """

@@ -1,4 +1,4 @@
-"""Muon for the layers' matrices, and AdamW for the rest."""
+"""Muon for the layers' matrices, AdamW for the other parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Muon(Optimizer):
     """torch's Muon, scaled to the size of AdamW's updates."""
 
-    # Its matrices have one momentum, 4 bytes; a plan counts all weights as the rest, AdamW's.
+    # Its matrices have one momentum, 4 bytes; plans count AdamW's 8 bytes for all weights.
     state_bytes = adamw.OPTIMIZER.state_bytes
-    # Not measured: counted as AdamW's.
+    # Not measured: AdamW's.
     update_s = adamw.UPDATE_S_PER_WEIGHT
     gpu_update_s = adamw.GPU_UPDATE_S_PER_WEIGHT
     beside = adamw.OPTIMIZER
@@ -27,7 +27,7 @@ class Muon(Optimizer):
         return is_layer_matrix
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return that it needs whole matrices, and what to use with `setting`."""
+        """Return that Muon needs whole matrices, and what to use with `setting`."""
         if splits == "matrices":
             what, fix = "them", 'adamw, or strategy = "replicate"'
         else:

@@ -1,4 +1,4 @@
-"""The known optimizers: every file of this package but `base` and `registry`."""
+"""The available optimizers: every file of this package except `base` and `registry`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Optimizer:
-    """Return the optimizer of that name. Raises ConfigError that lists the known ones."""
+    """Return the optimizer of that name. Raises ConfigError that lists the available names."""
     known = names()
     if name not in known:
         raise ConfigError(f"optimizer.name = {name!r}: choose one of {', '.join(known)}.")
@@ -30,5 +30,5 @@ def find(name: str) -> Optimizer:
 
 
 def default_state_bytes() -> int:
-    """Return the bytes of state of a trained weight where no optimizer is named."""
+    """Return the bytes of state for a trained weight of the default optimizer."""
     return find(DEFAULT).state_bytes

@@ -42,12 +42,9 @@ _TRAINED_FROM = ("data.dir", "model.init")
 def main(
     argv: Sequence[str], env: Mapping[str, str], *, observer: Observer | None = None
 ) -> ExitCode:
-    """Train, and end with the exit code that says how it went.
-
-    `observer` is told how far this rank is.
-    """
-    last_words = LastWords()
-    sys.excepthook = last_words.speak
+    """Train and return the exit code; `observer` is notified of this rank's progress."""
+    exit_recorder = ExitRecorder()
+    sys.excepthook = exit_recorder.record_exception
     arguments = parser().parse_args(argv)
     stop = StopSignal()
     is_launched = arguments.run_dir is not None and _is_launched(arguments.run_dir, env)
@@ -59,10 +56,10 @@ def main(
     from payload.train.session import train
     from payload.train.setup import pin_initial
 
-    world = last_words.world = World.from_env(env).on(
+    world = exit_recorder.world = World.from_env(env).on(
         config.device, deterministic=config.engine.deterministic
     )
-    last_words.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
+    exit_recorder.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
     clock.lap("imports")
     world.join(config.distributed)
@@ -71,7 +68,7 @@ def main(
         fresh = world.broadcast(_new_run(config), _NewRun)
         run_dir = Path(DEFAULT_RUNS_DIR, fresh.run_id)
     clock.lap("group")
-    paths = last_words.paths = RunPaths(run_dir)
+    paths = exit_recorder.paths = RunPaths(run_dir)
     config = pin_initial(config, paths=paths, world=world)
     outcome = train(
         config,
@@ -83,7 +80,7 @@ def main(
         named={} if is_launched else _named(arguments, config),
     )
     if outcome.stopped and stop.number is not None:
-        last_words.told_to_stop(stop.number)
+        exit_recorder.record_stop(stop.number)
     world.leave()
     if world.is_main:
         ended = "stopped" if outcome.stopped else "finished"
@@ -92,17 +89,17 @@ def main(
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, for the end of the step. A second Ctrl-C ends it at once."""
+    """Remembers SIGTERM or SIGINT until the end of the step; a second Ctrl-C ends the process."""
 
     def __init__(self) -> None:
         self._presses = Presses()
         self.number: signal.Signals | None = None
-        """The signal that came."""
+        """The signal received."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def requested(self) -> bool:
-        """Return whether a signal came."""
+        """Return whether a signal was received."""
         return self.number is not None
 
     def _remember(self, number: int, _frame: object) -> None:
@@ -112,52 +109,55 @@ class StopSignal:
             if self.number == signal.SIGINT:
                 raise KeyboardInterrupt
             with contextlib.suppress(OSError):
-                print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
+                print(
+                    "stopping after this step; press Ctrl-C again to stop immediately",
+                    file=sys.stderr,
+                )
         self.number = signal.Signals(number)
 
 
-class LastWords:
-    """The one place where this process ends with an error, whatever it was."""
+class ExitRecorder:
+    """Ends this process on an error: prints it, writes the exit record and exits."""
 
     def __init__(self) -> None:
         self.paths: RunPaths | None = None
         self.world: World | None = None
 
-    def speak(
+    def record_exception(
         self,
         kind: type[BaseException],
         error: BaseException,
         trace: TracebackType | None,
     ) -> Never:
-        """Say what happened in one line, leave the exit record, and end this process at once."""
+        """Print the error in one line, write the exit record and end this process."""
         if isinstance(error, KeyboardInterrupt):
-            leave(128 + signal.SIGINT)
+            exit_now(128 + signal.SIGINT)
         exit_code = ExitCode.TRAINING
         try:
-            known = self._known(error)
-            exit_code = known.exit_code
+            converted = self._as_tileforge_error(error)
+            exit_code = converted.exit_code
             # The log may be on the disk that is full.
             with contextlib.suppress(OSError):
-                print(f"error: {printable(str(known))}", file=sys.stderr)
-            self._record(known.exit_code, str(known))
+                print(f"error: {printable(str(converted))}", file=sys.stderr)
+            self._record(converted.exit_code, str(converted))
         finally:
-            leave(exit_code)
+            exit_now(exit_code)
 
-    def told_to_stop(self, number: signal.Signals) -> None:
-        """Leave word that this rank is the one that was asked to stop, and ended as it should."""
+    def record_stop(self, number: signal.Signals) -> None:
+        """Record that this rank received the signal and stopped in order."""
         self._record(ExitCode.OK, f"was sent {number.name}")
 
-    def _record(self, exit_code: ExitCode, words: str) -> None:
+    def _record(self, exit_code: ExitCode, text: str) -> None:
         if self.paths is None or self.world is None or not self.paths.root.is_dir():
             return
-        # Imported here for the errors before torch was; by now it has been.
+        # Not at the top: an error can come before torch is imported, which this import needs.
         from payload.train.rank_output_files import write_rank_exit
 
         with contextlib.suppress(OSError):
-            write_rank_exit(self.paths, self.world, exit_code=exit_code, error=words)
+            write_rank_exit(self.paths, self.world, exit_code=exit_code, error=text)
 
-    def _known(self, error: BaseException) -> TileforgeError:
-        """Our own class for what torch threw; its traceback stays in the log."""
+    def _as_tileforge_error(self, error: BaseException) -> TileforgeError:
+        """Convert an error to a TileforgeError; an unknown error's traceback goes to the log."""
         if isinstance(error, TileforgeError):
             return error
         first_line = str(error).splitlines()[0] if str(error) else ""
@@ -175,16 +175,16 @@ class LastWords:
         return TrainingError(f"{text} (traceback above, in this rank's log)")
 
 
-def leave(status: int) -> Never:
-    """End this process at once, with all that it said written.
+def exit_now(status: int) -> Never:
+    """End this process immediately, after flushing its output.
 
-    Not sys.exit: with a peer gone, gloo's threads can keep a leaving interpreter for minutes, and
-    after a finished run one of torch's has been seen to abort it (SIGABRT, "terminate called
-    without an active exception"). Taking torch down in order takes 0.7 s besides.
+    Not sys.exit: after a peer is gone, gloo's threads can keep the interpreter alive for minutes.
+    After a finished run, a torch thread has aborted the process (SIGABRT, "terminate called
+    without an active exception"). An orderly shutdown of torch also takes 0.7 s.
     """
-    for said in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
-            said.flush()
+            stream.flush()
     os._exit(status)
 
 
@@ -194,11 +194,11 @@ def _is_launched(run_dir: Path, env: Mapping[str, str]) -> bool:
 
 
 def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConfig:
-    """Return the settings to train by.
+    """Return the run's settings.
 
-    Raises ConfigError where only the run's own settings name the data or the model: whoever made
-    the folder could have anything of this machine trained on. Raises UsageError for options that
-    name no run, and without a run's folder for a link `runs`.
+    Raises ConfigError when only the run folder's own settings name the data or the model: the
+    folder's author could choose any file of this machine. Raises UsageError when the options name
+    no run, and when the default folder `runs` is a link.
     """
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
@@ -219,9 +219,9 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
 
 
 def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
-    """Return the settings beyond the run's folder that a person has named for it.
+    """Return the settings outside the run folder that the user has approved for this run.
 
-    Of the run's own settings those alone that were required to be named.
+    Of the run folder's own settings, only those that need approval.
     """
     if arguments.config is not None:
         return reaching(config)
@@ -230,7 +230,7 @@ def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NewRun:
-    """Rank 0's message to the others about a run that was started without a folder."""
+    """Rank 0's message to the others: the id of a run started without a folder."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
 
@@ -274,4 +274,4 @@ def parser() -> CommandParser:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:], os.environ))
+    exit_now(main(sys.argv[1:], os.environ))

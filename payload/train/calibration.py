@@ -1,6 +1,6 @@
-"""Measurements of this node: the GEMM peak that MFU is measured against, and the network's speed.
+"""Measurements of this node: the GEMM peak for MFU, and the network's speed.
 
-Measured by all ranks at the same time, each on its own cores, as they will train.
+All ranks measure at the same time, each on its own cores, as in training.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.estimates.network import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.ranks.world import World
-from payload.train.strategies.shard_calibration import Sharded, measure_shards
+from payload.train.strategies.shard_calibration import ShardingSetup, measure_shards
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-# The large product is the one that AMX needs to reach its peak; the small one takes 10 ms at 0.2
-# TFLOP/s, so that on a busy machine some of many fall between two interruptions.
+# AMX reaches its peak only in the large product. The small one takes 10 ms at 0.2 TFLOP/s, so on a
+# busy machine some of its runs are not interrupted.
 _GEMM_SIZES = (1024, 2048)
 _GPU_GEMM_SIZES = (4096, 8192)
 _GEMM_BUDGET_S = 0.15
-# 0.2 TFLOP/s: below, one large product takes longer than a short round, and is no faster.
+# 0.2 TFLOP/s: on a slower rank, the large product is no faster and exceeds a short round.
 _FAST_PRODUCT_S = 0.01
-# The exchange begins small and grows: 16 MiB at once would take minutes at 1 Mbit/s.
+# The exchange starts small and grows: 16 MiB as the first message take minutes at 1 Mbit/s.
 _EXCHANGE_SIZES = tuple(4 * 2**10 * 4**i for i in range(7))
 _EXCHANGE_ROUNDS = 3
 _EXCHANGE_BUDGET_S = 4.0
@@ -37,35 +37,39 @@ _EXCHANGE_BUDGET_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measured over all ranks."""
+    """Measurements over all ranks."""
 
     dtype: Dtype
-    """Type in which the run computes."""
+    """The compute dtype of the run."""
     reason: str
-    """Why that one, for people."""
+    """Reason for that dtype, for the log."""
     peak_flops_per_s: float
-    """Sum over ranks, for `dtype`."""
+    """Sum over ranks, in `dtype`."""
     all_reduce_bytes_per_s: float | None
-    """Gradient bytes that all ranks have summed in a second; None with one rank."""
+    """Gradient bytes all-reduced a second; None with one rank."""
     dequantized_per_s: float | None = None
-    """Weights of 4 bits that a rank dequantises in a second; None for a run without them."""
+    """4-bit weights that a rank dequantises a second; None for a run without 4-bit weights."""
     shards: ShardTimes | None = None
-    """Collectives and copies of sharded ranks; None for a run that shards nothing, and on GPUs."""
+    """Times of a sharded run's collectives and copies; None for other runs and on GPUs."""
 
 
 def calibrate(
-    world: World, choice: DtypeChoice, *, quantizes: bool = False, sharded: Sharded | None = None
+    world: World,
+    choice: DtypeChoice,
+    *,
+    quantizes: bool = False,
+    sharded: ShardingSetup | None = None,
 ) -> Calibration:
-    """Measure, and choose the dtype. Every rank gets the same answer.
+    """Measure this node and choose the dtype; return the same result on every rank.
 
-    With `quantizes`, the dequantising of linears of 4 bits is measured as well; with `sharded`, the
-    collectives and the copies of sharded ranks.
+    `quantizes` adds the speed of dequantising 4-bit linears. `sharded` adds the collectives and
+    copies of a sharded run.
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
     small, large = _gemm_sizes(world)
     speeds = {dtype: _gemm_flops_per_s(world, dtype, small) for dtype in dtypes}
-    dtype, reason = _choose(choice, _summed(world, speeds))
+    dtype, reason = _choose(choice, _sum_over_ranks(world, speeds))
     peak = speeds[dtype]
     if peak * _FAST_PRODUCT_S > 2 * small**3:
         peak = max(peak, _gemm_flops_per_s(world, dtype, large))
@@ -76,7 +80,7 @@ def calibrate(
     return Calibration(
         dtype=dtype,
         reason=reason,
-        peak_flops_per_s=_summed(world, {dtype: peak})[dtype],
+        peak_flops_per_s=_sum_over_ranks(world, {dtype: peak})[dtype],
         all_reduce_bytes_per_s=all_reduce,
         dequantized_per_s=_dequantized_per_s(world, dtype) if quantizes else None,
         shards=shards,
@@ -84,7 +88,7 @@ def calibrate(
 
 
 def _dequantized_per_s(world: World, dtype: Dtype) -> float:
-    """Return the weights that a rank dequantises in a second, all at once: the ranks' mean."""
+    """Return the weights that a rank dequantises a second, on average, with all ranks active."""
     linear = QuantizedLinear(nn.Linear(_GEMM_SIZES[1], _GEMM_SIZES[1], bias=False))
     linear.take(torch.full(linear.size(), 0.5, dtype=torch.bfloat16))
     world.barrier()
@@ -97,8 +101,8 @@ def _dequantized_per_s(world: World, dtype: Dtype) -> float:
     return float(world.sum(rate)) / world.world_size
 
 
-def _summed(world: World, speeds: dict[Dtype, float]) -> dict[Dtype, float]:
-    """Over all ranks."""
+def _sum_over_ranks(world: World, speeds: dict[Dtype, float]) -> dict[Dtype, float]:
+    """Return the sums over all ranks."""
     values = torch.tensor(list(speeds.values()), dtype=torch.float64)
     return dict(zip(speeds, world.sum(values).tolist(), strict=True))
 
@@ -107,7 +111,7 @@ def _choose(choice: DtypeChoice, speeds: dict[Dtype, float]) -> tuple[Dtype, str
     if choice != "auto":
         return choice, "as configured"
     gain = speeds["bf16"] / speeds["fp32"]
-    compared = f"bf16 matmuls run at {gain:.1f}x the speed of fp32 here"
+    compared = f"bf16 matmuls run at {gain:.1f}x the speed of fp32 on this cluster"
     if gain >= BF16_MIN_GAIN:
         return "bf16", compared
     return "fp32", compared if gain < 1 else f"{compared}, not worth the rounding"
@@ -118,16 +122,16 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
 
 
 def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
-    """The best of many square products: the peak, not the average under noise."""
+    """Return the FLOP/s of the fastest of many square products: the peak, free of noise."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
     return 2 * size**3 / best_s
 
 
 def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:
-    """FLOP/s of square products on this rank: the median of short rounds, each its best product.
+    """Return this rank's FLOP/s per dtype: the median over short rounds of each round's best.
 
-    All ranks multiply at the same time, and the same size: the large one where rank 0 is fast.
+    All ranks multiply at the same time and at one size: the large one if rank 0 is fast.
     """
     factors, (few, many) = {}, _gemm_sizes(world)
     for name, dtype in TORCH_DTYPES.items():
@@ -145,7 +149,7 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
 
 
 def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A square matrix and a place for its square, once used."""
+    """Return a square matrix and an output buffer that has been written once."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
     out = torch.mm(left, left)
     world.synchronize()
@@ -166,33 +170,33 @@ def _best_product_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """How fast all ranks add up their gradients."""
+    """Speed of an all-reduce over all ranks."""
 
     num_bytes: int
-    """The largest that was tried; the slower the network, the smaller."""
+    """Size of the largest message; smaller on a slow network."""
     took_s: float
     latency_s: float
-    """Time of the smallest."""
+    """Time of the smallest message."""
 
     def bytes_per_s(self) -> float:
-        """Gradient bytes that all ranks have summed in a second."""
+        """Return the bytes all-reduced a second."""
         return self.num_bytes / self.took_s
 
 
 def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> Exchange:
-    """All-reduce larger and larger tensors while the next round is foreseen to fit in `budget_s`.
+    """All-reduce ever larger tensors while the next round is expected to fit in `budget_s`.
 
-    Every rank gets the same answer. The first round is made whatever it takes.
+    Return the same result on every rank. The first round has no limit.
     """
-    assert world.world_size > 1, "one rank has nobody to exchange with"
+    assert world.world_size > 1, "an all-reduce needs two ranks or more"
     began = time.perf_counter()
     took_s: dict[int, list[float]] = {}
     last_size, last_s = 0, 0.0
     for size in (size for size in _EXCHANGE_SIZES for _ in range(_EXCHANGE_ROUNDS)):
-        foreseen_s = last_s * size / last_size if last_size else 0.0
+        predicted_s = last_s * size / last_size if last_size else 0.0
         left_s = budget_s - (time.perf_counter() - began)
-        # The ranks' clocks differ: rank 0 decides for all.
-        if last_size and not world.broadcast(foreseen_s < left_s, bool):
+        # The ranks' clocks differ: rank 0 decides for all ranks.
+        if last_size and not world.broadcast(predicted_s < left_s, bool):
             break
         last_size, last_s = size, _all_reduce_s(world, size)
         took_s.setdefault(size, []).append(last_s)
@@ -204,7 +208,7 @@ def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> E
 
 
 def _all_reduce_s(world: World, num_bytes: int) -> float:
-    """The time of the rank that took longest."""
+    """Return the time of the slowest rank."""
     values = torch.ones(num_bytes // 4, device=world.device)
     world.barrier()
     before = time.perf_counter()
@@ -216,7 +220,7 @@ def _all_reduce_s(world: World, num_bytes: int) -> float:
 
 
 def receive_bytes_per_s(world: World, *, num_bytes: int) -> float:
-    """Rate at which this rank receives from the one before it, while all ranks send to the next."""
+    """Return the rate at which this rank receives from the previous one, in a ring of all ranks."""
     sent, received = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
     world.barrier()
     before = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The cost of a run, printed before it starts: sizes, memory, time."""
+"""The predicted cost of a run, logged before training: sizes, memory, time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe(
     world: World,
     calibration: Calibration,
 ) -> list[str]:
-    """Lines for a person, the run's arithmetic from parameters to predicted time."""
+    """Return log lines with the run's numbers, from parameters to predicted time."""
     batch, meta = config.batch, task.meta
     tokens = round(batch.global_batch_size * task.mean_tokens())
     accumulation = config.passes(world.world_size)
@@ -35,9 +35,9 @@ def describe(
         f"model     {spec.num_params() / 1e6:.1f}M parameters: {spec.summary()}",
         f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "
         f"tokens from {meta.source}",
-        f"batch     {batch.global_batch_size} sequences x {task.mean_tokens():.5g} = "
-        f"{tokens:,} tokens a step: {world.world_size} rank(s) x {batch.sequences()} "
-        f"sequences x {accumulation} pass(es)",
+        f"batch     about {tokens:,} tokens a step: {batch.global_batch_size} sequences; "
+        f"{world.world_size} rank(s) x {batch.sequences()} sequences x {accumulation} "
+        "micro-batch(es)",
         f"run       {config.train.steps} steps = {all_tokens:,} tokens = "
         f"{all_tokens / meta.train_tokens:.2f} epochs",
         f"precision {calibration.dtype} ({calibration.reason}); peak "
@@ -50,7 +50,7 @@ def describe(
 
 
 def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str]:
-    """Return what the sync check compares, where not every rank holds the whole model."""
+    """Return the line on the sync check; none if every rank has the whole model."""
     mesh = config.distributed.mesh(world.world_size)
     if mesh.replicate == world.world_size:
         return []
@@ -60,7 +60,7 @@ def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str
 def _dequantizing(
     config: RunConfig, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
-    """Return what linears of 4 bits cost in each step, by this machine's own measurement."""
+    """Return the line on the time of dequantising 4-bit linears, by this machine's measurement."""
     rate = calibration.dequantized_per_s
     if rate is None:
         return []
@@ -68,19 +68,19 @@ def _dequantizing(
     weights = quantized_weights(spec)
     times = "twice" if dequantized_times(config) == 2 else "three times"
     return [
-        f"4 bits    {seconds:.2g} s a step to dequantise {weights / 1e6:,.0f}M weights {times} in "
-        f"each pass, at {rate / 1e9:.2f}G a second measured; the kernels do not run them"
+        f"4 bits    {seconds:.2g} s a step to dequantise {weights / 1e6:,.0f}M weights {times} a "
+        f"micro-batch, measured {rate / 1e9:.2f}G weights/s; 4-bit layers run without our kernels"
     ]
 
 
 def _predictions(
     config: RunConfig, tokens: int, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
-    """Time for computing and for synchronisation, and of a step with both."""
+    """Return the lines on predicted gradient exchange and step time."""
     config = replace(config, device=replace(config.device, kind=world.kind))
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s
-    # One rank has no link.
+    # One rank has no network traffic.
     link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
     network = Network(ranks=world.world_size, bytes_per_s=link, shards=calibration.shards)
     predicted = predict_step(
@@ -93,17 +93,17 @@ def _predictions(
     )
     compute, step = predicted.compute, predicted.parts
     step_s = step.total_s()
-    sync = "sync      nothing to exchange with one rank"
+    sync = "sync      nothing to exchange on one rank"
     if speed is not None:
         megabytes = gradient_bytes(spec, config.distributed) / 1e6
         sync = (
             f"sync      {step.exchange_s:.2f} s a step: {megabytes:.0f} MB of gradients at "
-            f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of it behind the "
+            f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of it overlap the "
             "backward pass"
         )
     return [
         sync,
-        f"predicted {step_s:.2f} s a step, {compute.seconds:.2f} s of it computing, at "
+        f"predicted {step_s:.2f} s a step, {compute.seconds:.2f} s of it compute, at "
         f"{compute.mfu:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
         "evaluation",
     ]

@@ -1,7 +1,7 @@
-"""`python -m payload.train.fabric`: what one rank of `preflight`'s trial measures.
+"""`python -m payload.train.fabric`: the measurements of one rank in `preflight`'s trial.
 
-Started on every node the way a run starts its ranks. Each line on stdout that begins with MARK is a
-JSON object: how far a rank has come, what stopped it, or, from rank 0, what was measured.
+Started on every node like the ranks of a run. Each stdout line that begins with MARK is a JSON
+object: the rank's stage, its error, or, from rank 0, the measurements.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MARK = "tileforge-trial "
 _ROUNDS = 5
 _ROUND_S = 0.12
 _SUMMED = 256
-# mpirun ends all ranks with the first that fails; those that fail as well may say so before.
-_LAST_WORDS_S = 1.0
+# mpirun ends all ranks with the first that fails; this delay lets other failing ranks report too.
+_REPORT_DELAY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,38 +39,38 @@ class Speeds:
 
 
 def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
-    """Measure, and return 0; what went wrong is said on stdout.
+    """Measure and return 0; report an error on stdout and return 1.
 
-    The one argument is a JSON object: `deadline_s`; `device`, cpu or cuda; `ranks`, with node,
-    node_rank, local_rank, cores, threads and interface of each; and `environment`, in place of the
+    The argument is a JSON object: `deadline_s`; `device` (cpu or cuda); `ranks`, each with node,
+    node_rank, local_rank, cores, threads and interface; and `environment`, which replaces the
     launcher's.
     """
     parser = argparse.ArgumentParser(prog="payload.train.fabric")
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="what to measure")
     arguments = parser.parse_args(argv).arguments
-    # Without a handler it ends the process, whatever gloo is waiting for.
+    # SIGALRM without a handler ends the process even if gloo blocks.
     signal.alarm(int(arguments["deadline_s"]))
     rank = _rank(env, arguments["ranks"])
     place = arguments["ranks"][rank]
     env.update({**arguments["environment"], TORCH.rank: str(rank)})
-    say(rank=rank, node=place["node"], stage="started")
+    report(rank=rank, node=place["node"], stage="started")
     try:
-        _take_place(place, env)
+        _apply_placement(place, env)
         _measure(env, rank=rank, place=place, device=arguments["device"])
     except (Exception, SystemExit) as error:
-        say(rank=rank, node=place["node"], error=f"{type(error).__name__}: {error}"[:600])
-        time.sleep(_LAST_WORDS_S)
+        report(rank=rank, node=place["node"], error=f"{type(error).__name__}: {error}"[:600])
+        time.sleep(_REPORT_DELAY_S)
         return 1
     return 0
 
 
-def say(**record: Any) -> None:
-    """Print one marked line, whole: mpirun mixes the ranks' lines, but does not cut short ones."""
+def report(**record: Any) -> None:
+    """Print a marked line in one write, so that mpirun does not mix it with other ranks' lines."""
     os.write(1, f"{MARK}{json.dumps(record)}\n".encode())
 
 
 def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
-    """Return this process's place in `ranks`, which is its number unless the node has one."""
+    """Return this process's index in `ranks`: the launcher's rank, unless the node sets its own."""
     names = identify(env)
     if names is None:
         return 0
@@ -81,8 +81,8 @@ def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
     return places.index(place)
 
 
-def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:
-    """Cores, threads and interface, as the rank of a run has them; before torch is loaded."""
+def _apply_placement(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:
+    """Set the cores, threads and interface of a run's rank; call it before importing torch."""
     env["OMP_NUM_THREADS"] = str(place["threads"])
     env["GLOO_SOCKET_IFNAME"] = place["interface"]
     env["TILEFORGE_NODE"] = place["node"]
@@ -100,35 +100,35 @@ def _measure(
     world = World.from_env(env).on(DeviceSection(kind=device))
     world.join(DistributedSection(timeout_s=60.0))
     world.barrier()
-    say(rank=rank, node=place["node"], stage="joined")
+    report(rank=rank, node=place["node"], stage="joined")
     _require_sum(world)
-    say(rank=rank, node=place["node"], stage="summed")
+    report(rank=rank, node=place["node"], stage="summed")
     speeds = gemm_rounds_flops_per_s(world, rounds=_ROUNDS, round_s=_ROUND_S)
     own = Speeds(node=world.node, bf16=speeds["bf16"], fp32=speeds["fp32"])
     products = [asdict(each) for each in world.gather(own, Speeds)]
     exchange = _exchange(world)
     if world.is_main:
-        say(result={"ranks": products, "world_size": world.world_size, **exchange})
-    world.barrier()  # nobody closes what another still reads
+        report(result={"ranks": products, "world_size": world.world_size, **exchange})
+    world.barrier()  # no rank may close a connection that another still reads
     world.leave()
 
 
 def _require_sum(world: World) -> None:
-    """Raise RuntimeError where an all-reduce of the ranks' numbers gives another sum.
+    """Raise RuntimeError if an all-reduce over the ranks returns a wrong sum.
 
-    It is the first that the ranks send each other from their devices: over NCCL from GPUs.
+    It is the first exchange between the ranks' devices: over NCCL on GPUs.
     """
     import torch
 
     values = torch.full((_SUMMED,), float(world.rank + 1), device=world.device)
     summed = world.sum(values)
-    wanted = world.world_size * (world.world_size + 1) / 2
-    if not bool((summed == wanted).all()):
-        raise RuntimeError(f"an all-reduce gave {float(summed[0]):g} in place of {wanted:g}")
+    expected = world.world_size * (world.world_size + 1) / 2
+    if not bool((summed == expected).all()):
+        raise RuntimeError(f"an all-reduce returned {float(summed[0]):g} instead of {expected:g}")
 
 
 def _exchange(world: World) -> dict[str, Any]:
-    """The all-reduce of all ranks, and what each receives from the rank before it."""
+    """Measure the all-reduce and each rank's receive rate from the previous rank."""
     from payload.train.calibration import measure_exchange, receive_bytes_per_s
 
     if world.world_size == 1:

@@ -1,6 +1,6 @@
-"""The optimizer's state of a checkpoint, put back on the ranks: no rank holds more than its part.
+"""Restores a checkpoint's optimizer state on the ranks: no rank holds more than its shard.
 
-Beside its part a rank holds one whole tensor at most, and that only where rank 0 has to send it.
+Beside its shard a rank holds at most one whole tensor, and only if rank 0 has to send it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from payload.formats.checkpoint_listing import OPTIMIZER_FILE
 from payload.train.checkpoints.checkpoint import optimizer_tensors
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
-from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all
+from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class _Forms:
 def restore_optimizer(
     optimizers: Optimizers, checkpoint: Path | None, *, strategy: Strategy
 ) -> None:
-    """Give every rank its part of the state in `checkpoint`, which rank 0 names.
+    """Give every rank its shard of the state in `checkpoint`, whose path only rank 0 needs.
 
-    Where ranks hold parts and all see the same file, each reads its own. Elsewhere rank 0 reads
-    tensor by tensor and sends each. Raises CheckpointError.
+    Sharded ranks that all see the same file read their own shards. Otherwise rank 0 reads each
+    tensor and sends it. Raises CheckpointError.
     """
     if strategy.world.world_size == 1:
         assert checkpoint is not None, "this is rank 0"
@@ -57,21 +57,21 @@ def restore_optimizer(
         return
     shared = None
     if strategy.holds_parts():
-        shared = seen_by_all(checkpoint and checkpoint / OPTIMIZER_FILE, strategy.world)
+        shared = path_on_all_ranks(checkpoint and checkpoint / OPTIMIZER_FILE, strategy.world)
     if shared is None:
         optimizers.load_state_tensors(_sent_parts(checkpoint, strategy))
     else:
-        log.info("optimizer each rank reads its own part of the state")
+        log.info("optimizer each rank reads its own shard of the state")
         optimizers.load_state_tensors(_read_parts(optimizer_tensors(shared.parent), strategy))
 
 
 def _read_parts(tensors: LazyTensors, strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's parts of the state in a file that all ranks see."""
+    """Yield this rank's shards of the state from a file that all ranks see."""
     for full_name in tensors:
         name = full_name.partition(".")[2]
         if not strategy.holds(name):
             continue
-        # A number, such as AdamW's count of steps, has no parts.
+        # A scalar, such as AdamW's step count, is not sharded.
         is_number = not tensors.shape(full_name)
         yield (
             full_name,
@@ -80,7 +80,7 @@ def _read_parts(tensors: LazyTensors, strategy: Strategy) -> Iterator[tuple[str,
 
 
 def _sent_parts(checkpoint: Path | None, strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's parts of what rank 0 reads and sends, one whole tensor at a time."""
+    """Yield this rank's shards of the tensors that rank 0 reads and sends one by one."""
     world = strategy.world
     tensors = optimizer_tensors(checkpoint) if checkpoint else None
     forms = _forms(tensors) if tensors is not None else None
@@ -93,7 +93,7 @@ def _sent_parts(checkpoint: Path | None, strategy: Strategy) -> Iterator[tuple[s
         name = form.name.partition(".")[2]
         if strategy.holds(name):
             part = strategy.own_part(name, whole) if whole.dim() else whole
-            # Not a view, which would keep the whole tensor in memory.
+            # Not a view: a view would keep the whole tensor in memory.
             yield form.name, part if part.numel() == whole.numel() else part.clone()
 
 

@@ -1,4 +1,4 @@
-"""The parts that the training loop works with."""
+"""Everything that the training loop works with on one rank."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from payload.train.tasks.base import Task
 
 
 class Observer:
-    """Follows one rank's run, for what measures it. This one notes nothing."""
+    """Receives the progress of one rank's run, for measurements. This base class ignores it."""
 
     def before_model(self) -> None:
-        """Note that the rank has its data, and no model yet."""
+        """Handle the moment when the data is open and the model is not built yet."""
 
-    def ready(self, parts: Parts) -> None:
-        """Note that the rank has its model and its optimizer state, and begins to train."""
+    def ready(self, context: TrainContext) -> None:
+        """Handle the moment when model and optimizer state are complete, before training."""
 
     def before_update(self, step: int) -> None:
-        """Note that the gradients of the step after `step` are there, and its update is next."""
+        """Handle the moment before the update of the step after `step`; gradients are complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """State of one rank; every rank has its own."""
+class TrainContext:
+    """State of one rank; each rank has its own."""
 
     config: RunConfig
     world: World
@@ -44,20 +44,20 @@ class Parts:
     calibration: Calibration
     accelerator: Accelerator
     model: CausalLM
-    """The plain model: its parameters are the ones that `trained` trains."""
+    """The unwrapped model; it shares its parameters with `trained`."""
     trained: torch.nn.Module
-    """The model as the engine and Accelerate's precision wrapped it."""
+    """The model as wrapped by the engine and by Accelerate for precision."""
     optimizers: Optimizers
     strategy: Strategy
     tokenizer: Mapping[str, bytes]
-    """Its files for the checkpoints, by name; on rank 0 only."""
+    """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     identity: str | None
-    """The run's, for its checkpoints; on rank 0 only."""
+    """The run's identity, for its checkpoints; on rank 0 only."""
     base: BaseModel | None
     """The base of an adapter; on rank 0 only."""
     metrics: MetricsFile | None
     """On rank 0 only."""
     heartbeat: Heartbeat
     stop_requested: Callable[[], bool]
-    """Says whether this rank was asked to stop; one rank is enough, all stop together."""
+    """Returns True after a request to stop this rank; one request stops all ranks."""
     observer: Observer

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def profiled(folder: Path, *, step: int, rank: int) -> Iterator[None]:
-    """Record what is within; write the trace and the table into `folder`, and log the table.
+    """Profile the block; write the trace and the table into `folder`, and log the table.
 
-    A profile that cannot be written is a warning: the step itself is done.
+    If the profile cannot be written, log a warning: the step itself is done.
     """
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         yield

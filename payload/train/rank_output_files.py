@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends rows to metrics.jsonl; every step is there exactly once, also after a resume.
+    """Appends rows to metrics.jsonl; each step is in it exactly once, also after a resume.
 
-    A full disk is no reason to end: rows wait, until they are needed on disk.
+    On a full disk, training continues and rows wait until a checkpoint needs them on disk.
     """
 
     def __init__(self, paths: RunPaths, *, resumed_at_step: int) -> None:
@@ -70,7 +70,7 @@ class MetricsFile:
                 self.require_written()
 
     def append(self, row: StepMetrics | EvalMetrics) -> None:
-        """Write one row, which a reader sees at once, or later if the disk is full."""
+        """Write one row; if the disk is full, keep it and try again with the next row."""
         is_first = not self._waiting
         self._waiting += to_json_line(row).encode()
         try:
@@ -80,7 +80,7 @@ class MetricsFile:
                 log.warning(f"{self._unwritable(error)} Trying again after every step.")
 
     def require_written(self) -> None:
-        """Raise TrainingError unless all rows are on the disk: a checkpoint may not go ahead."""
+        """Raise TrainingError unless all rows are on disk: a checkpoint must not be ahead."""
         assert self._file is not None
         try:
             self._write_waiting()
@@ -91,7 +91,7 @@ class MetricsFile:
     def _write_waiting(self) -> None:
         assert self._file is not None
         while self._waiting:
-            # A full disk takes a part of a row first; the rest of it follows when there is room.
+            # A filling disk can accept part of a row; the rest follows when there is room.
             written = self._file.write(self._waiting)
             self._waiting = self._waiting[written:]
 
@@ -102,10 +102,10 @@ class MetricsFile:
         )
 
     def _keep_rows_up_to(self, step: int) -> None:
-        """Keep each sound row up to the checkpoint once; steps past it are trained again.
+        """Keep each valid row up to the checkpoint once; later steps are trained again.
 
-        A damaged file is set aside as it is, and what it lost is said. A link gives way to a file
-        with its rows: nothing is appended to what is not the run's.
+        Log the damaged lines, and move a damaged file aside unchanged. Replace a link by a regular
+        file with its rows: a run never appends to a file outside its folder.
         """
         path = self._paths.metrics
         require_file(path)
@@ -119,7 +119,7 @@ class MetricsFile:
                     kept["val_loss" if "val_loss" in row else "loss", row["step"]] = line
         if damaged:
             aside = set_aside(path)
-            log.warning(f"{path}: {damaged} damaged line(s) left out. The file as it was: {aside}")
+            log.warning(f"{path}: left out {damaged} damaged line(s). Original file: {aside}")
         content = b"".join(kept.values())
         if path.is_symlink() or not path.exists() or path.stat().st_size != len(content):
             write_whole(path, content.decode())
@@ -127,14 +127,14 @@ class MetricsFile:
         if missing:
             log.warning(
                 f"{path}: the rows of step(s) {describe_missing(missing)} are lost. The checkpoint "
-                "is whole, so training goes on; summary.json lists them."
+                "is complete, so training continues; summary.json lists the steps."
             )
 
 
 class Heartbeat:
-    """Replaces this rank's progress file; the supervisor reads it to tell slow from stuck.
+    """Replaces this rank's progress file; from which the supervisor detects a hung rank.
 
-    Without a run folder nobody reads it, and it says nothing.
+    Without a run folder it writes nothing.
     """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
@@ -145,12 +145,12 @@ class Heartbeat:
         self._last_s = 0.0
         self._last_phase = ""
 
-    def tell(
+    def report(
         self, *, step: int, phase: str, micro_step: int | None = None, of: int | None = None
     ) -> None:
-        """Say what comes next; at most twice a second, but every change of phase.
+        """Write the next phase: every change of phase, and within one at most twice a second.
 
-        `micro_step` counts what is done `of` the phase's passes.
+        `micro_step` counts the finished micro-batches `of` the phase.
         """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:
@@ -169,13 +169,13 @@ class Heartbeat:
             micro_steps=of,
             rss_bytes=rss_bytes(),
         )
-        # Not worth the run: where it cannot be written, the next one may.
+        # Not worth failing the run: if this write fails, the next may succeed.
         with suppress(OSError):
             write_heartbeat(self._path, beat)
 
 
 def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error: str) -> None:
-    """Leave this rank's own words about its end. Raises OSError."""
+    """Write this rank's exit record. Raises OSError."""
     write_record(
         paths.rank_exit(world.rank),
         RankExit(
@@ -189,7 +189,7 @@ def write_rank_exit(paths: RunPaths, world: World, *, exit_code: ExitCode, error
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that the run was made with."""
+    """Return the versions of the software in this process."""
     found = {"tileforge": __version__, "python": platform.python_version()}
     for name in ("torch", "accelerate", "safetensors", "impi-rt", "intel-extension-for-pytorch"):
         try:
@@ -200,9 +200,9 @@ def versions() -> dict[str, str]:
 
 
 def rss_bytes() -> int:
-    """Return the memory of this process that is in RAM now."""
+    """Return this process's resident memory."""
     try:
-        # psutil reads the same, and first takes 0.2 ms to look the process up.
+        # psutil reads the same number, but its first call takes 0.2 ms.
         return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
     except OSError:
         return int(psutil.Process().memory_info().rss)

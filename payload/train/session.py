@@ -1,4 +1,4 @@
-"""One rank's whole life in a run: join, calibrate, build, train, report."""
+"""The run of one rank from start to end: join, calibrate, build, train, report."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from payload.train.calibration import Calibration, calibrate
 from payload.train.estimate_text import describe
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
-from payload.train.models.lora import shrink_base, widen_base
+from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizer_state import restore_optimizer
-from payload.train.parts import Observer, Parts
+from payload.train.parts import Observer, TrainContext
 from payload.train.rank_output_files import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
 from payload.train.setup import (
@@ -44,11 +44,11 @@ from payload.train.setup import (
 )
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
-from payload.train.strategies.shard_calibration import Sharded
+from payload.train.strategies.shard_calibration import ShardingSetup
 from payload.train.summary import SummaryFile
 from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
-from payload.train.torch_engines import engage, require_engine, require_strategy
+from payload.train.torch_engines import apply_engine, require_engine, require_strategy
 from payload.train.trainer import Outcome, Trainer
 
 log = logging.getLogger(__name__)
@@ -66,16 +66,15 @@ def train(
 ) -> Outcome:
     """Train on this rank from the run's newest checkpoint, or from the start.
 
-    The process group has been joined. A run that is refused for its data or its model makes no
-    folder. `observer` is told how far the rank is. `named` are settings that
-    a person has named for the run here. Rank 0 writes run.toml, metrics.jsonl and
-    summary.json, on a failure as well. Raises TileforgeError, and RuntimeError when another rank
-    vanished.
+    The process group must be initialized. A run with invalid data or an invalid model creates no
+    folder. `observer` is notified of this rank's progress. `named` are the settings that the user
+    approved for this run. Rank 0 writes run.toml, metrics.jsonl and summary.json, also on a
+    failure. Raises TileforgeError, and RuntimeError when another rank vanished.
     """
     observer = observer or Observer()
     with SummaryFile(paths, world) as summary:
         heartbeat = Heartbeat(paths, world)
-        heartbeat.tell(step=0, phase="load")
+        heartbeat.report(step=0, phase="load")
         require_engine(config.engine)
         require_strategy(config.distributed)
         require_fp8_package(config.precision)
@@ -85,8 +84,8 @@ def train(
         if config.distributed.splits_model() and not world.is_cpu:
             raise ConfigError(
                 f"distributed.tensor_parallel = {config.distributed.tensor_parallel}, "
-                f"pipeline_parallel = {config.distributed.pipeline_parallel}: these run on CPUs "
-                "alone, and this rank is on a CUDA device. Set device.kind to 'cpu', or both to 1."
+                f"pipeline_parallel = {config.distributed.pipeline_parallel}: these need CPUs, and "
+                "this rank is on a CUDA device. Set device.kind to 'cpu', or both to 1."
             )
         if world.world_size > 1:
             tensor = config.distributed.tensor_parallel
@@ -96,7 +95,7 @@ def train(
         observer.before_model()
         start = find_start(config, task, paths=paths, world=world)
         require_split(start.model.spec, config)
-        config = _settled(config, start, paths=paths, world=world)
+        config = _resolve_batch(config, start, paths=paths, world=world)
         clock.lap("model")
         # On every rank: nodes need not share a disk.
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -108,12 +107,12 @@ def train(
             if named:
                 note_named(paths, named)
         summary.begin()
-        heartbeat.tell(step=0, phase="calibration")
+        heartbeat.report(step=0, phase="calibration")
         calibration = calibrate(
             world,
             _dtype_choice(config, start),
             quantizes=config.model.quantize != "none",
-            sharded=Sharded.of(config.distributed, start.model.spec, world=world),
+            sharded=ShardingSetup.of(config.distributed, start.model.spec, world=world),
         )
         clock.lap("calibration")
         summary.calibrated(
@@ -138,7 +137,7 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """Return the config's, but a resumed run keeps what `auto` chose for it; fp8 wants bf16."""
+    """Return the dtype setting; a resumed run keeps its resolved `auto`, and fp8 needs bf16."""
     if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:
@@ -147,17 +146,17 @@ def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settled:
-    """Rank 0's message to the others about a micro-batch that was left to the run."""
+class _ResolvedBatch:
+    """Rank 0's message to the others: the resolved `auto` micro-batch size."""
 
     size: int
     checkpointing: Literal["off", "auto", "on"]
 
 
-def _settled(config: RunConfig, start: Start, *, paths: RunPaths, world: World) -> RunConfig:
-    """Return the config with a number for `batch.micro_batch_size`; planning has set most.
+def _resolve_batch(config: RunConfig, start: Start, *, paths: RunPaths, world: World) -> RunConfig:
+    """Return the config with `batch.micro_batch_size` resolved to a number.
 
-    A run that goes on keeps its number.
+    Planning has resolved it for most runs; a resumed run keeps its number.
     """
     if config.batch.micro_batch_size != AUTO:
         return config
@@ -179,11 +178,11 @@ def _settled(config: RunConfig, start: Start, *, paths: RunPaths, world: World) 
         )
         if note is not None:
             log.info(f"memory    {note}")
-        found = _Settled(
+        found = _ResolvedBatch(
             size=decided.batch.sequences(),
             checkpointing=decided.memory.activation_checkpointing,
         )
-    agreed = world.broadcast(found, _Settled)
+    agreed = world.broadcast(found, _ResolvedBatch)
     return with_size(config, agreed.size, checkpointing=agreed.checkpointing)
 
 
@@ -202,7 +201,7 @@ def _train(
     observer: Observer,
 ) -> tuple[Outcome, float]:
     resumed_at_step = start.state.step if start.state else 0
-    heartbeat.tell(step=resumed_at_step, phase="start")
+    heartbeat.report(step=resumed_at_step, phase="start")
     if world.is_main:
         require_disk_space(config, start.model.trained_spec(), paths=paths)
         if not task.has_range_hashes():
@@ -218,7 +217,7 @@ def _train(
             metrics
         )
     ):
-        parts = _assemble(
+        context = _assemble(
             config,
             paths=paths,
             world=world,
@@ -233,15 +232,15 @@ def _train(
         )
         for note in start.model.speed_notes():
             log.info(f"model     {note}")
-        trainer = Trainer(parts, start=start.state)
+        trainer = Trainer(context, start=start.state)
         evaluate_first = world.broadcast(
             _lacks_evaluation(config, paths, resumed_at_step) if world.is_main else None, bool
         )
         log.info(clock.line())
         summary.ready(clock.seconds)
-        observer.ready(parts)
+        observer.ready(context)
         outcome = trainer.run(evaluate_first=evaluate_first)
-        heartbeat.tell(step=outcome.step, phase="end")
+        heartbeat.report(step=outcome.step, phase="end")
     return outcome, trainer.wall_s()
 
 
@@ -258,18 +257,18 @@ def _assemble(
     stop_requested: Callable[[], bool],
     clock: StartClock,
     observer: Observer,
-) -> Parts:
+) -> TrainContext:
     """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
     engine = config.used_engine()
     if not world.is_cpu:
         start.model.to(world.device)
         start.model.chunks_loss = True
-        log.info(f"device    {world.device}: without the project's kernels, which are for CPUs")
+        log.info(f"device    {world.device}: without the project's kernels, which need a CPU")
         engine = replace(engine, kernels="off")
     if calibration.dtype == "bf16":
-        shrink_base(start.model)
+        cast_base_to_bf16(start.model)
     else:
-        widen_base(start.model)
+        cast_base_to_fp32(start.model)
     if _checkpoints_layers(config, start.model, world=world, calibration=calibration):
         start.model.enable_checkpointing()
     if world.is_main and config.distributed.strategy == "zero3":
@@ -280,8 +279,8 @@ def _assemble(
     strategy.wrap(start.model)
     optimizers = strategy.optimizers(start.model, config, dtype=calibration.dtype)
     step = start.state.step if start.state else 0
-    heartbeat.tell(step=step, phase="kernels")
-    engaged = engage(
+    heartbeat.report(step=step, phase="kernels")
+    wrapped = apply_engine(
         start.model,
         optimizers,
         settings=engine,
@@ -292,16 +291,16 @@ def _assemble(
         cpu=world.is_cpu,
         mixed_precision="bf16" if calibration.dtype == "bf16" else "no",
     )
-    # evaluation_mode: precision alone, no DDP; the strategy does its work.
-    trained = accelerator.prepare_model(engaged, device_placement=False, evaluation_mode=True)
+    # evaluation_mode: Accelerate handles precision only, no DDP; the strategy replaces it.
+    trained = accelerator.prepare_model(wrapped, device_placement=False, evaluation_mode=True)
     clock.lap("kernels")
-    heartbeat.tell(step=step, phase="weights")
+    heartbeat.report(step=step, phase="weights")
     strategy.attach(start.model)
     if start.state is not None:
         restore_optimizer(optimizers, start.checkpoint, strategy=strategy)
     optimizers.make_state()
     clock.lap("weights")
-    return Parts(
+    return TrainContext(
         config=config,
         world=world,
         paths=paths,
@@ -325,11 +324,11 @@ def _assemble(
 def _checkpoints_layers(
     config: RunConfig, model: CausalLM, *, world: World, calibration: Calibration
 ) -> bool:
-    """Say whether layers are computed again in the backward pass, and log why for auto."""
+    """Return whether the backward pass recomputes layers; log the reason for `auto`."""
     setting = config.memory.activation_checkpointing
     if setting != "auto":
         return setting == "on"
-    # All ranks decide alike: a layer that is computed again repeats its exchange with others.
+    # All ranks decide alike: a recomputed layer repeats its exchange with other ranks.
     free = min(world.gather(world.free_bytes() // world.local_world_size, int))
     estimate = model.trained_spec().rank_memory_bytes(
         config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
@@ -337,15 +336,15 @@ def _checkpoints_layers(
     if estimate <= free:
         return False
     log.info(
-        f"memory    activation checkpointing is on: {estimate / 2**30:.1f} GiB a rank without, "
-        f"{free / 2**30:.1f} GiB are free for it"
+        f"memory    activation checkpointing is on: without it a rank needs "
+        f"{estimate / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
     )
     return True
 
 
 def _lacks_evaluation(config: RunConfig, paths: RunPaths, step: int) -> bool:
-    """Return whether an evaluation is wanted at `step` and metrics.jsonl has none."""
+    """Return whether an evaluation is due at `step` and missing from metrics.jsonl."""
     every = config.train.eval_every
-    wanted = step in (0, config.train.steps) or (every > 0 and step % every == 0)
+    is_due = step in (0, config.train.steps) or (every > 0 and step % every == 0)
     rows = stream_metrics(paths.metrics)
-    return wanted and not any("val_loss" in row and row["step"] == step for row in rows)
+    return is_due and not any("val_loss" in row and row["step"] == step for row in rows)

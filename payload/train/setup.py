@@ -1,4 +1,4 @@
-"""From a config to what the loop works with: data, model, optimizers, and where to start."""
+"""Builds the inputs of the training loop from a config: data, model, optimizers, start state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from payload.train.checkpoints.checkpoint import (
 from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_weights import config_folder, model_folder
-from payload.train.models.loading import build, load, require_enough
+from payload.train.models.loading import build, load, require_enough_weights
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
@@ -52,7 +52,7 @@ from payload.train.models.lora import (
 )
 from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
-from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all
+from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 from payload.weights.adapter_files import has_adapter
 from payload.weights.source import pinned
 
@@ -61,25 +61,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The point that training begins from: the model and its state on every rank."""
+    """Model and state on every rank at the beginning of training."""
 
     model: CausalLM
     state: TrainerState | None
     """None for a new run."""
     checkpoint: Path | None
-    """The run's own, on rank 0 only; None for a new run."""
+    """The run's checkpoint, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None = None
     """The base of an adapter; on rank 0 only."""
     identity: str | None = None
-    """The run's, once it has a folder; on rank 0 only."""
+    """The run's identity, once the run has a folder; on rank 0 only."""
 
 
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
-    """Return the config with a hub's model as one commit, the same on every rank and at a resume.
+    """Return the config with a hub model pinned to one commit, the same on all ranks and resumes.
 
-    Rank 0 asks the hub, unless the run has the commit from an earlier start. Raises
+    Rank 0 queries the hub, unless an earlier start of the run recorded the commit. Raises
     CheckpointError.
     """
     init = None
@@ -92,9 +92,9 @@ def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfi
 
 
 def earlier_config(paths: RunPaths) -> RunConfig | None:
-    """Return the settings that an earlier start of the run settled on, or None for a new run.
+    """Return the resolved settings of an earlier start of the run, or None for a new run.
 
-    The newest checkpoint knows it best: an operator's run.toml replaces that of the run's folder.
+    Prefer the newest checkpoint's: an operator's run.toml replaces the one in the run folder.
     """
     for checkpoint in reversed(checkpoint_folders(paths.checkpoints)):
         with suppress(ConfigError):
@@ -106,10 +106,10 @@ def earlier_config(paths: RunPaths) -> RunConfig | None:
 
 
 def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) -> Start:
-    """Build the model: from the run's newest checkpoint, else from `model.init`.
+    """Build the model from the run's newest checkpoint, or from `model.init` for a new run.
 
-    Rank 0 reads files; the others get sizes here, and values or where to read them later.
-    Raises CheckpointError when there are checkpoints and none is sound.
+    Rank 0 reads files and broadcasts sizes; values, or the folder to read them from, follow later.
+    Raises CheckpointError when checkpoints exist and none is valid.
     """
     checkpoint = _checkpoint_to_resume(paths) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None, bool)
@@ -121,7 +121,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
         state = world.broadcast(found, TrainerState)
         _require_same_run(state, config)
     if checkpoint is not None:
-        task.require_own(checkpoint)
+        task.require_matching_checkpoint(checkpoint)
     folder = weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state, task=task) if folder else None
     if folder is not None and not resumes:
@@ -133,7 +133,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             error=CheckpointError,
         )
     model = _loaded_model(folder, config, task, world=world)
-    model = task.fitted(model, seed=config.run.seed, init=config.model.init)
+    model = task.adapt_model(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
@@ -145,19 +145,19 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
 
 
 def _from_scratch(config: RunConfig, task: Task, *, world: World) -> Start:
-    """Build a model of the config's sizes with random weights."""
+    """Build a model of the configured size with random weights."""
     torch.manual_seed(config.run.seed)
     spec = config.model.spec(
         sequence_length=config.data.sequence_length, vocab_size=task.meta.vocab_size
     )
     model = build(spec, dropout=config.model.dropout)
-    model = task.fitted(model, seed=config.run.seed, init=config.model.init)
+    model = task.adapt_model(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=None, model=model) if world.is_main else {}
     return Start(model=model, state=None, checkpoint=None, tokenizer=tokenizer)
 
 
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
-    """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
+    """Remove interrupted checkpoints; raise ConfigError if the run's checkpoints do not fit."""
     remove_partial_checkpoints(paths.checkpoints)
     require_room(
         paths.root,
@@ -168,10 +168,10 @@ def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -
 
 
 def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
-    """Return the newest sound checkpoint, or None for a new run.
+    """Return the newest valid checkpoint, or None for a new run.
 
-    Raises CheckpointError where all are damaged, as a new run never takes their place, and for one
-    of another run. Raises ConfigError where a folder of the run is a link out of it.
+    Raises CheckpointError when all are damaged (a new run never replaces them) and when the newest
+    belongs to another run. Raises ConfigError when a folder of the run is a link to outside it.
     """
     require_own_folders(paths)
     checkpoints = paths.checkpoints
@@ -179,33 +179,32 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     damaged = checkpoint_folders(checkpoints)
     if newest is None and damaged:
         raise CheckpointError(
-            f"{checkpoints}: not one of {len(damaged)} checkpoints is sound: {damaged[-1].name}: "
+            f"{checkpoints}: none of {len(damaged)} checkpoints is valid. {damaged[-1].name}: "
             f"{manifest_problems(damaged[-1])[0]} Remove {checkpoints} to start from scratch."
         )
-    told = checkpoint_identity(newest) if newest is not None else None
+    recorded = checkpoint_identity(newest) if newest is not None else None
     own = known_identity(paths).identity
-    if told not in (None, own):
+    if recorded not in (None, own):
         raise CheckpointError(
-            f"{newest}: it is of run identity {told}, and {paths.identity} has {own}: these are "
-            "two runs of one name. Move the checkpoint away, or start a new run with model.init "
-            "set to it."
+            f"{newest}: run identity {recorded}, but {paths.identity} has {own}: two runs of "
+            "one name. Move the checkpoint away, or start a new run with model.init set to it."
         )
     return newest
 
 
 def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
-    """Return the folder that the weights are in.
+    """Return the folder with the weights to load: `checkpoint`, or `model.init` without one.
 
-    `checkpoint` is the run's own, which was verified when it was found; None is `model.init`. That
-    of an adapter's run has no copy of the base's weights. Raises CheckpointError for an adapter in
-    another run's place: whoever wrote it would name a base of this machine.
+    `checkpoint` is the run's own, already verified. An adapter checkpoint has no copy of the base's
+    weights, so an adapter's run reads `model.init`. Raises CheckpointError for an adapter in a run
+    that trains whole weights: its author would choose the base on this machine.
     """
     if config.adapter.is_on():
         checkpoint = None
     elif checkpoint is not None and has_adapter(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: it is an adapter, and the run trains whole weights (adapter.kind = "
-            "'none'), so it is not the run's. Move it away."
+            f"{checkpoint}: an adapter, but the run trains whole weights (adapter.kind = "
+            "'none'), so it belongs to another run. Move it away."
         )
     return checkpoint or model_folder(config.model.init)
 
@@ -213,7 +212,7 @@ def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
 def _base_model(
     folder: Path, config: RunConfig, state: TrainerState | None, *, task: Task
 ) -> BaseModel | None:
-    """Return what identifies the weights that the run starts from; None where nobody asks."""
+    """Return the identity of the run's initial weights, or None if the task does not need it."""
     if config.adapter.is_on():
         base: BaseModel | None = _adapters_base(folder, config, state)
     elif not task.keeps_base:
@@ -223,16 +222,16 @@ def _base_model(
     else:
         base = identify(config.model.init, folder, quantize=config.model.quantize)
     if base is not None and task.keeps_base:
-        task.take_base(base, resumes=state is not None)
+        task.set_base(base, resumes=state is not None)
     return base
 
 
 def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
-    """Return what identifies the adapter's base in `folder`; a resume needs the same weights."""
+    """Return the identity of the adapter's base in `folder`; a resume needs the same weights."""
     if has_adapter(folder):
         raise CheckpointError(
-            f"model.init = {config.model.init!r}: it is an adapter, and adapter.kind = "
-            f"{config.adapter.kind!r} needs whole weights below. Merge it first with "
+            f"model.init = {config.model.init!r}: an adapter, but adapter.kind = "
+            f"{config.adapter.kind!r} needs whole weights as its base. Merge it first with "
             f"{command('export', '--checkpoint', config.model.init, '--merge')}."
         )
     source = config.model.init
@@ -240,15 +239,15 @@ def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) 
     before = state.base if state else None
     if before is not None and before.sha256 != found.sha256:
         raise CheckpointError(
-            f"model.init = {source!r}: its weights are not those that the adapter was trained "
-            f"beside (sha256 {found.sha256[:12]}, then {before.sha256[:12]}). Restore them, or "
-            "start a new run."
+            f"model.init = {source!r}: the adapter was trained with other weights "
+            f"(sha256 {before.sha256[:12]}, now {found.sha256[:12]}). Restore them, or start a "
+            "new run."
         )
     if before is not None and not before.has_same_config(found):
         raise CheckpointError(
-            f"model.init = {source!r}: its {CONFIG_FILE} is not the one that the adapter was "
-            f"trained beside (sha256 {str(found.config_sha256)[:12]}, then "
-            f"{str(before.config_sha256)[:12]}). Restore it, or start a new run."
+            f"model.init = {source!r}: the adapter was trained with another {CONFIG_FILE} "
+            f"(sha256 {str(before.config_sha256)[:12]}, now {str(found.config_sha256)[:12]}). "
+            "Restore it, or start a new run."
         )
     return found
 
@@ -258,15 +257,15 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
     files = tokenizer_files(task.meta, data=task.folder, source=source, context=context)
     if not files:
         log.warning(
-            f"checkpoints will have no tokenizer: the one that made the data "
-            f"({task.meta.tokenizer}, {task.meta.vocab_size:,} tokens) is not known here. Copy its "
-            "files into a checkpoint before transformers loads it."
+            f"checkpoints will have no tokenizer: the files of the data's tokenizer "
+            f"({task.meta.tokenizer}, {task.meta.vocab_size:,} tokens) were not found. Copy them "
+            "into a checkpoint before transformers loads it."
         )
     return task.tokenizer(files)
 
 
 def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:
-    """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
+    """Load the weights on rank 0; the other ranks build the same model without its values."""
     model = None
     described = config_folder(folder) if folder else None
     in_parts = _read_in_parts(config, folder, world=world)
@@ -274,7 +273,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         spec, meta = read_spec(described), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
         if in_parts:
-            require_enough(LazyTensors(folder), spec, folder)
+            require_enough_weights(LazyTensors(folder), spec, folder)
         else:
             model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
         if note := unused_settings(spec, config):
@@ -289,50 +288,50 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         if config.model.quantize == "nf4":
             quantize_base(model)
         if in_parts and model.reads_parts:
-            log.info("weights   each rank reads its own part of them")
-            model.unread = in_parts
+            log.info("weights   each rank reads its own part")
+            model.deferred_weights = in_parts
         elif in_parts and world.is_main:
             model.load_tensors(LazyTensors(in_parts), where=str(in_parts))
     return model
 
 
 def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> Path | None:
-    """Return rank 0's folder of weights where each rank can read its own part, or None.
+    """Return rank 0's folder of weights if each rank can read its own part, or None.
 
-    An adapter's base and a classifier are read whole by rank 0.
+    Rank 0 reads an adapter's base and a classifier whole.
     """
     whole = config.adapter.is_on() or config.task.data() == "classify"
     in_parts = config.distributed.strategy == "shard" or config.distributed.splits_model()
     if whole or not in_parts or world.world_size == 1:
         return None
     is_plain = folder is not None and not has_adapter(folder)
-    return seen_by_all(folder if is_plain else None, world)
+    return path_on_all_ranks(folder if is_plain else None, world)
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
-    """Refuse changes that a resume may not make: it would silently be another run."""
+    """Raise CheckpointError for changes that a resume cannot make."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
     for name, old, new in fixed_differences(before, config):
         raise CheckpointError(
-            f"{name} = {new!r}, but the run's checkpoint was trained with {old!r}. Resume without "
-            "changing it, or start a new run with model.init set to the checkpoint."
+            f"{name} = {new!r}, but the run's checkpoint was trained with {old!r}. Restore the "
+            "old value, or start a new run with model.init set to the checkpoint."
         )
 
 
 def require_same_data(state: TrainerState, meta: DataMeta) -> None:
-    """Refuse other data: masks, labels and validation texts as well as tokens."""
-    here = meta.hashes()
+    """Raise CheckpointError for other data: tokens, masks, labels or validation texts."""
+    hashes = meta.hashes()
     before = state.data_sha256 or {TRAIN_NAME: state.train_sha256}
-    if not state.data_sha256 and len(here) > 1:
-        others = ", ".join(name for name in here if name != TRAIN_NAME)
+    if not state.data_sha256 and len(hashes) > 1:
+        others = ", ".join(name for name in hashes if name != TRAIN_NAME)
         log.warning(
-            f"warning: the run's checkpoint is of an older version, which kept the hash of "
-            f"{TRAIN_NAME} alone: {others} are not compared"
+            f"warning: the run's checkpoint is from an older version and has only the hash of "
+            f"{TRAIN_NAME}: {others} are not compared"
         )
-    for name in sorted(before.keys() | (here.keys() if state.data_sha256 else set())):
-        old, new = (each.get(name, "none")[:12] for each in (before, here))
+    for name in sorted(before.keys() | (hashes.keys() if state.data_sha256 else set())):
+        old, new = (each.get(name, "none")[:12] for each in (before, hashes))
         if old != new:
             raise CheckpointError(
-                f"the run's checkpoint was trained on {name} {old}, data.dir has {new}. Resume "
+                f"the run's checkpoint was trained on {name} {old}, but data.dir has {new}. Resume "
                 "with the same data, or start a new run with model.init set to the checkpoint."
             )

@@ -1,4 +1,4 @@
-"""Where each rank's steps spend their time: measured here, and exchanged with the loss."""
+"""The time that each part of a step takes on each rank, exchanged together with the loss."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from payload.run_record.metrics_log import TIMED_PARTS, RankTimes, TimedPart
 
-# A row has the times of every rank. On many ranks it comes less often, with means.
+# A row has the times of every rank. With more ranks, only some rows have times, as means.
 _RANKS_IN_EVERY_ROW = 8
 
 
 class StepClock:
-    """Measures this rank's parts of a step, and keeps the means of all ranks."""
+    """Measures the parts of this rank's steps, and keeps the means of all ranks."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -25,17 +25,17 @@ class StepClock:
 
     @contextmanager
     def of(self, part: TimedPart) -> Iterator[None]:
-        """Count the time within as this part's."""
+        """Add the time of the block to this part."""
         began_s = time.perf_counter()
         yield
         self._own[part] += time.perf_counter() - began_s
 
     def seconds(self, part: TimedPart) -> float:
-        """Return what this part has taken in the present step."""
+        """Return this part's seconds in the current step."""
         return self._own[part]
 
-    def waited_in_passes(self, seconds: float) -> None:
-        """Move time that collectives took within forward and backward passes to `wait`."""
+    def move_compute_to_wait(self, seconds: float) -> None:
+        """Move time that collectives took inside forward and backward to `wait`."""
         passes_s = self._own["forward"] + self._own["backward"]
         seconds = min(max(0.0, seconds), passes_s)
         if not seconds:
@@ -45,7 +45,7 @@ class StepClock:
         self._own["wait"] += seconds
 
     def take(self) -> list[float]:
-        """Return this rank's seconds in its place among all ranks'; the next step begins at 0."""
+        """Return a vector over all ranks with this rank's seconds set; reset them to 0."""
         mine = [0.0] * len(self._sums)
         first = self._rank * len(TIMED_PARTS)
         mine[first : first + len(TIMED_PARTS)] = self._own.values()
@@ -53,12 +53,12 @@ class StepClock:
         return mine
 
     def add_step(self, of_all_ranks: Sequence[float]) -> RankTimes | None:
-        """Take in the sum of what the ranks took; return the means where a row is to have them."""
+        """Add the ranks' seconds of a step; return the means if the row gets times."""
         self._sums = [total + more for total, more in zip(self._sums, of_all_ranks, strict=True)]
         self._steps += 1
         if self._steps < self._every:
             return None
-        # A tenth of a millisecond is enough to tell one rank from another.
+        # A tenth of a millisecond is enough to distinguish the ranks.
         means = [round(total / self._steps, 4) for total in self._sums]
         parts = {
             part: tuple(means[place :: len(TIMED_PARTS)]) for place, part in enumerate(TIMED_PARTS)

@@ -1,4 +1,4 @@
-"""summary.json, kept by rank 0 from the first moment to the last."""
+"""summary.json, which rank 0 keeps current during the whole run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from payload.train.ranks.world import World, as_rank_lost
 
 
 class SummaryFile:
-    """Says `running` on entry, what `end` was told on leaving, and `failed` after any error.
+    """Writes `running` on entry, `failed` after an error, otherwise the status given to `end`.
 
-    Without a run folder it says nothing: a start that is refused leaves none.
+    Without a run folder it writes nothing: a run that is rejected early leaves no folder.
     """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
@@ -56,7 +56,7 @@ class SummaryFile:
             self._summary = replace(
                 self._summary, status="failed", exit_class=code.label, error=str(known)
             )
-            # It ends with that error, whatever the disk says.
+            # The run ends with `value`, even if the summary cannot be written.
             self._try_to_write()
             return
         try:
@@ -64,33 +64,33 @@ class SummaryFile:
         except OSError as error:
             raise TrainingError(
                 f"{self._paths.summary} cannot be written ({error.strerror}). Free disk space and "
-                "resume; the training itself is done and saved."
+                "resume; the training itself is complete and saved."
             ) from None
 
     def begin(self) -> None:
-        """The run has a folder now."""
+        """Write the summary: the run folder now exists."""
         self._try_to_write()
 
     def calibrated(self, *, peak_flops_per_s: float, dequantized_per_s: float | None) -> None:
-        """Note what was measured."""
+        """Record the calibration's measurements."""
         self._summary = replace(
             self._summary, peak_flops_per_s=peak_flops_per_s, dequantized_per_s=dequantized_per_s
         )
         self._try_to_write()
 
     def ready(self, start_s: Mapping[str, float]) -> None:
-        """Note what the start consisted of; training begins."""
+        """Record the times of the start; training begins."""
         rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}
         self._summary = replace(self._summary, ready_unix=time.time(), start_s=rounded)
         self._try_to_write()
 
     def end(self, status: RunStatus, *, wall_s: float) -> None:
-        """Training ended as it should, after a last check that found all ranks equal."""
+        """Record the status of a run whose last sync check found all ranks equal."""
         self._summary = replace(self._summary, status=status, ranks_identical=True)
         self._wall_s = wall_s
 
     def _try_to_write(self) -> None:
-        """Before the end, a full disk is no reason to end."""
+        """Write the summary, ignoring a full disk: it does not end a run early."""
         with contextlib.suppress(OSError):
             self._write()
 

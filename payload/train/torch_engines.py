@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def require_engine(settings: EngineSection) -> None:
-    """Raise ConfigError, with what installs it, when the engine or its compiler is not there."""
+    """Raise ConfigError with the install command if the engine or its compiler is missing."""
     require_compiler(settings)
     if settings.kind == "ipex":
         try:
@@ -36,12 +36,12 @@ def require_engine(settings: EngineSection) -> None:
 
 
 def require_strategy(settings: DistributedSection) -> None:
-    """Raise ConfigError, with what installs it, when the strategy's package is not there."""
+    """Raise ConfigError with the install command if the strategy's package is missing."""
     if settings.strategy == "zero3" and importlib.util.find_spec(DEEPSPEED_MODULE) is None:
         raise deepspeed_missing("not installed")
 
 
-def engage(
+def apply_engine(
     model: CausalLM,
     optimizers: Optimizers,
     *,
@@ -49,22 +49,22 @@ def engage(
     world: World,
     setting: RankSetting | None = None,
 ) -> torch.nn.Module:
-    """The module to train in place of `model`; parameters stay the same tensors, in fp32.
+    """Return the module to train instead of `model`; parameters stay the same fp32 tensors.
 
-    `setting` is how the rank trains: it decides which gradients are kept in bf16; None = none.
-    Weights stay fp32 under ipex too (no `dtype=`, no prepacking), so that checkpoints are the same
-    whichever engine wrote them; bf16 comes from autocast as it does for the native engine.
+    `setting` describes the rank's training and selects the gradients kept in bf16; None = none.
+    With ipex too, weights stay fp32 (no `dtype=`, no prepacking), so checkpoints do not depend on
+    the engine; bf16 comes from autocast, as in the native engine.
     """
-    engaged: torch.nn.Module = model
+    wrapped: torch.nn.Module = model
     if settings.kind == "ipex":
         import intel_extension_for_pytorch as ipex
 
-        engaged, _ = ipex.optimize(
+        wrapped, _ = ipex.optimize(
             model, optimizer=optimizers.members[-1], inplace=True, level="O1", weights_prepack=False
         )
     if settings.compile:
         keep_inductor_home()
-        engaged.compile()
+        wrapped.compile()
     if settings.wants_kernels():
         model.kernels = find_kernels()
         note = model.kernels.layers_note("bf16" if setting is None else setting.dtype)
@@ -72,10 +72,10 @@ def engage(
             log.info(f"kernels   {note}")
         for optimizer in optimizers.members:
             optimizer.register_step_post_hook(model.kernels.weights_changed)
-        # It rounds otherwise than torch's update, and all ranks have to come to the same weights.
-        have_it = world.sum(torch.tensor(float(model.kernels.has_update)))
-        if have_it == world.world_size:
+        # It rounds differently from torch's update, and all ranks must get the same weights.
+        num_with_update = world.sum(torch.tensor(float(model.kernels.has_update)))
+        if num_with_update == world.world_size:
             optimizers.kernels = model.kernels
             if setting is not None:
                 optimizers.keep_bf16_gradients(model.bf16_gradients(setting))
-    return engaged
+    return wrapped

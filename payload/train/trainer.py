@@ -1,4 +1,4 @@
-"""The training loop: straight, every rank the same, one update a step."""
+"""The training loop: every rank runs it in step and makes one optimizer update a step."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from payload.train.checkpoints.checkpoint import TrainerState
 from payload.train.checkpoints.saving import Saving
 from payload.train.models.stage import Stage
 from payload.train.optimizers.schedule import lr_at
-from payload.train.parts import Parts
+from payload.train.parts import TrainContext
 from payload.train.profile import profiled
 from payload.train.rank_output_files import rss_bytes, versions
 from payload.train.step_clock import StepClock
-from payload.train.strategies.pipeline import order, run_passes
+from payload.train.strategies.pipeline import run_schedule, schedule_order
 from payload.train.tasks.evaluate import EvalPass
 
 log = logging.getLogger(__name__)
 
 _STAGE_BIT = 53
-"""Above every seed of a pass: seeds are below 2**32, times 1,000,003."""
+"""Above every dropout seed: those are below 2**32 x 1,000,003."""
 _NO_MFU = (
-    "a step was faster than the peak that the calibration measured, so its MFU is unknown: another "
-    "program used the cores during the calibration"
+    "a step was faster than the calibration's peak allows, so its MFU is unknown: another program "
+    "used the cores during the calibration"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the loop ended."""
+    """Result of a training loop."""
 
     step: int
     stopped: bool
-    """Because it was asked to; not all steps and evaluations are done."""
+    """True after a request to stop: steps and evaluations remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Passes:
-    """The forward and backward passes of one step on this rank."""
+class _StepResult:
+    """Loss, tokens and wait of one step's forward and backward passes on this rank."""
 
     loss: torch.Tensor
-    """The step's mean loss is the mean of this over the ranks; a float64 scalar."""
+    """A float64 scalar; its mean over the ranks is the step's mean loss."""
     tokens: int
     """Tokens of all ranks' samples."""
     sync_time_s: float
-    """Spent waiting for gradients."""
+    """Seconds spent waiting for gradients."""
 
 
 class Trainer:
-    """Trains from a start to `train.steps`, or until it is asked to stop."""
+    """Trains from a new or saved state to `train.steps`, or until a stop is requested."""
 
-    def __init__(self, parts: Parts, *, start: TrainerState | None) -> None:
-        self._parts = parts
-        self._batch = parts.config.batch
-        self._accumulation = parts.config.passes(parts.world.world_size)
+    def __init__(self, context: TrainContext, *, start: TrainerState | None) -> None:
+        self._context = context
+        self._batch = context.config.batch
+        self._accumulation = context.config.passes(context.world.world_size)
         self._order = BlockOrder(
-            num_blocks=parts.task.train.num_samples(), seed=parts.config.run.seed
+            num_blocks=context.task.train.num_samples(), seed=context.config.run.seed
         )
         self._resumes = start is not None
         self._step = start.step if start else 0
@@ -77,38 +77,43 @@ class Trainer:
         self._saved_step = start.step if start else -1
         self._checked_step = -1
         self._mfu_missed = False
-        self._clock = StepClock(rank=parts.world.rank, world_size=parts.world.world_size)
+        self._clock = StepClock(rank=context.world.rank, world_size=context.world.world_size)
         self._wall_before_s = start.wall_s if start else 0.0
         self._started_s = time.perf_counter()
         self._saving = Saving(
-            parts.paths.checkpoints,
-            keep=parts.config.train.keep_checkpoints,
-            tokenizer=parts.tokenizer,
-            val_losses=read_val_losses(parts.paths.metrics) if parts.world.is_main else {},
-            waiting=lambda: parts.heartbeat.tell(step=self._step, phase="checkpoint"),
+            context.paths.checkpoints,
+            keep=context.config.train.keep_checkpoints,
+            tokenizer=context.tokenizer,
+            val_losses=read_val_losses(context.paths.metrics) if context.world.is_main else {},
+            waiting=lambda: context.heartbeat.report(step=self._step, phase="checkpoint"),
         )
 
     def run(self, *, evaluate_first: bool) -> Outcome:
-        """The loop. Raises TrainingError, RanksDifferError; RuntimeError when a peer vanished.
+        """Run the loop and return its result.
 
-        After any error the checkpoint that is being written is made whole first.
+        On an error, the checkpoint that is being written is completed first.
+
+        Raises TrainingError, RanksDifferError, and RuntimeError when another rank vanished.
         """
         try:
             return self._run(evaluate_first=evaluate_first)
         except Exception:
-            # The tensors are as they were: no update comes any more that would wait for the write.
+            # The tensors do not change any more: no further update waits for the write.
             with suppress(Exception):
                 self._saving.finish()
             raise
 
     def _run(self, *, evaluate_first: bool) -> Outcome:
-        train, parts = self._parts.config.train, self._parts
-        begun = parts.task.begin(
-            parts.model, self._eval_pass(None), dtype=parts.calibration.dtype, resumes=self._resumes
+        train, context = self._context.config.train, self._context
+        begun = context.task.begin(
+            context.model,
+            self._eval_pass(None),
+            dtype=context.calibration.dtype,
+            resumes=self._resumes,
         )
         stopping = not begun or (evaluate_first and self._evaluate())
         while self._step < train.steps and not stopping:
-            self._tell_step(0)
+            self._report_step(0)
             with self._profiling():
                 stopping = self._train_step()
             last = stopping or self._step == train.steps
@@ -126,60 +131,60 @@ class Trainer:
         return Outcome(step=self._step, stopped=stopping)
 
     def _profiling(self) -> AbstractContextManager[None]:
-        """Return what records the coming step, if it is the one that is wanted of this rank."""
-        parts, step = self._parts, self._step + 1
-        train, rank = parts.config.train, parts.world.rank
+        """Return a profiler for the coming step if the config selects it and this rank."""
+        context, step = self._context, self._step + 1
+        train, rank = context.config.train, context.world.rank
         if (step, rank) != (train.profile_step, train.profile_rank):
             return nullcontext()
-        return profiled(parts.paths.profile, step=step, rank=rank)
+        return profiled(context.paths.profile, step=step, rank=rank)
 
     def wall_s(self) -> float:
-        """Time spent training, over all attempts."""
+        """Return the seconds spent training, over all attempts."""
         return self._wall_before_s + time.perf_counter() - self._started_s
 
     def samples(self, micro_step: int) -> Indices:
-        """Return the numbers of this rank's samples in pass `micro_step` of the coming step.
+        """Return the indices of this rank's samples in micro-batch `micro_step` of the coming step.
 
-        A step's samples are the same set whatever the number of ranks and passes is. A pass behind
-        the step's last one is the next step's first.
+        A step trains on the same samples with any number of ranks and micro-batches. The index
+        after the step's last micro-batch is the first one of the next step.
         """
-        size, strategy = self._batch.sequences(), self._parts.strategy
+        size, strategy = self._batch.sequences(), self._context.strategy
         step, micro_step = divmod(micro_step, self._accumulation)
         chosen = self._step_samples(step)
         first = (micro_step * strategy.mesh.data_ranks + strategy.data_rank) * size
         return chosen[first : first + size]
 
     def _step_samples(self, ahead: int = 0) -> Indices:
-        """Return the samples of the coming step, or of one `ahead` of it.
+        """Return the samples of the coming step, or of the step `ahead` of it.
 
-        Those of two steps are kept: a step may have a million passes, and each asks.
+        Caches two steps: a step can have a million micro-batches, and each needs its samples.
         """
         size = self._batch.global_batch_size
         first = self._next_sample + ahead * size
         if first not in self._chosen:
             positions = np.arange(first, first + size, dtype=np.int64)
-            found = self._parts.task.train.arranged(self._order.blocks(positions))
+            found = self._context.task.train.arrange_samples(self._order.blocks(positions))
             kept = {start: each for start, each in self._chosen.items() if start + size == first}
             self._chosen = {**kept, first: found}
         return self._chosen[first]
 
     def _train_step(self) -> bool:
-        """One update, or none when a rank is asked to stop before it. Returns whether one was."""
-        parts, started_s = self._parts, time.perf_counter()
-        lr = lr_at(self._step, parts.config)
-        parts.optimizers.set_lr(lr)
+        """Train one step. Return True if a rank requested a stop; no update if before it."""
+        context, started_s = self._context, time.perf_counter()
+        lr = lr_at(self._step, context.config)
+        context.optimizers.set_lr(lr)
         passes = self._accumulate_gradients()
         if passes is None:
-            parts.optimizers.zero_grad()
+            context.optimizers.zero_grad()
             return True
         grad_norm = self._clip()
         data_time_s = self._clock.seconds("data")
         with self._clock.of("checkpoint"):
             self._saving.before_update()
-        # Else a wait for the writer would seem to go on, while this rank waits for others.
-        self._tell_step(self._accumulation)
-        parts.observer.before_update(self._step)
-        parts.optimizers.step()
+        # Without this, other ranks' delays would be reported as a wait for the writer.
+        self._report_step(self._accumulation)
+        context.observer.before_update(self._step)
+        context.optimizers.step()
         mean_loss, stopping, rank_times, sums = self._agree(passes.loss)
         self._step += 1
         self._next_sample += self._batch.global_batch_size
@@ -200,74 +205,74 @@ class Trainer:
             rss_bytes=rss_bytes(),
             ranks=rank_times,
         )
-        self._record(parts.task.loss.step_row(row, sums, samples=self._batch.global_batch_size))
+        self._record(context.task.loss.step_row(row, sums, samples=self._batch.global_batch_size))
         return stopping
 
-    def _accumulate_gradients(self) -> _Passes | None:
-        """Make all passes of a step; ranks exchange gradients during the last one only.
+    def _accumulate_gradients(self) -> _StepResult | None:
+        """Run all micro-batches of a step; ranks exchange gradients in the last one only.
 
-        Returns None when a rank was asked to stop: a step of many passes takes minutes, which a
-        preempted machine does not have.
+        Return None when a rank requests a stop: a step of many micro-batches takes minutes, which
+        a preempted machine does not have.
         """
-        parts, clock = self._parts, self._clock
-        stage = parts.strategy.stage()
+        context, clock = self._context, self._clock
+        stage = context.strategy.stage()
         if stage is not None:
-            return self._pass_along(stage)
-        total = torch.zeros((), dtype=torch.float64, device=parts.world.device)
+            return self._run_pipeline(stage)
+        total = torch.zeros((), dtype=torch.float64, device=context.world.device)
         is_to_stop: Callable[[], bool] | None = None
-        train, step_samples = parts.task.train, self._step_samples()
-        # A rank's part of the step's mean loss, times the ranks: gradients are averaged over them.
-        step_weight = train.weight(step_samples) / parts.strategy.mesh.data_ranks
+        train, step_samples = context.task.train, self._step_samples()
+        # This rank's share of the mean loss, times the ranks: gradients are averaged over ranks.
+        step_weight = train.weight(step_samples) / context.strategy.mesh.data_ranks
         for micro_step in range(self._accumulation):
             with clock.of("data"):
                 batch = train.batch(self.samples(micro_step))
-                train.expect(self.samples(micro_step + 1))
-            if parts.model.draws_masks():
+                train.prefetch(self.samples(micro_step + 1))
+            if context.model.draws_masks():
                 self._seed_masks(micro_step)
             last = micro_step == self._accumulation - 1
             with clock.of("forward"):
-                loss = parts.trained(*(each.to(parts.world.device) for each in batch.inputs))
+                loss = context.trained(*(each.to(context.world.device) for each in batch.inputs))
             if last:
-                parts.strategy.begin(batch.tokens)
+                context.strategy.begin(batch.tokens)
             divisor = step_weight / batch.weight
             with clock.of("backward"):
-                parts.accelerator.backward(loss / divisor)
+                context.accelerator.backward(loss / divisor)
             total += loss.detach().double() / divisor
-            # The answer is waited for a pass later: between two passes no rank waits for another.
+            # Read the result one micro-batch later, so that no rank waits between micro-batches.
             if not last:
                 with clock.of("wait"):
                     stops = is_to_stop is not None and is_to_stop()
                 if stops:
                     return None
-                is_to_stop = self._ask_to_stop("step", micro_step + 1, self._accumulation)
+                is_to_stop = self._poll_stop("step", micro_step + 1, self._accumulation)
         sync_time_s = self._finish_exchange()
         if is_to_stop is not None:
-            is_to_stop()  # The step is whole: `_agree` asks once more.
-        return _Passes(
+            is_to_stop()  # The step is complete: `_agree` reads the requests again.
+        return _StepResult(
             loss=total,
             tokens=train.num_tokens(step_samples),
             sync_time_s=sync_time_s,
         )
 
-    def _pass_along(self, stage: Stage) -> _Passes:
-        """Make all passes of a step on one pipeline stage, in the order of the run's schedule.
+    def _run_pipeline(self, stage: Stage) -> _StepResult:
+        """Run all micro-batches of a step on one pipeline stage, in the schedule's order.
 
-        A request to stop is heard at the end of the step: stages make different passes at a time.
+        Stop requests are read at the end of the step: stages work on different micro-batches.
         """
-        parts, clock = self._parts, self._clock
-        total = torch.zeros((), dtype=torch.float64, device=parts.world.device)
-        train, step_samples = parts.task.train, self._step_samples()
-        step_weight = train.weight(step_samples) / parts.strategy.mesh.data_ranks
+        context, clock = self._context, self._clock
+        total = torch.zeros((), dtype=torch.float64, device=context.world.device)
+        train, step_samples = context.task.train, self._step_samples()
+        step_weight = train.weight(step_samples) / context.strategy.mesh.data_ranks
 
         def forward(micro_step: int) -> torch.Tensor:
             with clock.of("data"):
                 batch = train.batch(self.samples(micro_step))
-                train.expect(self.samples(micro_step + 1))
-            if parts.model.draws_masks():
+                train.prefetch(self.samples(micro_step + 1))
+            if context.model.draws_masks():
                 self._seed_masks(micro_step)
-            self._tell_step(micro_step)
+            self._report_step(micro_step)
             with clock.of("forward"):
-                result: torch.Tensor = parts.trained(*batch.inputs)
+                result: torch.Tensor = context.trained(*batch.inputs)
             if not stage.is_last():
                 return result
             divisor = step_weight / batch.weight
@@ -278,50 +283,53 @@ class Trainer:
             with clock.of("backward"):
                 torch.autograd.backward(result, gradient)
 
-        schedule = parts.config.distributed.pipeline_schedule
-        passes = order(schedule, stage=stage.index, stages=stage.stages, passes=self._accumulation)
-        run_passes(stage, passes, forward=forward, backward=backward)
-        return _Passes(
+        schedule = context.config.distributed.pipeline_schedule
+        passes = schedule_order(
+            schedule, stage=stage.index, stages=stage.stages, passes=self._accumulation
+        )
+        run_schedule(stage, passes, forward=forward, backward=backward)
+        return _StepResult(
             loss=total,
             tokens=train.num_tokens(step_samples),
             sync_time_s=self._finish_exchange(),
         )
 
     def _finish_exchange(self) -> float:
-        """Put the mean gradients in place; return the seconds that this rank waited for others."""
+        """Set the mean gradients; return the seconds that this rank waited for other ranks."""
         before_s = self._clock.seconds("wait")
         with self._clock.of("wait"):
-            sync_time_s = self._parts.strategy.finish()
-        # A sharded model waits within its passes, which are counted as computing so far.
-        self._clock.waited_in_passes(sync_time_s - (self._clock.seconds("wait") - before_s))
+            sync_time_s = self._context.strategy.finish()
+        # A sharded model also waits inside forward and backward, counted there as compute so far.
+        self._clock.move_compute_to_wait(sync_time_s - (self._clock.seconds("wait") - before_s))
         return sync_time_s
 
     def _seed_masks(self, micro_step: int) -> None:
-        """Seed dropout by the pass's place in the run, not by what ran before: resume is exact.
+        """Seed dropout by the micro-batch's position in the run, so that a resume is exact.
 
-        Each stage of a pipeline has masks of its own; ranks that compute a layer together share
-        them.
+        Each pipeline stage has its own masks; ranks that compute a layer together share them.
         """
-        strategy = self._parts.strategy
-        stage = strategy.mesh.place(self._parts.world.rank).pipeline
+        strategy = self._context.strategy
+        stage = strategy.mesh.place(self._context.world.rank).pipeline
         passes = micro_step * strategy.mesh.data_ranks + strategy.data_rank
         first = self._next_sample + passes * self._batch.sequences()
-        torch.manual_seed((self._parts.config.run.seed * 1_000_003 + first) ^ (stage << _STAGE_BIT))
+        torch.manual_seed(
+            (self._context.config.run.seed * 1_000_003 + first) ^ (stage << _STAGE_BIT)
+        )
 
     def _clip(self) -> float:
-        """Gradient norm before clipping."""
-        return self._parts.optimizers.clip(self._parts.config.optimizer.grad_clip or math.inf)
+        """Clip the gradients; return their norm before clipping."""
+        return self._context.optimizers.clip(self._context.config.optimizer.grad_clip or math.inf)
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None, torch.Tensor]:
-        """Return the mean loss, whether a rank was asked to stop, times and sums: equal on all."""
-        world, strategy = self._parts.world, self._parts.strategy
+        """Return the mean loss, whether to stop, the rank times and the sums: equal on all."""
+        world, strategy = self._context.world, self._context.strategy
         own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(
-            [own, float(self._parts.stop_requested()), *self._clock.take()],
+            [own, float(self._context.stop_requested()), *self._clock.take()],
             dtype=torch.float64,
             device=world.device,
         )
-        sums = self._parts.task.loss.take_sums().to(world.device)
+        sums = self._context.task.loss.take_sums().to(world.device)
         shared = world.sum(torch.cat((shared, sums)))
         total_loss, stopping, *seconds = shared[: len(shared) - len(sums)].tolist()
         mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)
@@ -330,29 +338,29 @@ class Trainer:
     def _require_finite(self, **found: float) -> None:
         if all(map(math.isfinite, found.values())):
             return
-        said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items())
-        config = self._parts.config
+        values = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items())
+        config = self._context.config
         raise TrainingError(
-            f"step {self._step}: {said}. Training diverged or a "
+            f"step {self._step}: {values}. Training diverged or a "
             "number overflowed. Resume from the last checkpoint with a lower optimizer.lr (now "
             f'{config.optimizer.lr}), a longer warm-up, or precision.dtype = "fp32".'
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Share of the measured peak; None above 1, where something disturbed the calibration."""
-        parts = self._parts
+        """Return the share of the measured peak; None above 1, after a disturbed calibration."""
+        context = self._context
         share = mfu(
             tokens_per_s=tokens_per_s,
-            flops_per_token=parts.model.trained_spec().flops_per_token(),
-            peak_flops_per_s=parts.calibration.peak_flops_per_s,
+            flops_per_token=context.model.trained_spec().flops_per_token(),
+            peak_flops_per_s=context.calibration.peak_flops_per_s,
         )
         return share if share <= 1 else None
 
     def _record(self, row: StepMetrics) -> None:
-        train = self._parts.config.train
-        if self._parts.metrics is None:
+        train = self._context.config.train
+        if self._context.metrics is None:
             return
-        self._parts.metrics.append(row)
+        self._context.metrics.append(row)
         if row.mfu is None and not self._mfu_missed:
             self._mfu_missed = True
             log.warning(_NO_MFU)
@@ -365,87 +373,89 @@ class Trainer:
             )
 
     def _evaluate(self) -> bool:
-        """Evaluate and record it. Returns whether any rank was asked to stop meanwhile."""
-        parts = self._parts
-        parts.heartbeat.tell(step=self._step, phase="eval")
-        row = parts.task.evaluate(parts.model, self._eval_pass(parts.config.train.eval_tokens))
+        """Evaluate and record the result. Return True if a rank requested a stop before the end."""
+        context = self._context
+        context.heartbeat.report(step=self._step, phase="eval")
+        row = context.task.evaluate(
+            context.model, self._eval_pass(context.config.train.eval_tokens)
+        )
         if row is None:
             return True
         self._require_finite(validation_loss=row.val_loss)
-        if parts.metrics is not None:
-            parts.metrics.append(row)
+        if context.metrics is not None:
+            context.metrics.append(row)
             self._saving.evaluated(row.step, val_loss=row.val_loss)
             log.info(f"step {row.step}: {row.describe()}")
         return False
 
     def _eval_pass(self, max_tokens: int | None) -> EvalPass:
-        parts = self._parts
+        context = self._context
         return EvalPass(
-            world=parts.world,
+            world=context.world,
             step=self._step,
             micro_batch_size=self._batch.sequences(),
             max_tokens=max_tokens,
-            autocast=parts.accelerator.autocast,
-            without_gradients=lambda: parts.strategy.without_gradients(parts.model),
-            computes_together=parts.strategy.computes_together(),
-            share=(parts.strategy.data_rank, parts.strategy.mesh.data_ranks),
-            has_results=parts.strategy.has_results(),
-            should_stop=lambda done, of: self._ask_to_stop("eval", done, of)(),
+            autocast=context.accelerator.autocast,
+            without_gradients=lambda: context.strategy.without_gradients(context.model),
+            computes_together=context.strategy.computes_together(),
+            share=(context.strategy.data_rank, context.strategy.mesh.data_ranks),
+            has_results=context.strategy.has_results(),
+            should_stop=lambda done, of: self._poll_stop("eval", done, of)(),
         )
 
-    def _tell_step(self, done: int) -> None:
-        self._parts.heartbeat.tell(
+    def _report_step(self, done: int) -> None:
+        self._context.heartbeat.report(
             step=self._step, phase="step", micro_step=done, of=self._accumulation
         )
 
-    def _ask_to_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
-        """Between two passes: this rank is alive. The call tells whether any is asked to stop."""
-        parts = self._parts
-        parts.heartbeat.tell(step=self._step, phase=phase, micro_step=done, of=of)
-        request = torch.tensor(float(parts.stop_requested()), device=parts.world.device)
-        asked = parts.world.begin_sum(request)
-        return lambda: bool(asked() > 0)
+    def _poll_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
+        """Write a heartbeat between micro-batches; the call returns whether to stop."""
+        context = self._context
+        context.heartbeat.report(step=self._step, phase=phase, micro_step=done, of=of)
+        request = torch.tensor(float(context.stop_requested()), device=context.world.device)
+        requests = context.world.begin_sum(request)
+        return lambda: bool(requests() > 0)
 
     def _check_sync(self) -> None:
-        self._parts.heartbeat.tell(step=self._step, phase="sync check")
+        self._context.heartbeat.report(step=self._step, phase="sync check")
         passed_step = self._checked_step if self._checked_step >= 0 else None
-        parts = self._parts
-        parts.strategy.check(parts.optimizers, step=self._step, passed_step=passed_step)
+        context = self._context
+        context.strategy.check(context.optimizers, step=self._step, passed_step=passed_step)
         self._checked_step = self._step
 
     def _checkpoint(self) -> None:
-        """Begin to write one; not when nothing is new, as after a stop before a step was done."""
+        """Begin to write a checkpoint, unless the state has not changed since the last one."""
         if not self._step or self._saved_step == self._step:
             return
-        parts, self._saved_step = self._parts, self._step
-        parts.heartbeat.tell(step=self._step, phase="checkpoint")
+        context, self._saved_step = self._context, self._step
+        context.heartbeat.report(step=self._step, phase="checkpoint")
         with self._clock.of("checkpoint"):
-            snapshot = parts.strategy.snapshot(parts.model, parts.optimizers)
-        if not parts.world.is_main:
+            snapshot = context.strategy.snapshot(context.model, context.optimizers)
+        if not context.world.is_main:
             if snapshot.is_shared():
                 self._saving.send(snapshot)
             return
-        if parts.metrics is not None:
-            parts.metrics.require_written()
-        meta = parts.task.meta
+        if context.metrics is not None:
+            context.metrics.require_written()
+        meta = context.task.meta
         self._saving.begin(
-            parts.paths.checkpoint(self._step),
-            model=parts.model,
+            context.paths.checkpoint(self._step),
+            model=context.model,
             snapshot=snapshot,
             state=TrainerState(
                 step=self._step,
                 next_sample=self._next_sample,
                 tokens=self._tokens,
-                seed=parts.config.run.seed,
-                dtype=parts.calibration.dtype,
+                seed=context.config.run.seed,
+                dtype=context.calibration.dtype,
                 train_sha256=meta.files[TRAIN_NAME].sha256,
                 data_sha256=meta.hashes(),
                 wall_s=self.wall_s(),
-                world_size=parts.world.world_size,
+                world_size=context.world.world_size,
                 tokenizer={"name": meta.tokenizer, "sha256": meta.tokenizer_sha256},
-                base=parts.base,
-                identity=parts.identity,
-                config_toml=parts.config.to_toml(),
+                base=context.base,
+                identity=context.identity,
+                config_toml=context.config.to_toml(),
                 versions=versions(),
             ),
         )

@@ -1,4 +1,4 @@
-"""Leaves the emulation of tiles out, and says so, where it is not needed or not possible."""
+"""Skips the AMX emulation, with a note, if it is not needed or not possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.left_out import leave_out
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what emulates tiles."""
+    """Skip tests that emulate tiles."""
     problem = missing()
     if problem:
         amx = [item for item in items if "tests/amx/" in item.nodeid]
@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    """The emulator, built for this session."""
+    """Return the emulator, built for this session."""
     return prepare(tmp_path_factory.mktemp("emulation"))

@@ -1,7 +1,7 @@
-"""Processes on this machine with matrix tiles (AMX) that its CPU does not have: what they need.
+"""Runs processes with AMX on a machine whose CPU lacks it.
 
-A tile instruction takes microseconds so, every other one what it always does: this is for what
-comes out, not for how fast.
+An emulated tile instruction takes microseconds, other instructions run natively: use this for
+results, not for timings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FLAGS = [
     "-fPIC",
 ]
 _TOOLS = ("gcc", "nm", "objdump")
-# Where oneDNN asks the CPU what it has.
+# The functions in which oneDNN queries the CPU's features.
 _ASKING = re.compile(r"(Xbyak::util::Cpu|dnnl::impl::cpu::x64::amx)::[^:]*\(")
-# objdump reads the whole symbol table for every part that it disassembles.
+# objdump reads the whole symbol table for every range that it disassembles.
 _NEAR_BYTES = 1 << 20
 
 
 def missing() -> str | None:
-    """Why nothing is to be emulated here, or None."""
+    """Return why the emulation is not needed or possible on this machine, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "this is not Linux on x86-64"
     flags = set(re.findall(r"\w+", _cpu_flags()))
@@ -52,12 +52,12 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Emulation:
-    """The emulator's libraries, built, and what tells them of the installed torch."""
+    """The emulator's built libraries, and their data about the installed torch."""
 
     folder: Path
 
     def environment(self, *, counts: Path | None = None) -> dict[str, str]:
-        """This process's, with tiles; what is executed is added to the file `counts`."""
+        """Return this process's environment with tiles; counts are added to the file `counts`."""
         added = {
             "LD_PRELOAD": str(self.folder / "emulator.so"),
             "LD_AUDIT": str(self.folder / "overwrite.so"),
@@ -69,8 +69,8 @@ class Emulation:
 
 
 def prepare(folder: Path) -> Emulation:
-    """Build the emulator into `folder`, and look through torch's library for what it overwrites."""
-    # What is executed for a signal must not allocate, as a first use of thread-local memory may.
+    """Build the emulator into `folder`, and search torch's library for the code to overwrite."""
+    # A signal handler must not allocate, as a first use of thread-local memory can.
     _build("emulator.c", folder, "-ftls-model=initial-exec")
     _build("overwrite.c", folder)
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -82,7 +82,7 @@ def prepare(folder: Path) -> Emulation:
 
 
 def read_counts(path: Path) -> Counter[str]:
-    """Return how many instructions all processes executed, by kind, scalar products too."""
+    """Return the executed instructions of all processes by kind, scalar products included."""
     total: Counter[str] = Counter()
     if path.exists():
         for line in path.read_text(encoding="ascii").splitlines():
@@ -101,7 +101,7 @@ def _build(source: str, folder: Path, *flags: str) -> None:
 
 
 def _sites(library: Path) -> list[int]:
-    """Offsets of `cpuid` and `xgetbv` in the functions that look for tiles."""
+    """Return the offsets of `cpuid` and `xgetbv` in the functions that detect tiles."""
     symbols = _output("nm", "--demangle", "--print-size", "--defined-only", library)
     functions = []
     for line in symbols.splitlines():
@@ -118,7 +118,7 @@ def _sites(library: Path) -> list[int]:
 
 
 def _joined(functions: Iterable[range]) -> list[range]:
-    """Those near each other as one range."""
+    """Merge ranges that are near each other."""
     parts: list[range] = []
     for each in sorted(functions, key=lambda function: function.start):
         if parts and each.start - parts[-1].stop < _NEAR_BYTES:

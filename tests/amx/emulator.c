@@ -1,12 +1,12 @@
-// Intel's matrix tiles (AMX) for a process whose CPU has none, instruction by instruction.
+// Emulates AMX in a process whose CPU lacks it, instruction by instruction.
 //
-// Loaded ahead of everything (LD_PRELOAD). A tile instruction is an illegal one here, so the kernel
-// sends SIGILL; the handler does what the instruction says and goes on behind it. oneDNN finds
-// tiles since overwrite.c makes its `cpuid` instructions come here too. All else of the CPU is as
-// it is. What was executed is added to the file TILEFORGE_AMX_COUNTS when the process ends.
+// Preloaded (LD_PRELOAD). Without AMX a tile instruction is illegal, so the kernel sends SIGILL;
+// the handler executes the instruction and continues after it. oneDNN detects tiles because overwrite.c
+// redirects its `cpuid` instructions to this handler, too. Other features are the CPU's own. Counts
+// of executed instructions are added to the file TILEFORGE_AMX_COUNTS when the process ends.
 //
-// Semantics: Intel's Software Developer's Manual, volume 1 chapter 18 and volume 2; the numbers of
-// palette 1, of which Sapphire Rapids' CPUID leaves tell.
+// Semantics: Intel's Software Developer's Manual, volume 1 chapter 18 and volume 2; the sizes of
+// palette 1 are from Sapphire Rapids' CPUID leaves.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <dlfcn.h>
@@ -37,8 +37,8 @@ struct tiles {
   _Alignas(64) uint8_t data[kTiles][kRows][kRowBytes];
 };
 
-// Of this thread, made when it first uses tiles: there is no room in static thread-local memory for
-// more than a pointer when an auditing library is loaded, and malloc is not for a signal's handler.
+// Per thread, allocated at its first use of tiles: with an auditing library, static thread-local
+// memory has room for only a pointer, and a signal handler may not call malloc.
 static _Thread_local struct tiles* tiles;
 
 static struct {
@@ -52,7 +52,7 @@ static void give_up(const char* why, const uint8_t* at) {
   abort();
 }
 
-// ---- what the CPU says of itself
+// ---- CPUID
 
 static void identify(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   __cpuid_count(leaf, part, out[0], out[1], out[2], out[3]);
@@ -60,7 +60,7 @@ static void identify(uint32_t leaf, uint32_t part, uint32_t out[4]) {
     case 0:
       if (out[0] < 0x1e) out[0] = 0x1e;
       break;
-    case 7:  // oneDNN uses tiles only where AVX512-FP16 and AVX-VNNI are, too
+    case 7:  // oneDNN uses tiles only together with AVX512-FP16 and AVX-VNNI
       if (part == 0) out[3] |= kAmxBf16 | kAvx512Fp16 | kAmxTile | kAmxInt8;
       if (part == 1) out[0] |= kAvxVnni;
       break;
@@ -100,9 +100,9 @@ static const int kRegister[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, R
                                   REG_R12, REG_R13, REG_R14, REG_R15};
 
 struct operand {
-  int reg, rm;  // rm: of a register operand; else -1
+  int reg, rm;  // rm: of a register operand; otherwise -1
   uint8_t* address;
-  int64_t stride;  // the index register, scaled: of tile loads and stores, bytes from row to row
+  int64_t stride;  // the scaled index register: for tile loads and stores, bytes between rows
   const uint8_t* end;
 };
 
@@ -196,9 +196,9 @@ static float widen(uint16_t bf16) {
   return value;
 }
 
-// sums (m x n) += left (m x 2k) times right (k x n pairs): the even numbers' products and the odd
-// ones' are added up apart, as the manual writes the operation down. It also takes numbers below
-// 1e-38 for zero, which is not done here.
+// sums (m x n) += left (m x 2k) times right (k x n pairs): products of even and of odd elements are
+// summed separately, as in the manual's pseudocode. Hardware also treats values below 1e-38 as
+// zero; this function does not.
 static void multiply(int sums, int left, int right, const uint8_t* at) {
   const int m = tiles->rows[sums], n = tiles->row_bytes[sums] / 4, k = tiles->row_bytes[left] / 4;
   if (sums == left || sums == right || left == right) give_up("a product with a tile twice", at);
@@ -225,7 +225,7 @@ static void multiply(int sums, int left, int right, const uint8_t* at) {
   counts.multiplications += (unsigned long)m * n * k * 2;
 }
 
-// The end of a tile instruction at `vex`, done; nothing if it is none.
+// Executes the tile instruction at `vex` and returns its end; NULL for any other instruction.
 static const uint8_t* execute(const uint8_t* vex, const greg_t* registers) {
   if (vex[0] != 0xc4) return NULL;
   const int map = vex[1] & 0x1f, prefix = vex[2] & 3;
@@ -251,7 +251,7 @@ static const uint8_t* execute(const uint8_t* vex, const greg_t* registers) {
     check_tile(o.reg, vex);
     memset(tiles->data[o.reg], 0, sizeof(tiles->data[o.reg]));
     counts.zeros++;
-  } else if (opcode == 0x4b && (prefix == kF2 || prefix == k66)) {  // 66: meant to be read once
+  } else if (opcode == 0x4b && (prefix == kF2 || prefix == k66)) {  // 66: a hint to read it once
     check_tile(o.reg, vex);
     load(o.reg, &o);
     counts.loads++;
@@ -276,27 +276,27 @@ static void on_illegal_instruction(int signal_number, siginfo_t* info, void* con
   greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
   const uint8_t* at = (const uint8_t*)registers[REG_RIP];
   const uint8_t* end;
-  if (at[0] == 0x0f && at[1] == 0xff) {  // where `cpuid` was
+  if (at[0] == 0x0f && at[1] == 0xff) {  // replaced `cpuid`
     uint32_t out[4];
     identify((uint32_t)registers[REG_RAX], (uint32_t)registers[REG_RCX], out);
     registers[REG_RAX] = out[0], registers[REG_RBX] = out[1];
     registers[REG_RCX] = out[2], registers[REG_RDX] = out[3];
     end = at + 2;
-  } else if (at[0] == 0x0f && at[1] == 0x0b && at[2] == 0xd0) {  // where `xgetbv` was
+  } else if (at[0] == 0x0f && at[1] == 0x0b && at[2] == 0xd0) {  // replaced `xgetbv`
     enabled_states(registers);
     end = at + 3;
   } else {
     end = execute(at, registers);
     if (!end) give_up("an illegal instruction that is not of tiles, or not done here", at);
-    // Tile instructions come in rows, and a signal takes longer than what one does.
+    // Tile instructions follow each other, and a signal takes longer than one instruction.
     for (const uint8_t* next = end; (next = execute(next, registers));) end = next;
   }
   registers[REG_RIP] = (greg_t)end;
 }
 
-// ---- taking over
+// ---- Overridden functions
 
-// The kernel's leave to use tiles, which this one's kernel cannot give.
+// The request to use tiles, which this machine's kernel cannot grant.
 long syscall(long number, ...) {
   va_list list;
   va_start(list, number);
@@ -321,7 +321,7 @@ long syscall(long number, ...) {
   return result;
 }
 
-// Python's faulthandler, which pytest turns on, would take the signal away.
+// Python's faulthandler, which pytest enables, would replace the signal handler.
 int sigaction(int number, const struct sigaction* action, struct sigaction* old) {
   typedef int set_action(int, const struct sigaction*, struct sigaction*);
   static set_action* real;

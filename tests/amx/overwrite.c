@@ -1,8 +1,8 @@
-// Makes the `cpuid` and `xgetbv` instructions by which oneDNN looks for tiles illegal ones, for
-// emulator.c to answer: at the places in torch's library that TILEFORGE_AMX_SITES lists.
+// Replaces the `cpuid` and `xgetbv` instructions by which oneDNN detects tiles by illegal ones,
+// which emulator.c handles: at the offsets in torch's library that TILEFORGE_AMX_SITES lists.
 //
-// An auditing library (LD_AUDIT, see rtld-audit(7)): the loader calls it when a library is in
-// memory and none of its code has run. oneDNN asks the CPU while torch is being loaded.
+// An auditing library (LD_AUDIT, see rtld-audit(7)): the loader calls it when a library is mapped
+// and before its code runs. oneDNN queries the CPU while torch is being loaded.
 #define _GNU_SOURCE
 #include <link.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""The emulator itself: a program with tile instructions does with it what Intel's manual says."""
+"""The emulator: a program with tile instructions gets the results of Intel's manual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' own tests, with oneDNN taking its ways for AMX."""
+"""The kernels' own tests, with oneDNN's code paths for AMX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_kernels_pass_their_tests_with_tiles(
     tests: list[str], products: int, emulation: Emulation, tmp_path: Path
 ) -> None:
     counts = tmp_path / "counts"
-    # pytest's faulthandler would write its own words when the emulator gives up.
+    # pytest's faulthandler would add its own output when the emulator stops.
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
@@ -41,7 +41,7 @@ def test_the_kernels_pass_their_tests_with_tiles(
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     assert re.search(r"\d+ passed", ran.stdout)
     assert " skipped" not in ran.stdout
-    # Nothing else says that tiles were taken.
+    # Only these counts show that tiles were used.
     found = read_counts(counts)
     assert found["products"] > products
     assert found["releases"] > 0

@@ -1,5 +1,5 @@
-// Uses matrix tiles as a program does that has them, and checks what they hold; its one argument is
-// the name of a case. Ends with 0 if all was right.
+// Uses AMX like a program on a CPU with it, and checks the results; the argument is the name of a
+// case. Exits with 0 if all checks pass.
 #include <immintrin.h>
 #include <math.h>
 #include <pthread.h>
@@ -10,11 +10,11 @@
 
 enum { kRows = 16, kLeftStride = 80, kRightStride = 96, kSumStride = 112 };
 
-// gcc's header says of tile instructions only that they take an address: what is in memory has to
-// be there before, and is looked for again after (gcc bug 114098).
+// gcc's header declares only that tile instructions take an address: memory must be written
+// before and read again after them (gcc bug 114098).
 #define SEEN() __asm__ volatile("" ::: "memory")
 
-// `right_rows` is `pairs` where tiles fit each other.
+// `right_rows` equals `pairs` if the tiles fit each other.
 static void configure(int m, int n, int pairs, int right_rows) {
   uint8_t config[64] = {1};
   const uint16_t row_bytes[8] = {4 * n, 4 * pairs, 0, 0, 0, 0, 0, 4 * n};  // sums, left, right
@@ -37,7 +37,7 @@ static float number(uint16_t bf16) {
   return value;
 }
 
-// Small whole numbers, of which products and sums are exact.
+// Small integers, whose products and sums are exact.
 static void fill(uint16_t* numbers, int count) {
   for (int i = 0; i < count; ++i) {
     const float value = (float)(rand() % 17 - 8);
@@ -95,7 +95,7 @@ static int all_products(void) {
   return 0;
 }
 
-// What lies outside a tile's configuration is zero when it is seen through a larger one.
+// Elements outside a tile's configuration are zero when a larger configuration shows them.
 static int zeros(void) {
   uint16_t numbers[kRows * 32], seen[kRows * 32];
   memset(seen, 0xff, sizeof(seen));
@@ -110,13 +110,13 @@ static int zeros(void) {
     if (seen[i]) return 12;
   }
   SEEN();
-  _tile_loadd(1, numbers, 0);  // every row is the first
+  _tile_loadd(1, numbers, 0);  // every row is equal to the first
   _tile_stored(1, seen, 64);
   SEEN();
   for (int i = 0; i < kRows * 32; ++i) {
     if (seen[i] != numbers[i % 32]) return 13;
   }
-  configure(16, 16, 16, 16);  // sets all to zero
+  configure(16, 16, 16, 16);  // zeroes all tiles
   _tile_stored(1, seen, 64);
   SEEN();
   for (int i = 0; i < kRows * 32; ++i) {
@@ -157,7 +157,7 @@ static int misfit(void) {
   return 19;
 }
 
-// tdpbf16ps tmm0, tmm1, tmm1, which no assembler takes.
+// tdpbf16ps tmm0, tmm1, tmm1, which assemblers reject.
 static int twice(void) {
   configure(16, 16, 16, 16);
   __asm__ volatile(".byte 0xc4, 0xe2, 0x72, 0x5c, 0xc1");

@@ -72,7 +72,7 @@ def test_ranks_that_make_no_mesh_are_refused() -> None:
     [
         (GPT2, 8, "its 12 attention heads are no multiple of 8"),
         (LLAMA, 4, "its 2 key and value heads are no multiple of 4"),
-        (spec_of(CASES["llama, yarn rope"], where=""), 2, "as transformers has it"),
+        (spec_of(CASES["llama, yarn rope"], where=""), 2, "uses transformers' layers"),
     ],
 )
 def test_a_model_that_cannot_be_shared_out_makes_no_plan(

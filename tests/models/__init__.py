@@ -1,1 +1,1 @@
-"""Tests of the numbers of models."""
+"""Tests of the models' sizes and costs."""

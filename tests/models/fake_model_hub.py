@@ -19,9 +19,9 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 @contextmanager
 def model_hub(commits: Mapping[str, Path], *, gated: bool = False) -> Iterator[str]:
-    """Serve folders by commit as `NAME`, the last one as `main`; gives the value for HF_ENDPOINT.
+    """Serve folders by commit as `NAME`, the last one as `main`; yield the value of HF_ENDPOINT.
 
-    The mapping may change while it is served.
+    The mapping can change during that time.
     """
     attributes = {"commits": commits, "gated": gated}
     with serving(type("ModelHub", (_ModelHub,), attributes)) as endpoint:
@@ -29,7 +29,7 @@ def model_hub(commits: Mapping[str, Path], *, gated: bool = False) -> Iterator[s
 
 
 def use_hub(monkeypatch: MonkeyPatch, *, endpoint: str, cache: Path, offline: bool = False) -> None:
-    """Point this process's client, which reads the environment when it is imported, to a hub."""
+    """Point this process's hub client, which reads the environment on import, to a fake hub."""
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -62,7 +62,7 @@ class _ModelHub(Hub):
             self.send(b"{}", {"X-Error-Code": "RepoNotFound"}, with_body=with_body, status=404)
 
     def _set(self, revision: str, *, with_body: bool) -> bool:
-        """Set the folder that a revision names, or answer that there is none."""
+        """Select the folder of a revision, or respond that it does not exist."""
         commit = list(self.commits)[-1] if revision == "main" else revision
         if commit not in self.commits:
             code = {"X-Error-Code": "RevisionNotFound"}

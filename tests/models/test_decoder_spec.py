@@ -75,24 +75,24 @@ MEASURED = [
     (QWEN3_0_6B, 1, 9_334_255_616),
     (QWEN3_0_6B | {"num_hidden_layers": 10}, 1, 5_208_764_416),
 ]
-"""config.json, sequences of 1024 tokens a pass, and the peak of a step in bytes."""
+"""config.json, sequences of 1024 tokens a micro-batch, and the peak of a step in bytes."""
 
 
 def config(name: str) -> Any:
-    """transformers' configuration of one of MODELS."""
+    """Return transformers' configuration of one of MODELS."""
     kind, own = MODELS[name]
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return CONFIG_MAPPING[kind](**{**SIZES, **ids, **own})
 
 
 def module_of(name: str) -> Any:
-    """transformers' module with attention that the counter of FLOPs sees."""
+    """Return transformers' module with attention that the FLOP counter supports."""
     build: Any = AutoModelForCausalLM.from_config
     return build(config(name), attn_implementation="eager")
 
 
 def spec_of_raw(name: str, **changed: Any) -> DecoderSpec:
-    """Read a config.json as an older transformers wrote it."""
+    """Read a config.json in the form of an older transformers."""
     kind, own = MODELS[name]
     return read({"model_type": kind, **SIZES, **own, **changed}, where="config.json")
 
@@ -178,11 +178,11 @@ def test_a_feature_that_the_modules_lack_is_named(
         ({"rope_scaling": [8]}, "rope_scaling = [8]: must be an object"),
         (
             {"rope_scaling": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
-            "qwen3 has none by layer type",
+            "qwen3 has no rope per layer type",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
-            "qwen3 has none by layer type",
+            "qwen3 has no rope per layer type",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
 
 
 def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"rope_scaling = .* has rope_type in place of type"):
+    with pytest.raises(CheckpointError, match=r"rope_scaling = .* needs rope_type instead of type"):
         spec_of_raw("gemma3", rope_scaling={"type": "linear", "factor": 8.0})
     both = spec_of_raw("gemma3", rope_scaling={"type": "x", "rope_type": "linear", "factor": 8.0})
     assert both == spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})
@@ -226,14 +226,14 @@ def test_the_memory_estimate_follows_batch_vocabulary_and_gradients() -> None:
             )
         )
 
-    # No logits among what the batch adds: 64 wide, 4 heads over 2 of keys, 96 within the MLP.
+    # The batch size does not change the logits: width 64, 4 heads, 2 key heads, 96 inside the MLP.
     kept = 4 * 2 * 64 + 2 * (2 * 64 + 2 * 64 + 2 * 32 + 2 * 96)
     assert estimate(8) - estimate(4) == 4 * 512 * 3 * kept
-    # Passes after a step's first one find its gradients there, and rounded ones leave less gaps.
+    # Later micro-batches hold the first one's gradients; rounded gradients leave smaller gaps.
     inner = spec.num_params() - spec.embedding_size()
     added = estimate(8, accumulates=True) - estimate(8)
     assert added == 4 * spec.num_params() + inner
-    # Between ranks the first one's head is made in its bucket, another pass's beside it.
+    # With other ranks, the first micro-batch makes the head in its bucket, a later in new memory.
     head = 4 * spec.embedding_size()
     assert estimate(8, alone=False, accumulates=True) - estimate(8, alone=False) == head
 

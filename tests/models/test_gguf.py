@@ -1,4 +1,4 @@
-"""A GGUF file of the Llama family is a model to start from, read as its folder would be."""
+"""A run can start from a GGUF file of the Llama family, with the same result as its folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama as a GGUF file in bf16, beside the folder that it is from."""
+    """Return a small Llama as a GGUF file in bf16, with its original folder."""
     root = tmp_path_factory.mktemp("gguf")
     make_llama(root / "model", "Llama")
     assert export(root / "model", root / "small.gguf") == ExitCode.OK
@@ -58,7 +58,7 @@ def test_a_file_is_read_as_the_folder_that_it_was_exported_from(kind: str, tmp_p
             assert torch.equal(value, rounded.float()), name
             weights[name].copy_(rounded)
         tokens = torch.arange(24).view(1, -1)
-        # The file has its epsilon and base in fp32.
+        # The file stores its epsilon and base in fp32.
         torch.testing.assert_close(
             found.logits(found.hidden(tokens)),
             expected.logits(expected.hidden(tokens)),
@@ -121,7 +121,7 @@ def test_the_ways_of_cutting_words_that_llama_cpp_names_are_restored(
     old = (5).to_bytes(8, "little") + b"gpt-2"
     assert content[start : start + len(old)] == old
     file = tmp_path / "other.gguf"
-    # Of the same length: what is behind it stays where the header says.
+    # Equal in length, so that later offsets stay valid.
     file.write_bytes(content.replace(old, old.replace(b"gpt-2", b"qwen2"), 1))
     folder = gguf_tokenizer_folder(file)
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("In 1984").tokens
@@ -145,7 +145,9 @@ def test_a_file_and_a_folder_with_one_are_names_of_a_model(exported: Path, tmp_p
     assert sent is not None and sent.folder == alone and list(sent.files) == ["m.gguf"]
     assert gguf_file(exported.parent / "model") is None
     (alone / "n.gguf").write_bytes(b"another")
-    with pytest.raises(CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Name one"):
+    with pytest.raises(
+        CheckpointError, match=r"2 GGUF files \(m.gguf, n.gguf\). Use the path of one"
+    ):
         find_source(str(alone), setting="model.init")
 
 
@@ -174,7 +176,7 @@ def test_every_cut_is_noticed_in_one_line(exported: Path, tmp_path: Path) -> Non
 
 
 def test_a_header_that_lies_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
-    """Every byte of the first kilobyte and of the tensors' list, set to what overflows most."""
+    """Set each byte of the first kilobyte and of the tensor list to the values that overflow."""
     content = exported.read_bytes()
     end = content.index(b"blk.1.attn_q")
     file = tmp_path / "odd.gguf"
@@ -193,7 +195,7 @@ def test_a_tensor_that_is_missing_or_scaled_is_named(exported: Path, tmp_path: P
     file = tmp_path / "changed.gguf"
     old = b"blk.1.ffn_up.weight"
     file.write_bytes(content.replace(old, b"blk.1.ffn_xx.weight"))
-    with pytest.raises(CheckpointError, match=r"has no tensor blk\.1\.ffn_up"):
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up\S* is missing"):
         read_gguf(file)
     change = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     change |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -306,7 +308,7 @@ def test_an_array_of_one_number_is_an_array_in_the_file(exported: Path, tmp_path
     content, file = exported.read_bytes(), tmp_path / "m.gguf"
     key = b"llama.rope.freq_base"
     start = content.index(key) + len(key)
-    # A float's type is 6, an array's 9.
+    # The type of a float is 6, of an array 9.
     array = struct.pack("<IIQf", 9, 6, 1, 5000.0)
     file.write_bytes(content[:start] + array + content[start + 8 :] + bytes(64))
     with pytest.raises(CheckpointError, match=r"rope\.freq_base = Array\(length=1\)"):

@@ -1,4 +1,4 @@
-"""Models by their name on the hub, from a hub on a local port."""
+"""Models by their name on the hub, served on a local port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 8}
 
 
 def write_model(folder: Path, *, value: float = 0.0) -> Path:
-    """A model's files, and one that nobody needs."""
+    """Write a model's files, and an unneeded one."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
@@ -29,7 +29,7 @@ def write_model(folder: Path, *, value: float = 0.0) -> Path:
 
 
 def write_shards(folder: Path) -> Path:
-    """A model in two files with an index."""
+    """Write a model in two files with an index."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     names = {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}

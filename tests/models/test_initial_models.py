@@ -1,4 +1,4 @@
-"""A run that starts from a name on the hub or from a GGUF file, and goes on without it."""
+"""A run that starts from a hub name or a GGUF file, and resumes without it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with a tokenizer."""
+    """Return a small Llama with a tokenizer."""
     return make_llama(tmp_path_factory.mktemp("initial") / "model", "Llama")
 
 
 @pytest.fixture(scope="module")
 def settings(model: Path, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the settings beyond the tiny run's: data of the model's tokenizer, and its sizes."""
+    """Return the settings beyond the tiny run's: data with the model's tokenizer, and sizes."""
     identity = folder_identity(model)
     assert identity is not None
     data = make_data_folder(
@@ -63,14 +63,14 @@ def test_a_run_keeps_the_commit_it_began_with_on_every_rank_and_without_the_hub(
     other = tmp_path / "other"
     other.mkdir()
     commits[SECOND] = other
-    # As an operator's copy has it, which replaces the run folder's at a resume.
+    # As in an operator's copy, which replaces the run folder's at a resume.
     text = (folder / "run.toml").read_text()
     (folder / "run.toml").write_text(text.replace(f"@{FIRST}", ""))
     env = rank_env(**home)
     whole = trained(folder, tiny_config, *words, "train.steps=4", env=env)
     assert load_run_config(folder / "run.toml").model.init == f"{NAME}@{FIRST}"
     assert whole[:2] == begun and len(whole) == 4
-    # A new run finds the commit that was downloaded, and nobody is asked.
+    # A new run finds the downloaded commit without any request.
     env = rank_env(**home, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
     again = trained(tmp_path / "again", tiny_config, *words, "train.steps=2", env=env)
     assert again == pytest.approx(begun, rel=1e-5)

@@ -1,4 +1,4 @@
-"""A model that cannot be trained is refused in one line, with exit code 10, before any write."""
+"""A model that cannot be trained is rejected in one line, with exit code 10, before any write."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ IS_OFFLINE = (
     "(hf download), or name a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
-AGAIN = "Download the model again, or name another one."
+AGAIN = "Download the model again, or use another one."
 LAYOUT = "Name a folder in the Hugging Face layout."
-ITS_OWN = "Name a folder in the Hugging Face layout, with its own config.json."
+ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
 A_WHOLE_MODEL = "Name the folder of a whole model."
+USE_A_WHOLE_MODEL = "Use the folder of a whole model."
 NO_FOLDER = (
     "the folder does not exist. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
@@ -71,24 +72,24 @@ NOT_CAUSAL = (
 )
 
 Spoil = Callable[[Path], str | None]
-"""Damages the model in a folder; returns model.init where it is not that folder."""
+"""Damages the model in a folder; returns model.init if it is not that folder."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model that is refused."""
+    """One model that is rejected."""
 
     spoil: Spoil
     line: str
-    """The whole message; {model} is the folder, {tmp} the one it is in, {data} the data's,
-    {prepare} the command that makes it for the model, {hub} the hub's address."""
+    """The whole message; {model} is the folder, {tmp} its parent, {data} the data's,
+    {prepare} the command that prepares it for the model, {hub} the hub's address."""
     settings: tuple[str, ...] = ()
     is_known_before: bool = True
-    """False where only transformers knows it, which plans go without."""
+    """False if only transformers detects it, which plans do not import."""
     has_sizes: bool = False
-    """True where config.json says what there is to plan, or where the model is on no disk here."""
+    """True if config.json gives the sizes for a plan, or if the model is not on this disk."""
     trained: str | None = None
-    """The message of training, where it finds the same otherwise."""
+    """The message of training, if it differs."""
 
 
 def config(**changes: Any) -> Spoil:
@@ -190,7 +191,7 @@ def adapter_without_base(folder: Path) -> None:
 
 
 def gguf_of(architecture: bytes, *, cut_bytes: int = 0) -> Spoil:
-    """Give the file a header that ends behind its first key."""
+    """Write a file with a header that ends after its first key."""
 
     def text(value: bytes) -> bytes:
         return len(value).to_bytes(8, "little") + value
@@ -224,13 +225,13 @@ CASES = {
     ),
     "half a shard": Case(
         sharded(cut("model-00002-of-00002.safetensors")),
-        "{model}/model-00002-of-00002.safetensors: 5,188 bytes, its header says 10,376: it was cut "
-        f"off or is damaged. {AGAIN}",
+        "{model}/model-00002-of-00002.safetensors: 5,188 bytes, but its header requires "
+        f"10,376: the file is truncated or damaged. {AGAIN}",
         has_sizes=True,
     ),
     "missing shard": Case(
         sharded(without("model-00001-of-00002.safetensors")),
-        f"{{model}}/{INDEX}: names model-00001-of-00002.safetensors, which is not there. {AGAIN}",
+        f"{{model}}/{INDEX}: it lists model-00001-of-00002.safetensors, which is missing. {AGAIN}",
         has_sizes=True,
     ),
     "shards without index": Case(
@@ -258,13 +259,13 @@ CASES = {
     ),
     "half the weights": Case(
         cut(),
-        f"{{model}}/{WEIGHTS}: 26,768 bytes, its header says 53,536: it was cut off or is damaged. "
-        f"{AGAIN}",
+        f"{{model}}/{WEIGHTS}: 26,768 bytes, but its header requires 53,536: the file is truncated "
+        f"or damaged. {AGAIN}",
         has_sizes=True,
     ),
     "text for weights": Case(
         content(WEIGHTS, "<html>Not found</html>"),
-        f"{{model}}/{WEIGHTS}: 22 bytes: it was cut off or is no safetensors file. {AGAIN}",
+        f"{{model}}/{WEIGHTS}: 22 bytes: truncated or not a safetensors file. {AGAIN}",
         has_sizes=True,
     ),
     "a pointer for weights": Case(
@@ -275,8 +276,8 @@ CASES = {
     ),
     "lying header": Case(
         lying_header,
-        f"{{model}}/{WEIGHTS}: 'model.layers.0.mlp.gate_proj.weight': F32 of shape [99, 16] takes "
-        f"6,336 bytes, but the header gives it 2,048: the file is damaged. {AGAIN}",
+        f"{{model}}/{WEIGHTS}: 'model.layers.0.mlp.gate_proj.weight': F32 of shape [99, 16] needs "
+        f"6,336 bytes, but the header reserves 2,048: the file is damaged. {AGAIN}",
         has_sizes=True,
     ),
     "pickle": Case(
@@ -323,13 +324,13 @@ CASES = {
     ),
     "GGUF of another family": Case(
         gguf_of(b"falcon"),
-        "{tmp}/model.gguf: general.architecture = 'falcon': only llama, qwen2, qwen3 are read. "
-        "Name a folder in the Hugging Face layout, with safetensors.",
+        "{tmp}/model.gguf: general.architecture = 'falcon': only llama, qwen2, qwen3 can be read. "
+        "Use a folder in the Hugging Face layout, with safetensors.",
     ),
     "half a GGUF": Case(
         gguf_of(b"llama", cut_bytes=120),
-        "{tmp}/model.gguf: 126 bytes, its header says 160: it was cut off or is damaged. Download "
-        "it again, or name a folder in the Hugging Face layout.",
+        "{tmp}/model.gguf: 126 bytes, but its header requires 160: the file is truncated or "
+        "damaged. Download it again, or use a folder in the Hugging Face layout.",
     ),
     "malformed config": Case(
         content("config.json", '{"model_type": '),
@@ -361,7 +362,7 @@ CASES = {
         f"requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 9 missing (first: "
-        f"model.layers.2.input_layernorm.weight). {A_WHOLE_MODEL}",
+        f"model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
     ),
     "heads that do not divide": Case(
         config(num_attention_heads=3),
@@ -379,64 +380,66 @@ CASES = {
     ),
     "vision beside text": Case(
         config(model_type="gemma3"),
-        "{model}/config.json: model_type = 'gemma3': it holds a vision model beside the text "
-        "model. Name a text model (model_type 'gemma3_text', google/gemma-3-270m or -1b for "
-        "example).",
+        "{model}/config.json: model_type = 'gemma3': it has a vision model, too. Use a text "
+        "model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
     ),
     "encoder-decoder": Case(
         config(model_type="bart", is_encoder_decoder=True),
-        "{model}/config.json: is_encoder_decoder = true: model_type 'bart' is no causal language "
-        "model. Use a decoder-only model.",
+        "{model}/config.json: is_encoder_decoder = true: model_type 'bart' is not a causal "
+        "language model. Use a decoder-only model.",
     ),
     "no language model": Case(config(model_type="vit"), NOT_CAUSAL.format("vit", "")),
     "another model's weights": Case(
         config(model_type="bert"),
         "{model}: not the weights that config.json describes: 44 missing (first: "
-        f"bert.embeddings.LayerNorm.bias). {A_WHOLE_MODEL}",
+        f"bert.embeddings.LayerNorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "quantised": Case(
         config(quantization_config={"quant_method": "gptq"}),
-        "{model}/config.json: quantization_config: quantised weights cannot be trained. Name the "
-        "model's folder in bf16 or fp32.",
+        "{model}/config.json: quantization_config: quantised weights cannot be trained. Use the "
+        "model in bf16 or fp32.",
     ),
     "quantised tensors": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(32, WIDTH, dtype=torch.int8)})),
         f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Name the model in bf16 "
         "or fp32.",
         has_sizes=True,
+        trained=f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Use the model "
+        "in bf16 or fp32.",
     ),
     "a tensor's shape": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
         f"{{model}}: {A_MATRIX} has the shape [16, 32], but its config.json requires [32, 16]. "
         f"{A_WHOLE_MODEL}",
         has_sizes=True,
-        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json says (32, 16). {A_WHOLE_MODEL}",
+        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json requires (32, 16). "
+        f"{USE_A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
         f"{{model}}: it has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 1 missing (first: "
-        f"{A_MATRIX}). {A_WHOLE_MODEL}",
+        f"{A_MATRIX}). {USE_A_WHOLE_MODEL}",
     ),
     "an unknown tensor": Case(
         tensors(lambda found: found.update({"model.extra": torch.zeros(1)})),
         "{model}: not the weights that config.json describes: 1 unknown (first: model.extra). "
-        f"{A_WHOLE_MODEL}",
+        f"{USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "missing tensors of transformers' own": Case(
         config(model_type="stablelm"),
         "{model}: not the weights that config.json describes: 5 missing (first: "
-        f"model.layers.0.input_layernorm.bias). {A_WHOLE_MODEL}",
+        f"model.layers.0.input_layernorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "adapter without its base": Case(
         adapter_without_base,
         f"{{model}}/adapter_config.json: base_model_name_or_path = '{{tmp}}/gone': {NO_FOLDER}",
-        trained="{model}: its base {tmp}/gone is not there, and an adapter has no copy of it. "
-        "Put the base back in that place.",
+        trained="{model}: its base {tmp}/gone is missing, and an adapter has no copy of it. "
+        "Restore the base in that folder.",
     ),
     "other sizes": Case(
         lambda _: None,
@@ -450,7 +453,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that can be trained."""
+    """Return a model that can be trained."""
     folder = tmp_path_factory.mktemp("whole") / "model"
     folder.mkdir()
     torch.manual_seed(1)
@@ -460,7 +463,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Return a copy of the model to damage."""
     shutil.copytree(whole, tmp_path / "model")
     return tmp_path / "model"
 
@@ -469,7 +472,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 def hub(
     whole: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """A hub with one gated model."""
+    """Return a hub with one gated model."""
     with model_hub({FIRST: whole}, gated=True) as endpoint:
         use_hub(monkeypatch, endpoint=endpoint, cache=tmp_path_factory.mktemp("cache"))
         yield
@@ -493,7 +496,7 @@ def below(folder: Path) -> set[Path]:
 
 @pytest.fixture
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The lines that transformers logs, which it keeps from the root logger."""
+    """Capture the lines that transformers logs, which do not reach the root logger."""
     theirs = logging.getLogger("transformers")
     theirs.addHandler(caplog.handler)
     yield caplog
@@ -549,7 +552,7 @@ def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
     line = message(case.line, tmp_path, tiny_data)
     assert said[1:] == [f"error: {line}"], said
     assert below(tmp_path) == before
-    # A plan has figures for a model whose sizes are known, and says that a run would stop.
+    # A plan prints numbers for a model with known sizes, with a note that the run would stop.
     code = ExitCode.OK if case.has_sizes else ExitCode.CONFIG
     assert orchestrate(["plan", *words], os.environ) == code, capsys.readouterr()
     mark = "note: a run would fail: " if case.has_sizes else "error: "
@@ -572,7 +575,7 @@ def test_a_run_without_a_network_is_refused_in_one_line_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Nothing listens on the port of discard.
+    # The discard port has no listener.
     use_hub(monkeypatch, endpoint="http://127.0.0.1:9", cache=tmp_path / "cache", offline=offline)
     before = below(tmp_path)
     words = ["--inventory", "local", "--runs-dir", str(tmp_path / "runs"), "--config"]
@@ -607,7 +610,7 @@ def test_a_process_of_its_own_says_it_in_one_line_too(
 ) -> None:
     result = refused_process(name, folder, tiny_config, tmp_path)
     expected = message(CASES[name].line, tmp_path, tiny_data)
-    # The command that it prints names the interpreter as this or that process finds it.
+    # The printed command has the interpreter as found by each process.
     found, wanted = (
         re.sub(r"\S*python -m", "python -m", each) for each in (result.stderr, expected)
     )
@@ -629,7 +632,7 @@ def test_transformers_table_of_missing_weights_does_not_come_before_the_line(
 def refused_process(
     name: str, folder: Path, tiny_config: Path, tmp_path: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Train the damaged model in a process of its own, which refuses it and writes nothing."""
+    """Train the damaged model in a new process, which rejects it and writes nothing."""
     CASES[name].spoil(folder)
     words = ["schedule.warmup_steps=0", *settings_of(str(folder))]
     result = run(

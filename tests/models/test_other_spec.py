@@ -1,4 +1,4 @@
-"""Families without a file of their own: counted from their tensors, against transformers."""
+"""Families without a file in this project: counted from their tensors, against transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOKENS = 24
 
 
 def saved(name: str, folder: Path) -> Any:
-    """transformers' module with random weights, saved; torch's counter sees all its matmuls."""
+    """Return transformers' module with random weights, saved; torch can count all its matmuls."""
     config = CONFIG_MAPPING[name](**{**SIZES, **FAMILIES[name]})
     config._experts_implementation = "eager"
     build: Any = AutoModelForCausalLM.from_config
@@ -81,7 +81,7 @@ def test_without_weights_it_says_that_it_does_not_know() -> None:
     spec = read({"model_type": "olmo2", **SIZES}, where="config.json")
     assert (spec.num_layers(), spec.num_heads(), spec.width(), spec.context()) == (2, 4, 64, 300)
     for ask in (spec.num_params, spec.flops_per_token, spec.gradient_sizes):
-        with pytest.raises(CheckpointError, match="how many parameters it has is not known"):
+        with pytest.raises(CheckpointError, match="does not determine the number of parameters"):
             ask()
 
 
@@ -100,7 +100,7 @@ def test_a_wrong_size_is_refused(changed: dict[str, Any], message: str) -> None:
 
 
 def test_a_model_without_a_vocabulary_is_no_language_model() -> None:
-    with pytest.raises(CheckpointError, match="no language model of text alone"):
+    with pytest.raises(CheckpointError, match="not a text-only language model"):
         read({"model_type": "olmo2"}, where="config.json")
 
 

@@ -1,4 +1,4 @@
-"""A plan prints every family's numbers from config.json alone, and does without torch."""
+"""A plan prints every family's numbers from config.json alone, without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMETERS = {
     "Mistral-7B": 7_241_732_096,
     "Gemma-3-270M": 268_098_176,
 }
-"""As transformers counts the published models."""
+"""Counts of the published models by transformers."""
 OTHER = {"model_type": "olmo2", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
 OTHER |= {"num_attention_heads": 2, "tie_word_embeddings": False}
 
@@ -73,7 +73,7 @@ def objects(text: str) -> Iterator[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a family that is not ours, with four of its tensors."""
+    """Return a folder of a family without native support, with four of its tensors."""
     folder = make_folder(tmp_path_factory.mktemp("other"), "model", OTHER)
     shapes = {
         "model.embed_tokens.weight": (64, 16),
@@ -93,7 +93,7 @@ def test_a_plan_counts_every_family_without_torch(tmp_path: Path, other: Path) -
     assert dict(zip(CONFIGS, (plan["params"] for plan in plans), strict=False)) == PARAMETERS
     assert plans[-1]["params"] == 2 * 64 * 16 + 32 * 16 + 16
     assert all(plan["memory_bytes_per_rank"] and plan["flops_per_step"] for plan in plans)
-    # Such a folder is planned with, and cannot be started from.
+    # Such a folder can be planned with, but not started from.
     assert said.count("it has no weights (model.safetensors") == len(CONFIGS)
 
 
@@ -103,7 +103,7 @@ def test_a_plan_says_that_it_does_not_know_another_family_without_its_weights(
     plans, codes, said = planned([make_folder(tmp_path, "m", OTHER)], tmp_path / "runs")
     assert (plans, codes) == ([], [ExitCode.CONFIG])
     error = said.splitlines()[-1]
-    assert error.startswith("error: ") and "how many parameters it has is not known" in error
+    assert error.startswith("error: ") and "does not determine the number of parameters" in error
 
 
 def test_another_family_on_the_hub_is_counted_from_the_headers_of_its_weights(

@@ -21,7 +21,7 @@ TENSORS = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
 
 def with_header(entries: object, *, data: bytes = b"") -> bytes:
-    """A file with any header."""
+    """Return a file with any header."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -31,7 +31,7 @@ def entry(*, dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> di
 
 
 def shards(folder: Path) -> Path:
-    """Two files and their index; returns the index."""
+    """Write two files and their index; return the index."""
     names = {}
     for number, (tensor, value) in enumerate(TENSORS.items(), start=1):
         names[tensor] = f"model-0000{number}-of-00002.safetensors"
@@ -77,20 +77,20 @@ def test_a_whole_file_and_shards_have_the_same_tensors(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "0 bytes"),
-        (b"\x80\x04\x95", "is no safetensors file"),
-        ((2**63).to_bytes(8, "little") + b"{}", "is no safetensors file"),
+        (b"\x80\x04\x95", "not a safetensors file"),
+        ((2**63).to_bytes(8, "little") + b"{}", "not a safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Run `git lfs pull`"),
         (with_header(b"{ "), "not JSON"),
         (with_header(b"[" * 50_000), "nested too deeply"),
-        (with_header([1, 2]), "is no object"),
+        (with_header([1, 2]), "is not a JSON object"),
         (with_header({"t": 3}), "expected an object"),
         (with_header(entry(dtype="PICKLE"), data=bytes(8)), "unknown dtype 'PICKLE'"),
         (with_header(entry(shape=(-2,)), data=bytes(8)), "must be at least 0"),
-        (with_header(entry(shape=(2**40, 2**40)), data=bytes(8)), "the header gives it 8"),
-        (with_header(entry(shape=(3,)), data=bytes(8)), "takes 12 bytes"),
-        (with_header(entry(offsets=(8, 0)), data=bytes(8)), "the header gives it -8"),
-        (with_header(entry(), data=bytes(4)), "it was cut off"),
-        (with_header(entry(offsets=(2**40, 2**40 + 8)), data=bytes(8)), "it was cut off"),
+        (with_header(entry(shape=(2**40, 2**40)), data=bytes(8)), "the header reserves 8"),
+        (with_header(entry(shape=(3,)), data=bytes(8)), "needs 12 bytes"),
+        (with_header(entry(offsets=(8, 0)), data=bytes(8)), "the header reserves -8"),
+        (with_header(entry(), data=bytes(4)), "file is truncated"),
+        (with_header(entry(offsets=(2**40, 2**40 + 8)), data=bytes(8)), "file is truncated"),
         (with_header(b'{"t": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 8]}}'), "NaN"),
     ],
 )
@@ -109,13 +109,13 @@ def cut(path: Path) -> None:
 
 
 def repeat(index: Path) -> None:
-    """Put a tensor of the first shard into the second one, too, with other numbers."""
+    """Write a tensor of the first shard into the second one, too, with other values."""
     second = index.with_name("model-00002-of-00002.safetensors")
     save_file({"a": torch.ones(3, 4), "b": TENSORS["b"]}, second)
 
 
 def repeat_unnamed(index: Path) -> None:
-    """Put a tensor that the index does not name into both shards."""
+    """Write a tensor that the index does not list into both shards."""
     for path in index.parent.glob("*.safetensors"):
         save_file({**load_file(path), "c": torch.ones(2)}, path)
 
@@ -132,17 +132,20 @@ def test_a_tensor_that_the_index_does_not_name_is_the_models_as_in_transformers(
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda index: cut(index.with_name("model-00002-of-00002.safetensors")), "was cut off"),
-        (lambda index: index.with_name("model-00001-of-00002.safetensors").unlink(), "not there"),
+        (
+            lambda index: cut(index.with_name("model-00002-of-00002.safetensors")),
+            "file is truncated",
+        ),
+        (lambda index: index.with_name("model-00001-of-00002.safetensors").unlink(), "is missing"),
         (lambda index: index.unlink(), f"shards but no {INDEX_FILE}"),
         (lambda index: index.write_text("{}"), "weight_map is missing"),
         (lambda index: index.write_text("["), "not JSON"),
         (lambda index: rewrite(index, a="../model.safetensors"), "does not name a safetensors"),
         (lambda index: rewrite(index, a="/etc/passwd"), "does not name a safetensors file"),
         (lambda index: rewrite(index, a="pytorch_model.bin"), "does not name a safetensors file"),
-        (lambda index: rewrite(index, c="model-00001-of-00002.safetensors"), "has no tensor 'c'"),
-        (repeat, "00001-of-00002.* has 'a', but model-00002-of-00002.safetensors has one too"),
-        (repeat_unnamed, "has 'c', but model-00002-of-00002.safetensors has one too"),
+        (lambda index: rewrite(index, c="model-00001-of-00002.safetensors"), "lacks tensor 'c'"),
+        (repeat, "00001-of-00002.* and model-00002-of-00002.safetensors both have 'a'"),
+        (repeat_unnamed, "and model-00002-of-00002.safetensors both have 'c'"),
     ],
 )
 def test_shards_that_contradict_their_index_are_refused(

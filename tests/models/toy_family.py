@@ -1,6 +1,6 @@
-"""A model family that predicts the next token from the last one: all that a new one needs to be.
+"""A model family that predicts the next token from the last one: the minimum of a new family.
 
-As a program it trains on ranks as tests.support.several_runs, with the family in the registry.
+As a program it trains on ranks like tests.support.several_runs, with the family in the registry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from payload.train.models.hf_layout import load_named
 from tests.support import several_runs
 
 LINE = {"toy": "tests.models.toy_family"}
-"""The registry's line."""
+"""The registry's line for the family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ToySpec(ModelSpec):
 
 
 class Toy(CausalLM):
-    """The model."""
+    """The toy model."""
 
     spec: ToySpec
 
@@ -99,7 +99,7 @@ def build(spec: ToySpec, *, dropout: float, random: bool) -> Toy:
 
 
 class ToyFamily(Family):
-    """Its numbers from config.json, and the module with its tensors."""
+    """Reads the spec from config.json, and names the module with the layers."""
 
     model_types = ("toy",)
     tensors = LINE["toy"]

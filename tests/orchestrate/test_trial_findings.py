@@ -216,7 +216,7 @@ NCCL_ERROR = (
     "remote process exited or there was a network error"
 )
 NO_DEVICE = (
-    "ConfigError: device.kind = 'cuda': torch 2.13.0+cu130 sees no CUDA device. Install the "
+    "ConfigError: device.kind = 'cuda': torch 2.13.0+cu130 finds no CUDA device. Install the "
     "driver and torch's CUDA build, or use device.kind = 'cpu'."
 )
 
@@ -233,7 +233,7 @@ NO_DEVICE = (
             ),
             "gpu",
             ["node-1"],
-            "its rank has no GPU: device.kind = 'cuda': torch 2.13.0+cu130 sees no CUDA device.",
+            "its rank has no GPU: device.kind = 'cuda': torch 2.13.0+cu130 finds no CUDA device.",
         ),
         (
             outcome(*STARTED, *JOINED, {"node": "node-2", "error": NCCL_ERROR}),

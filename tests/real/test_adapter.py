@@ -14,7 +14,7 @@ from payload.config.training_sections import AdapterSection, EngineSection, Opti
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
 from tests.train.alone import ALONE
@@ -35,7 +35,7 @@ def test_twenty_losses_in_fp32_are_pefts(tmp_path: Path) -> None:
     add_adapter(model, AdapterSection(kind="lora", rank=RANK), seed=1)
     save_adapter(model, tmp_path, base=(str(smollm2_folder()), None))
     optimizers = build_optimizers(model, SETTINGS)
-    engage(model, optimizers, settings=EngineSection(), world=ALONE)
+    apply_engine(model, optimizers, settings=EngineSection(), world=ALONE)
     optimizers.set_lr(LR)
     ours = []
     for text in batches():

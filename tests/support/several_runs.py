@@ -75,9 +75,9 @@ def _train_spoiled(arguments: list[str], rank: int, parameter: str) -> None:
 
     def spoiled(trainer: Any) -> bool:
         stopping = step(trainer)
-        if trainer._parts.world.rank == rank and trainer._step == 2:
+        if trainer._context.world.rank == rank and trainer._step == 2:
             with torch.no_grad():
-                trainer._parts.optimizers.trained()[parameter].view(-1)[5] += 1e-6
+                trainer._context.optimizers.trained()[parameter].view(-1)[5] += 1e-6
         return stopping
 
     with mock.patch.object(Trainer, "_train_step", spoiled):
@@ -85,9 +85,9 @@ def _train_spoiled(arguments: list[str], rank: int, parameter: str) -> None:
             program.main(arguments, os.environ)
         except RanksDifferError as error:
             # It would end this process.
-            with mock.patch.object(program, "leave") as leave:
+            with mock.patch.object(program, "exit_now") as exit_now:
                 sys.excepthook(type(error), error, error.__traceback__)
-            leave.assert_called_once_with(ExitCode.TRAINING)
+            exit_now.assert_called_once_with(ExitCode.TRAINING)
         else:
             raise AssertionError("the ranks differ, and the run did not fail")
     distributed.destroy_process_group()

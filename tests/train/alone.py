@@ -1,4 +1,4 @@
-"""A rank that is alone, and its training in the test's own process."""
+"""Training of a single rank in the test's own process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here
 
 
 def forget_accelerate() -> None:
-    """Let the next run of this process have another precision: Accelerate keeps to the first."""
+    """Let the next run of this process use another precision: Accelerate keeps the first one."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:
-    """`folder` is the run's; `stops` asks it to stop from the beginning.
+    """Train a run in `folder`; with `stops`, a stop is requested from the beginning.
 
-    Of this machine's speed one product is measured: most of a short run would be the rest.
+    The calibration measures only one product: otherwise it would take most of a short run.
     """
     with patch.object(calibration, "_GEMM_BUDGET_S", 0.0):
         return train(

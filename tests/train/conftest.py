@@ -1,4 +1,4 @@
-"""The kernels' library, built once a machine."""
+"""The kernels' library, built once for each machine."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from payload.kernels.build import built_library
 from payload.kernels.library import Library
 from tests.train.alone import forget_accelerate
 
-# Of glibc's malloc.h. It fills memory with the lowest eight bits of the value's complement, and
-# with nothing when the value is 0.
+# From glibc's malloc.h. It fills memory with the lowest eight bits of the value's complement, or
+# not at all if the value is 0.
 _M_PERTURB, _ALL_ONES = -6, 0x100
 
 
 @pytest.fixture(scope="session")
 def built() -> Path:
-    """The file, from the trainer's own cache, as ranks of other tests build it there."""
+    """Return the library's file in the trainer's own cache, where ranks of other tests build it."""
     return built_library(Path.home() / ".cache" / "tileforge" / "kernels")
 
 
 @pytest.fixture(scope="session")
 def library(built: Path) -> Library:
-    """The library, loaded."""
+    """Return the loaded library."""
     return Library(built)
 
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """Memory that nobody has written to is NaN: whoever reads it is found out.
+    """Fill unwritten memory with NaN, so that reads of it are detected.
 
-    Torch does so for tensors with its deterministic operations only, which other tests go without;
-    for the kernels' own memory glibc does.
+    Torch fills tensors only with deterministic operations, which other tests do not use;
+    glibc fills the kernels' own memory.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on, unless turned off
@@ -48,14 +48,14 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def accelerate_forgets() -> Iterator[None]:
-    """The tests train with several precisions."""
+    """Reset Accelerate's state: these tests train with several precisions."""
     yield
     forget_accelerate()
 
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """How many threads torch and the kernels have."""
+    """Set the number of threads of torch and the kernels."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -1,4 +1,4 @@
-"""Runs that train on conversations, on preference pairs and to classify, for several files."""
+"""Runs on conversations, on preference pairs and on labelled texts, for several test files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _config(
 
 
 def classify_texts(count: int = 120, seed: int = 1) -> list[tuple[str, str]]:
-    """Return lists of words of one kind, and the kind."""
+    """Return texts whose tokens belong to one kind, and the kind."""
     chosen = random.Random(seed)
     kinds = [chosen.choice(list(WORDS)) for _ in range(count)]
     return [
@@ -133,13 +133,13 @@ def classify_base(folder: Path) -> Path:
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's evaluations, less their times."""
+    """Return the rows of a run's evaluations, without their times."""
     rows = [row for row in metrics(run_dir) if "val_loss" in row]
     return [{key: row[key] for key in row if key != "time_unix"} for row in rows]
 
 
 def json_of(printed: str) -> dict[str, Any]:
-    """Return the last JSON object among the lines that a command printed."""
+    """Return the last JSON object in the output of a command."""
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     loaded: dict[str, Any] = json.loads(lines[-1])
     return loaded

@@ -1,4 +1,4 @@
-"""Gradients of several passes, added in place, against the sums that autograd makes."""
+"""Gradients of several micro-batches, added in place, against autograd's sums."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.train.test_model import make_model, tokens
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 PASSES = 3
-# The other one is silent, so that means are halves.
+# The other rank contributes zeros, so means are halves.
 FIRST_OF_TWO = World(rank=0, world_size=2, local_rank=0, local_world_size=2, node="here")
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process."""
+    """Initialize a process group of one process."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -39,7 +39,7 @@ def alone() -> Iterator[None]:
 def gradients(
     model: GPT, kernels: Kernels | None, *, dtype: str, exchange: GradientExchange | None = None
 ) -> dict[str, Tensor]:
-    """Return the gradients of a mean over passes, each on its own tokens, as the trainer does."""
+    """Return the gradients of a mean over micro-batches with different tokens."""
     model.kernels = kernels
     for index in range(PASSES):
         batch = tokens(3, 40).roll(index, dims=1)
@@ -84,7 +84,7 @@ def test_the_exchange_takes_the_sums(
         found = gradients(model, kernels, dtype=dtype, exchange=exchange)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            if name == "wte.weight":  # in two parts, which are added up in another order
+            if name == "wte.weight":  # has two parts, which are added in another order
                 assert error(found[name], value / 2) < 1e-6
             else:
                 assert torch.equal(found[name], value / 2), name
@@ -140,7 +140,7 @@ def test_a_pass_that_never_went_back_leaves_the_next_one_right(
 
 
 def matrices(model: GPT) -> dict[str, torch.nn.Parameter]:
-    """Weights of products."""
+    """Return the weights of matmuls."""
     named = model.named_parameters()
     return {name: each for name, each in named if each.ndim == 2 and name != "wpe.weight"}
 

@@ -1,4 +1,4 @@
-"""Ranks that train an adapter: equal losses on 1, 2 and 4, and only the adapter travels."""
+"""Ranks that train an adapter: equal losses on 1, 2 and 4 ranks; only the adapter is exchanged."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SETTINGS = (
 )
 CHECKPOINT = f"checkpoints/step_{STEPS:08d}/adapter_model.safetensors"
 
-# Ranks of the trainer that count the bytes of all-reduces that go on while they compute: those of
-# the gradients, and a few numbers of each step.
+# Ranks of the trainer that count the bytes of all-reduces during computation: the gradients, and a
+# few numbers of each step.
 _COUNTING = """
 import json, os
 from pathlib import Path
@@ -62,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, base: Path) -> Path:
-    """A folder with the runs of each case: `NAME-1` and `NAME-2`, of fp32 `fp32-4` too."""
+    """Return a folder with the runs of each case: `NAME-1` and `NAME-2`, for fp32 also `fp32-4`."""
     root = tmp_path_factory.mktemp("trained")
     program = root / "counting.py"
     program.write_text(_COUNTING, encoding="utf-8")
@@ -96,7 +96,7 @@ def test_one_two_and_four_ranks_are_equal_and_exchange_the_adapter_alone(
     assert parameters == sum(value.numel() for value in alone.values())
     for ranks in (2, 4) if name == "fp32" else (2,):
         folder = trained / f"{name}-{ranks}"
-        # In bf16 a pass of one rank adds up in another order.
+        # In bf16 a micro-batch of one rank sums in another order.
         bound = 1e-5 if dtype == "fp32" else 1e-3
         assert losses(folder) == pytest.approx(losses(trained / f"{name}-1"), rel=bound)
         assert summary(folder)["ranks_identical"] is True

@@ -1,4 +1,4 @@
-"""The trainer's arithmetic of a run before it starts."""
+"""The estimate that the trainer logs before training."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def lines_with(
 
 def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data: Path) -> None:
     lines = lines_with(2, tiny_data)
-    # 498 MB of gradients, of which the last bucket's 22 MB cannot be hidden.
+    # 498 MB of gradients; the last bucket's 22 MB cannot overlap.
     assert lines["sync"] == (
-        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.48 s of it behind the "
+        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.48 s of it overlap the "
         "backward pass"
     )
     # 0.8749 TFLOP at 1 / (1 + 0.05) of 0.2 TFLOP/s (core_speed), 0.022 s, and the update's 0.149 s
     # on two threads.
     assert lines["predicted"] == (
-        "predicted 4.77 s a step, 4.59 s of it computing, at 95% of the peak: about 4.8 min "
+        "predicted 4.77 s a step, 4.59 s of it compute, at 95% of the peak: about 4.8 min "
         "without evaluation"
     )
 
 
 def test_one_rank_has_nothing_to_exchange(tiny_data: Path) -> None:
     lines = lines_with(1, tiny_data)
-    assert lines["sync"] == "sync      nothing to exchange with one rank"
-    assert lines["predicted"].startswith("predicted 9.34 s a step, 9.19 s of it computing, ")
+    assert lines["sync"] == "sync      nothing to exchange on one rank"
+    assert lines["predicted"].startswith("predicted 9.34 s a step, 9.19 s of it compute, ")
 
 
 def test_a_trainer_with_checkpointing_dequantises_once_more_as_its_plan_has_it(
@@ -75,7 +75,7 @@ def test_a_trainer_with_checkpointing_dequantises_once_more_as_its_plan_has_it(
 ) -> None:
     words = ["memory.activation_checkpointing=off", "memory.activation_checkpointing=on"]
     plain, again = (lines_with(1, tiny_data, word, dequantized_per_s=1e9) for word in words)
-    assert " s a step to dequantise 85M weights twice in each pass, " in plain["4"]
-    assert " s a step to dequantise 85M weights three times in each pass, " in again["4"]
+    assert " s a step to dequantise 85M weights twice a micro-batch, " in plain["4"]
+    assert " s a step to dequantise 85M weights three times a micro-batch, " in again["4"]
     seconds = [float(lines["4"].split()[2]) for lines in (plain, again)]
     assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=0.05)

@@ -1,4 +1,4 @@
-"""Training on conversations: TRL's losses, exact resume, and what is refused."""
+"""Training on conversations: TRL's losses, exact resume, and rejected settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on packed conversations of one turn and of two."""
+    """Return the config of a run on packed conversations of one turn and of two."""
     rows = [{"messages": each} for turns in (1, 2) for each in conversations(40, turns=turns)]
     return chat_config(tmp_path_factory.mktemp("packed"), model, rows, "--val-fraction", 0.2)
 
@@ -87,7 +87,7 @@ def visited(folder: Path, rows: Sequence[Messages]) -> list[Messages]:
 
 
 def long_answers(count: int) -> list[Messages]:
-    """Return conversations of which most go on beyond a block."""
+    """Return conversations, most of them longer than a block."""
     made = conversations(count, turns=2, seed=3)
     for number, messages in enumerate(made):
         messages[-1]["content"] += " and" * (20 * (number % 9))

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, whatever happens while they are written."""
+"""Checkpoints: complete or absent, whatever happens during a write."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_optimizer_state_of_another_model_is_refused() -> None:
 
 
 def test_optimizer_state_of_another_shape_is_refused_also_where_it_is_one_number() -> None:
-    """The kernels would write beyond it."""
+    """The kernels would write beyond its memory."""
     state = trained_optimizers().state_tensors()
     optimizers = build_optimizers(make_model(), OptimizerSection())
     with pytest.raises(CheckpointError, match=r"'exp_avg\.wte\.weight' of shape \(\) fits no"):
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_its_checkpoint_alone(
     assert manifest_problems(newer) == [problem]
     assert newest_checkpoint(tmp_path) == good
     (said,) = (record.message for record in caplog.records)
-    assert said == f"checkpoint {newer} is passed over: {problem}"
+    assert said == f"checkpoint {newer} is skipped: {problem}"
 
 
 def test_an_interrupted_write_leaves_the_older_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ for attempt in range(7):
 
 
 def test_a_disk_that_refuses_is_one_clear_error_and_nothing_half_written(tmp_path: Path) -> None:
-    """The limit on file size stands for a full disk: the kernel refuses the write."""
+    """A limit on file size simulates a full disk: the kernel refuses the write."""
     good = save(tmp_path / "step_00000007")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

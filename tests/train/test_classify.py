@@ -1,4 +1,4 @@
-"""A run that learns to classify: its reports and its checkpoints."""
+"""A run of the task classify: its reports and its checkpoints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, data: Path, base: Path
 ) -> Path:
-    """A run that learned the kinds."""
+    """Return the folder of a trained run."""
     folder = tmp_path_factory.mktemp("run") / "classifier"
     train_alone(folder, tiny_config, *CLASSIFY, f"data.dir={data}", f"model.init={base}")
     return folder
@@ -95,7 +95,7 @@ def test_a_resumed_run_is_the_unbroken_one(
         steady = (*settings, *adapter, "schedule.kind=constant")
         train_alone(whole, tiny_config, *steady, "train.steps=4")
         train_alone(parts, tiny_config, *steady, "train.steps=2")
-        # Said of every new run, and of none that goes on.
+        # Logged by every new run, not by a resumed one.
         assert caplog.messages.count("score     starts from the labels' names") == 2
         caplog.clear()
         train_alone(parts, tiny_config, *steady, "train.steps=4")
@@ -136,7 +136,7 @@ def test_an_adapters_checkpoint_gives_labels_too(
     train_alone(tmp_path, tiny_config, *settings, "train.steps=20")
     last = evaluations(tmp_path)[-1]
     capsys.readouterr()
-    # The run reads 16 tokens of a text; a text is longer, and the model's context would hold it.
+    # The run reads 16 tokens of a text; this text is longer, and fits the model's context.
     words = ["--checkpoint", str(tmp_path), "--data", str(data), "--sequence-length", "16"]
     assert evaluate_main([*words, "--json"], {}) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -154,11 +154,11 @@ def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> 
     config = parse_run_config("", overrides=[f"data.dir={data}", *CLASSIFY], where="test")
     train_texts = open_task(config).train
     chosen = np.random.default_rng(0).permutation(train_texts.num_samples())[:12]
-    arranged = train_texts.arranged(chosen)
-    assert sorted(arranged) == sorted(chosen)
-    sizes = [train_texts.num_tokens(arranged[place : place + 1]) for place in range(12)]
+    arrange_samples = train_texts.arrange_samples(chosen)
+    assert sorted(arrange_samples) == sorted(chosen)
+    sizes = [train_texts.num_tokens(arrange_samples[place : place + 1]) for place in range(12)]
     assert sizes == sorted(sizes)
-    batch = train_texts.batch(arranged[:3])
+    batch = train_texts.batch(arrange_samples[:3])
     assert batch.tokens.shape == (3, sizes[2]) and batch.weight == 3
 
 
@@ -168,10 +168,10 @@ def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> 
         (("task.kind=text",), "was prepared with --task classify"),
         (
             ("task.class_weights=1,2",),
-            "task.class_weights = '1,2': use none, balanced, or 3 numbers",
+            "task.class_weights = '1,2': use none, balanced, or 3 positive numbers",
         ),
-        (("task.class_weights=1,2,-1",), "or 3 numbers above 0"),
-        (("task.class_weights=heavy",), "use none, balanced, or 3 numbers"),
+        (("task.class_weights=1,2,-1",), "or 3 positive numbers"),
+        (("task.class_weights=heavy",), "use none, balanced, or 3 positive numbers"),
     ],
 )
 def test_a_config_that_does_not_suit_the_data_is_refused(
@@ -191,11 +191,11 @@ def test_a_classifier_of_other_labels_is_refused(
     task = open_task(config)
     assert isinstance(task, Classify)
     model = load(trained / "checkpoints" / "step_00000012")
-    assert task.fitted(model, seed=1, init="x") is model
+    assert task.adapt_model(model, seed=1, init="x") is model
     assert isinstance(model, Classifier)
     model.labels = ("a", "b", "c")
-    with pytest.raises(CheckpointError, match="'x': it classifies into a, b, c, the data's labels"):
-        task.fitted(model, seed=1, init="x")
+    with pytest.raises(CheckpointError, match="'x': its labels are a, b, c, the data's"):
+        task.adapt_model(model, seed=1, init="x")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,9 @@ def test_a_classifier_of_other_labels_is_refused(
 def test_a_classifier_of_another_kind_is_refused(key: str, value: object) -> None:
     config = {"id2label": {"0": "a", "1": "b"}, "num_labels": 2}
     assert saved_labels(config, where="x") == ("a", "b")
-    with pytest.raises(CheckpointError, match=f"x: {key} = .*a text has one of the 2 labels"):
+    with pytest.raises(
+        CheckpointError, match=f"x: {key} = .*only classifiers with one of 2 labels"
+    ):
         saved_labels({**config, key: value}, where="x")
 
 
@@ -225,8 +227,8 @@ def test_a_classifier_that_fills_texts_up_otherwise_is_refused_in_its_own_words(
 ) -> None:
     model = load(trained / "checkpoints" / "step_00000012")
     task = Classify(data, with_padding(data, 7), sequence_length=16, loss=Classification())
-    with pytest.raises(CheckpointError, match="'x': it pads texts with token 50256, the data"):
-        task.fitted(model, seed=1, init="x")
+    with pytest.raises(CheckpointError, match="'x': its padding token is 50256, the data"):
+        task.adapt_model(model, seed=1, init="x")
 
 
 def test_an_evaluation_fills_texts_up_as_the_model_does(trained: Path, data: Path) -> None:
@@ -250,24 +252,24 @@ def test_a_resumed_adapter_takes_no_other_labels_of_the_same_number(
     settings = (*CLASSIFY, *LORA, f"model.init={base}")
     train_alone(tmp_path / "run", tiny_config, *settings, f"data.dir={data}", "train.steps=1")
     resumed = (*settings, f"data.dir={other}", "train.steps=2")
-    words = r"config\.json: it classifies into animal, .* zoo.*\. Resume with the data that the "
-    with pytest.raises(CheckpointError, match=rf"{words}run was started with\.$"):
+    words = r"config\.json: its labels are animal, .* zoo.*\. Resume with the data of the "
+    with pytest.raises(CheckpointError, match=rf"{words}run's start\.$"):
         train_alone(tmp_path / "run", tiny_config, *resumed)
 
 
 def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
     trained: Path, data: Path, tmp_path: Path
 ) -> None:
-    """As in adapters of older versions; in a model that is named it stays refused."""
+    """As in adapters of older versions; a model in `model.init` is still rejected."""
     own = tmp_path / "own"
     shutil.copytree(trained / "checkpoints" / "step_00000012", own)
     path = own / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_labels": 2}))
     task = Classify(data, load_meta(data), sequence_length=16, loss=Classification())
-    task.require_own(own)
+    task.require_matching_checkpoint(own)
     load(own)
     (own / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match="num_labels = 2, but here a text has one of the"):
+    with pytest.raises(CheckpointError, match="num_labels = 2, but only classifiers with one of"):
         load(own)
 
 

@@ -1,4 +1,4 @@
-"""Machine code that another user has put where this one's would be looked for."""
+"""Machine code that another user has put into a cache folder of this user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.kernels import build
 from payload.kernels.build import built_library
 from payload.kernels.code_caches import is_own_file, keep_inductor_home, own_folder
 from payload.train.models import quantized
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.train.alone import ALONE
 
 _SOMEBODY = 54321
@@ -27,13 +27,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setenv("HOME", str(folder))
-    # Set and removed, so that what the test's code sets is gone after it.
+    # Set first, so that the test's own change is undone after it.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     return folder
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `path` belong to another user than this process, and than its home folder."""
+    """Give `path` to another user than this process's and its home folder's."""
     if os.geteuid() == 0:
         os.chown(path, _SOMEBODY, _SOMEBODY)
     else:
@@ -45,7 +45,7 @@ def test_compiled_code_is_looked_for_in_the_home_and_not_in_the_shared_temporary
     home: Path,
 ) -> None:
     model, optimizers = Mock(), Mock()
-    engage(model, optimizers, settings=EngineSection(compile=True), world=ALONE)
+    apply_engine(model, optimizers, settings=EngineSection(compile=True), world=ALONE)
     model.compile.assert_called_once_with()
     own = home / ".cache" / "tileforge" / "inductor"
     assert (cache_dir(), own.stat().st_mode & 0o777) == (str(own), 0o700)

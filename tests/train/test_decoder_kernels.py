@@ -38,7 +38,7 @@ def rotation_of(length: int, width: int) -> Rotation:
 
 
 def plainly_rotated(x: Tensor, rotation: Rotation, length: int) -> Tensor:
-    """Return x (N, heads, D) with its halves turned by each token's angles."""
+    """Return x (N, heads, D) rotated by each token's angles."""
     cos, sin = (
         torch.cat((each, each), -1).double().repeat(len(x) // length, 1)[:, None]
         for each in (rotation.cos, rotation.sin)
@@ -78,7 +78,7 @@ def test_query_heads_that_share_keys_attend_as_in_torch(
     torch.autograd.backward(true, grad_out.double())
     qk = None
     if apart:
-        # What lies there instead of queries and keys is not to be read.
+        # The queries and keys in `qkv` must not be read.
         qk, qkv = qkv[:, :, :-key_heads].contiguous(), qkv.clone()
         qkv[:, :, :-key_heads] = float("nan")
 
@@ -185,7 +185,7 @@ def test_the_rms_norm_of_bf16_numbers_is_that_of_torch(
     assert error(normed, true.detach()) < ONE_ROUNDING
     assert grad_weight is not None and error(grad_weight, weight.grad) < 1e-5
     if width > 2:
-        # Two numbers a row: the gradient is a difference of equals.
+        # With two elements a row, the gradient is a difference of equal numbers.
         assert error(found, leaf.grad) < ONE_ROUNDING
 
 

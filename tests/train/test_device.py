@@ -1,7 +1,7 @@
-"""Where the ranks compute: what is refused, and that no other module names a device.
+"""The ranks' device: rejected settings, and that no other module names a device.
 
-No GPU is here. The meta device stands for one that is not the CPU: an operation between tensors of
-two devices fails there as it does on CUDA.
+These machines have no GPU. The meta device simulates one: an operation on tensors of
+two devices fails on it as on CUDA.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_auto_is_the_cpu_where_torch_sees_no_cuda_device() -> None:
 
 def test_cuda_without_a_device_is_refused_in_one_line() -> None:
     with pytest.raises(
-        ConfigError, match=r"sees no CUDA device\..*device\.kind = 'cpu'"
+        ConfigError, match=r"finds no CUDA device\..*device\.kind = 'cpu'"
     ) as refused:
         ALONE.on(DeviceSection(kind="cuda"))
     assert refused.value.exit_code == ExitCode.CONFIG

@@ -12,8 +12,8 @@ from tests.support.launching import mpirun, rank_env, run, train_program
 pytestmark = pytest.mark.ranks
 
 
-# The rank that attacks does what torch's collectives for objects did: it sends a pickle. It does so
-# when the ranks compare their states, and then stays until the other one is gone.
+# The attacking rank sends a pickle, as torch's collectives for objects did. It does so when the
+# ranks compare their states, and then waits until the other rank is gone.
 _HOSTILE_RANK = """
 import os, sys
 import torch, torch.distributed as dist
@@ -70,13 +70,13 @@ sys.exit(main(sys.argv[1:], os.environ))
 @pytest.mark.parametrize(
     ("attack", "said"),
     [
-        ("send_pickle", "what rank 1 sent: byte 0 is not UTF-8"),
-        ("send(b'[' * 20_000)", "what rank 1 sent: nested too deeply"),
-        ("send(b'7')", "what rank 1 sent: expected an object, got 7"),
-        ("send(b'{}')", "what rank 1 sent: missing: weights, optimizer, not_finite"),
+        ("send_pickle", "the message from rank 1: byte 0 is not UTF-8"),
+        ("send(b'[' * 20_000)", "the message from rank 1: nested too deeply"),
+        ("send(b'7')", "the message from rank 1: expected an object, got 7"),
+        ("send(b'{}')", "the message from rank 1: missing: weights, optimizer, not_finite"),
         ("send(b'9' * 4300)", "an integer of 4300 digits"),
-        ("announce(2**40)", "rank 1 announced a message of 1099511627776 bytes"),
-        ("announce(-1)", "rank 1 announced a message of -1 bytes"),
+        ("announce(2**40)", "rank 1 sent an invalid message size, 1099511627776 bytes"),
+        ("announce(-1)", "rank 1 sent an invalid message size, -1 bytes"),
     ],
 )
 def test_a_hostile_rank_cannot_run_code_in_another_and_is_named(
@@ -102,7 +102,7 @@ def test_values_arrive_as_they_were_sent(tmp_path: Path) -> None:
 _TALK = """
 import os
 from payload.config.launch_sections import DistributedSection
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 from payload.train.fabric import Speeds
 from payload.train.ranks.world import World
 
@@ -115,7 +115,7 @@ for rank, each in enumerate(world.gather(own, Speeds)):
     assert each == Speeds(node="é" * (1 + 1000 * rank), bf16=1.5, fp32=float(rank))
 assert world.gather(world.rank / 3, float) == [0.0, 1 / 3, 2 / 3]
 world.barrier()
-leave(0)
+exit_now(0)
 """
 
 
@@ -132,7 +132,7 @@ import os
 import torch
 from torch import nn
 from payload.config.launch_sections import DistributedSection
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 from payload.train.strategies.gradients import GradientExchange
 from payload.train.ranks.world import World
 
@@ -167,5 +167,5 @@ for step in (1, 2):
     for name, value in expected.items():
         assert torch.equal(p[name].grad, torch.full((3,), value)), (step, name, p[name].grad)
         p[name].grad = None
-leave(0)
+exit_now(0)
 """

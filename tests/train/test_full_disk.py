@@ -1,4 +1,4 @@
-"""Records and metrics on a disk that is full, a real one."""
+"""Records and metrics on a full disk, which is a real one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ALONE = [
         "1-replicate-preference-llama",
     )
 ]
-"""A case of each task but conversations, which `PAIRS` have."""
+"""A case of each task except conversations, which are in `PAIRS`."""
 PAIRS = [
     Case.parse(name)
     for name in (
@@ -47,7 +47,7 @@ def stored() -> Stored:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory, stored: Stored) -> Path:
-    """Models and data folders, which have to be those of the stored values."""
+    """Return models and data folders that match the stored values."""
     return inputs_of([*ALONE, *PAIRS], tmp_path_factory.mktemp("golden") / "inputs", stored)
 
 

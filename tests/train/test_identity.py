@@ -1,4 +1,4 @@
-"""A rank gives a run its identity, and loads no checkpoint of another run."""
+"""A rank creates the run's identity, and loads no checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def forget(paths: RunPaths) -> None:
-    """Leave what an older version would have left of a run."""
+    """Remove the files that older versions of a run lack."""
     paths.identity.unlink()
     for trainer in paths.checkpoints.glob("step_*/trainer.json"):
         state = json.loads(trainer.read_text(encoding="utf-8"))
@@ -35,7 +35,7 @@ def forget(paths: RunPaths) -> None:
 def test_a_run_has_one_identity_and_refuses_another_run_s_checkpoint(
     tmp_path: Path, tiny_config: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The attack: a checkpoint of a run of the same name lies in the run's folder."""
+    """The attack: the run's folder has a checkpoint of another run with the same name."""
     mine, theirs = RunPaths(tmp_path / "mine" / "exp1"), RunPaths(tmp_path / "theirs" / "exp1")
     with caplog.at_level(logging.WARNING):
         for paths, steps in ((mine, 1), (theirs, 2)):
@@ -69,7 +69,7 @@ def test_an_older_run_gets_its_identity_at_its_first_resume_with_a_warning(
     caplog.clear()
     train_alone(paths.root, tiny_config, "train.steps=3")
     assert known_identity(paths) == own and "identity" not in caplog.text
-    # A folder with the checkpoints alone is still that run.
+    # A folder with only the checkpoints is still that run.
     paths.identity.unlink()
     train_alone(paths.root, tiny_config, "train.steps=4")
     assert known_identity(paths).identity == own.identity

@@ -1,4 +1,4 @@
-"""Arguments of kernels: C++ checks nothing, so wrong ones are refused before."""
+"""Invalid arguments of kernels are rejected in Python: C++ does not check them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MISFITS = """
 import sys
 from pathlib import Path
 import torch
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 from payload.kernels import update
 from payload.kernels.library import Library
 from payload.kernels.bf16_copies import Bf16Copies
@@ -155,7 +155,7 @@ for function, arguments, words in refused:
     except ValueError:
         continue
     print(f"{function} took {[getattr(each, 'shape', each) for each in arguments]} {words}")
-    leave(1)
+    exit_now(1)
 print("all refused")
-leave(0)
+exit_now(0)
 """

@@ -1,4 +1,4 @@
-"""When there are kernels: who builds them, what is said where they cannot be, what runs then."""
+"""The kernels' build: who runs it, the log message if it fails, and the fallback to torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.kernels.unavailable import KernelsUnavailableError
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
@@ -36,7 +36,7 @@ def test_the_engine_uses_kernels_only_where_it_says(
     ]:
         model = make_model()
         optimizers = build_optimizers(model, OptimizerSection())
-        engage(model, optimizers, settings=settings, world=ALONE)
+        apply_engine(model, optimizers, settings=settings, world=ALONE)
         assert (model.kernels is not None) is expected
 
 
@@ -113,14 +113,14 @@ def test_the_trainer_trains_the_same_without_a_compiler(
         )
         result = run([sys.executable, *program], env=environment)
         assert result.returncode == 0, result.stderr
-        assert ("kernels   none: this machine has no C++ compiler" in result.stderr) is (
+        assert ("kernels   none (this machine has no C++ compiler" in result.stderr) is (
             name == "without"
         )
     assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), rel=2e-3)
 
 
 def fake_compiler(folder: Path, script: str) -> None:
-    """A `g++` of the test's own."""
+    """Write a fake `g++`."""
     folder.mkdir()
     (folder / "g++").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "g++").chmod(0o755)

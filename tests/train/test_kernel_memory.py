@@ -1,4 +1,4 @@
-"""Kernels that find no memory: an error of ours, wherever it happens, and never an abort."""
+"""Kernels that run out of memory raise an error of ours and never abort."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from payload.kernels.library import Library
-from payload.train.__main__ import LastWords
+from payload.train.__main__ import ExitRecorder
 from tests.support.launching import rank_env, run
 from tests.train.alone import train_alone
 
@@ -17,7 +17,7 @@ from tests.train.alone import train_alone
 @pytest.mark.processes
 @pytest.mark.bf16
 def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -> None:
-    # No thread has memory in reserve: every larger piece is a new mapping, which meets the limit.
+    # No thread has spare memory: every larger allocation is a new mapping, which hits the limit.
     env = rank_env(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
     result = run([sys.executable, "-c", _STARVE, str(built)], env=env)
     assert result.returncode == 0, result.stderr
@@ -31,8 +31,8 @@ def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -
     ]
 
 
-# What is large is what the kernels take themselves: results are made before the limit is set, and
-# the counts of an update, of which its list of tasks is made, are larger than any tensor.
+# The kernels' own memory is the largest: outputs are allocated before the limit is set, and the
+# list of an update's tasks is larger than any tensor.
 _STARVE = """
 import resource, sys
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     monkeypatch.setattr(Library, "call", call_with_little)
     with pytest.raises(MemoryError) as ended:
         train_alone(tmp_path, tiny_config, "precision.dtype=bf16")
-    known = LastWords()._known(ended.value)
+    known = ExitRecorder()._as_tileforge_error(ended.value)
     assert known.exit_code == 40
     assert str(known) == (
         "out of memory (MemoryError: no memory for the kernel attention_backward). "

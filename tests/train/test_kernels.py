@@ -27,12 +27,12 @@ from tests.train.test_model import make_model, tokens
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 BF16 = torch.bfloat16
-# One rounding to bf16 is at most 0.4 %, 0.2 % on average over many numbers.
+# One rounding to bf16 is at most 0.4 %, 0.2 % on average over many elements.
 ONE_ROUNDING = 4e-3
 
 
 def error(ours: Tensor, true: Tensor) -> float:
-    """Norm of the difference over the true values' norm."""
+    """Return the norm of the difference over the norm of the true values."""
     distance = (ours.double() - true.double()).norm()
     return float(distance / true.double().norm().clamp_min(1e-30))
 
@@ -66,7 +66,7 @@ def test_attention_and_its_gradient_are_those_of_torch(
 
     assert error(out, true.detach()) < ONE_ROUNDING
     assert leaf.grad is not None
-    # Probabilities, their gradients and the result: three roundings.
+    # Probabilities, their gradients and the output: three roundings.
     if length > 1:
         assert error(grad, leaf.grad) < 2 * ONE_ROUNDING
     assert error(grad[:, :, 2], leaf.grad[:, :, 2]) < 2 * ONE_ROUNDING
@@ -193,7 +193,7 @@ def test_the_residual_sum_and_its_norm_are_those_of_torch(
         (total, mean, rstd), weight, grad_total, grad_normed, adds=adds
     )
 
-    # Two numbers a row: the norm is +1 or -1, and its gradient a difference of equals.
+    # With two elements a row, the norm is +1 or -1, and its gradient a difference of equal numbers.
     exact = 1e-5 if width > 2 else 1e-2
     assert error(total, leaf.detach()) < 1e-6
     assert error(normed, true.detach()) < ONE_ROUNDING
@@ -238,7 +238,7 @@ def test_a_pass_in_bf16_is_as_near_to_fp32_as_the_reference_s(
     assert ours[0] == pytest.approx(exact[0], rel=2e-3)
     for name, true in exact[1].items():
         near = error(reference[1][name], true)
-        # One token sees only itself: the gradients of its query and key are rounding alone.
+        # A single token sees only itself: the gradients of its query and key are only rounding.
         if not (length == 1 and "c_attn" in name):
             assert error(ours[1][name], true) < 1.5 * near + 1e-3, name
 
@@ -258,7 +258,7 @@ def test_a_pass_gives_the_same_bits_with_any_number_of_threads(library: Library)
 
 
 def test_fifty_steps_on_real_text_train_as_the_reference_does(library: Library) -> None:
-    """In bf16 within 0.2 %, half of one rounding; all of a step, clipping and update too."""
+    """In bf16 within 0.2 %, half of one rounding, with the whole step: clipping and update too."""
     exact = curve(None, nullcontext)
     assert curve(Kernels(library), nullcontext) == pytest.approx(exact, rel=1e-5)
     assert curve(Kernels(library), bf16) == pytest.approx(curve(None, bf16), rel=2e-3)
@@ -268,7 +268,7 @@ def test_fifty_steps_on_real_text_train_as_the_reference_does(library: Library) 
 def curve(
     kernels: Kernels | None, precision: Callable[[], AbstractContextManager[object]]
 ) -> list[float]:
-    """Losses of fifty steps of a small model, each on text that it has not seen, in two passes."""
+    """Return the losses of fifty steps of a small model on new text, in two micro-batches each."""
     text = Path(argparse.__file__).read_bytes()[: 50 * 2 * 49]
     batches = torch.tensor(list(text)).view(50, 2, 1, 49)
     model, found, before = make_model(), [], torch.get_num_threads()
@@ -305,12 +305,12 @@ def test_the_estimate_has_one_chunk_of_logits_however_large_the_batch() -> None:
             )
         )
 
-    # 35 bytes for each number of twelve layers' width: no logits among what the batch adds.
+    # 35 bytes for each element of twelve layers' width: the batch size does not change the logits.
     assert estimate(8) - estimate(4) == 4 * 1024 * 12 * 35 * 768
     assert estimate(8) < estimate(8, kernels=False)
-    # Passes after a step's first one find its gradients there.
+    # Later micro-batches of a step hold the gradients of earlier ones.
     assert estimate(8, accumulates=True) - estimate(8) == 4 * shape.num_params()
-    # Between ranks the first one's head is made in its bucket, another pass's beside it.
+    # With other ranks, the first micro-batch makes the head in its bucket, a later in new memory.
     head_bytes = 4 * shape.vocab_size * shape.n_embd
     assert estimate(8, alone=False, accumulates=True) - estimate(8, alone=False) == head_bytes
 
@@ -325,7 +325,7 @@ def loss_and_gradients(
     targets: Tensor,
     precision: Callable[[], AbstractContextManager[object]],
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and half of its gradients, as of two passes a step."""
+    """Return the loss, and half of its gradients, as with two micro-batches a step."""
     trained = copy.deepcopy(model) if model.kernels is None else model
     trained.zero_grad()
     with precision():

@@ -1,4 +1,4 @@
-"""The head of a large vocabulary: fewer tokens at once, the same loss and gradients."""
+"""The head of a large vocabulary: smaller chunks of tokens, the same loss and gradients."""
 
 from __future__ import annotations
 

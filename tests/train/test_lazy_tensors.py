@@ -1,4 +1,4 @@
-"""Weights are read tensor by tensor: the same numbers, and little more memory than the model."""
+"""Weights are read tensor by tensor: equal values, and little more memory than the model."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def test_loading_peaks_little_above_the_weights(
 def load_in_a_process(
     folder: Path, cases: list[tuple[str, str]]
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    """Load each large model after the small one: what the peak adds, and the weights' bytes."""
+    """Load each large model after the small one: return the extra peak and the weights' bytes."""
     words = [
         [*(str(folder / f"{kind}_{quantize}_{size}") for size in ("small", "large")), quantize]
         for kind, quantize in cases
     ]
     done = subprocess.run(
         [sys.executable, "-c", _LOAD, json.dumps(words)],
-        # glibc keeps ten MB of what is freed, which is much beside a model of this size.
+        # glibc keeps ten MB of freed memory, a large share of these models' size.
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -152,7 +152,7 @@ def load_in_a_process(
 
 
 def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int, layers: int = 2) -> None:
-    """A model's folder as transformers writes it, in bf16."""
+    """Write a model's folder in bf16, in transformers' layout."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": width}

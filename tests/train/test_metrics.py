@@ -1,4 +1,4 @@
-"""metrics.jsonl across a resume: every step once, damage set aside, and loss said."""
+"""metrics.jsonl across a resume: each step once, damaged files kept, and losses logged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.test_metrics_log import lines, step_line, steps_of
 
 
 def resume(paths: RunPaths, *, step: int) -> None:
-    """Open the file as a run does that goes on from a checkpoint, and train two steps."""
+    """Open the file like a run that resumes from a checkpoint, and train two steps."""
     with MetricsFile(paths, resumed_at_step=step) as metrics:
         for following in (step + 1, step + 2):
             row = parse_row(step_line(following).encode())
@@ -47,7 +47,7 @@ def test_a_damaged_line_is_set_aside_and_rows_are_whole_from_the_checkpoint_on(
     assert steps_of(paths.metrics) == [*range(1, 7), *range(8, 11), 11, 12]
     aside = tmp_path / "run" / "metrics.jsonl.damaged-1"
     assert aside.read_bytes() == before
-    assert f"1 damaged line(s) left out. The file as it was: {aside}" in caplog.text
+    assert f"left out 1 damaged line(s). Original file: {aside}" in caplog.text
     assert "the rows of step(s) 7 are lost" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The model against transformers' GPT-2, and its weights in and out of the Hugging Face layout."""
+"""The model against transformers' GPT-2, and its weights to and from the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def make_model(seed: int = 0, **changes: object) -> GPT:
     model = GPT(Gpt2Spec(**{**sizes, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Biases and norms away from 0 and 1, or a lost one would not show.
+            # Biases and norms differ from 0 and 1, so that a lost one is noticed.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
 def transformers_model(folder: Path) -> Any:
-    """Any: transformers' methods are only partly annotated."""
+    """Return transformers' model as Any: its methods are only partly annotated."""
     model: Any = transformers.GPT2LMHeadModel.from_pretrained(folder)
     return model.eval()
 
@@ -176,14 +176,14 @@ def _spoil_config(folder: Path, **changes: object) -> None:
 def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value: object) -> None:
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, **{key: value})
-    with pytest.raises(CheckpointError, match=f"{key} = {value}; only"):
+    with pytest.raises(CheckpointError, match=f"{key} = {value}: only"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "olmo2"])
 @pytest.mark.parametrize("value", [False, None])
 def test_a_model_that_attends_to_both_sides_is_refused(value: object, kind: str) -> None:
-    with pytest.raises(CheckpointError, match=f"x: is_causal = {value}: .* no language model"):
+    with pytest.raises(CheckpointError, match=f"x: is_causal = {value}: .* not a language model"):
         spec_of({"model_type": kind, "is_causal": value}, where="x")
 
 
@@ -263,7 +263,7 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     load(tmp_path)
     state["lm_head.weight"] += 1
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="output head is not its token embedding"):
+    with pytest.raises(CheckpointError, match="output head differs from its token embedding"):
         load(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) 
         load(tmp_path)
     _spoil_config(tmp_path, n_layer=3, vocab_size=300)
     with pytest.raises(
-        CheckpointError, match=r"wte\.weight is \(301, 64\), config\.json says \(300"
+        CheckpointError, match=r"wte\.weight is \(301, 64\), config\.json requires \(300"
     ):
         load(tmp_path)
     _spoil_config(tmp_path, vocab_size=301, activation_function="relu")
@@ -288,7 +288,7 @@ def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) 
     _spoil_config(tmp_path, activation_function="gelu")
     assert load(tmp_path).activation == "gelu"
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(CheckpointError, match="it was cut off or is damaged"):
+    with pytest.raises(CheckpointError, match="the file is truncated or damaged"):
         load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")

@@ -40,7 +40,7 @@ PROGRAM = ("-m", "tests.train.toys.ranks")
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both toys, in this process."""
+    """Register both toys in this process."""
     for package in (optimizers, losses_package):
         monkeypatch.setattr(package, "__path__", [*package.__path__])
     monkeypatch.delitem(TASKS, "toy", raising=False)
@@ -55,7 +55,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> dict[str, Path]:
-    """The runs of the toys on two ranks."""
+    """Return the folders of the toys' runs on two ranks."""
     root = tmp_path_factory.mktemp("toys")
     folders = {name: root / name for name in TOYS}
     runs = {folders[name]: (*STEPS, setting) for name, setting in TOYS.items()}
@@ -98,7 +98,7 @@ def test_a_plan_has_a_toy_s_name_and_the_bytes_of_its_state(
 
 
 def plan(config: Path, folder: Path, *settings: str) -> Any:
-    """Return what `plan --json` prints for two ranks here."""
+    """Return the output of `plan --json` for two ranks on this machine."""
     words = ["plan", "--json", "--inventory", "local", "--config", str(config)]
     for setting in ("launch.ranks_per_node=2", *settings):
         words += ["--set", setting]

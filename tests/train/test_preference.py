@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> Path:
-    """A run on pairs, whose reference is not computed yet."""
+    """Return the config of a run on pairs, without a stored reference."""
     return preference_config(tmp_path, model, ROWS)
 
 
@@ -80,7 +80,7 @@ def begun(config: Path, base: Path) -> Preference:
     """Return the task of a run with its reference, the base's log-probabilities."""
     task, module = open_task(load_run_config(config)), load(base)
     assert isinstance(task, Preference)
-    task.take_base(identify(str(base), base, quantize="none"), resumes=False)
+    task.set_base(identify(str(base), base, quantize="none"), resumes=False)
     assert task.begin(module, eval_pass(), dtype="fp32", resumes=False)
     return task
 
@@ -155,7 +155,7 @@ def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Pat
         ("reward_margin", "rewards/margins"),
         ("reward_accuracy", "rewards/accuracies"),
     ):
-        # The first margins are rounding errors around 0.
+        # The first margins are only rounding errors around 0.
         kept = slice(1 if ours == "reward_accuracy" else 0, None)
         wanted = [row[theirs] for row in logged][kept]
         assert [row[ours] for row in found][kept] == pytest.approx(wanted, abs=1e-5)
@@ -163,13 +163,13 @@ def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("phi3", marks=pytest.mark.slow)])
 def test_loss_and_gradients_of_several_batches_are_those_of_trl(tmp_path: Path, case: str) -> None:
-    """With weights that have left the reference, in every family, with and without kernels."""
+    """With weights that differ from the reference, in every family, with and without kernels."""
     base = make_model(tmp_path / "base", case, template=PLAIN_TEMPLATE)
     config = preference_config(tmp_path, base, ROWS)
     batches = visited(config)
     trainer = trl_trainer(base, [row for batch in batches for row in batch], tmp_path / "trl")
     moved(trainer.model).save_pretrained(tmp_path / "moved")
-    # TRL's trainer wrote a padding token into the config, whose embedding has no gradient.
+    # TRL's trainer wrote a padding token into the config; its embedding has no gradient.
     shutil.copy(base / "config.json", tmp_path / "moved")
     plain, fast = load(tmp_path / "moved"), load(tmp_path / "moved")
     fast.kernels = find_kernels()
@@ -185,7 +185,7 @@ def test_loss_and_gradients_of_several_batches_are_those_of_trl(tmp_path: Path, 
         furthest = max(furthest, abs(float(wanted.detach()) - np.log(2)))
         named = dict(trainer.model.named_parameters())
         for ours in (plain, fast):
-            loss = task.fitted(ours, seed=0, init="x")(*task.train.batch(some).inputs)
+            loss = task.adapt_model(ours, seed=0, init="x")(*task.train.batch(some).inputs)
             loss.backward()
             assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
             found = gradients(ours, shaped)
@@ -196,7 +196,7 @@ def test_loss_and_gradients_of_several_batches_are_those_of_trl(tmp_path: Path, 
 
 
 def gradients(module: CausalLM, shaped: CausalLM) -> dict[str, torch.Tensor]:
-    """Return the gradients under transformers' names, as the weights would be, and reset them.
+    """Return the gradients under transformers' names, in the weights' layout, and reset them.
 
     `shaped` is another model of the same shape, whose weights are replaced.
     """
@@ -208,7 +208,7 @@ def gradients(module: CausalLM, shaped: CausalLM) -> dict[str, torch.Tensor]:
 
 
 def moved(module: Any) -> Any:
-    """Return the model with other weights than it had, in place."""
+    """Return the model with changed weights, in place."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -217,7 +217,7 @@ def moved(module: Any) -> Any:
 
 
 def own_copy(config: Path, folder: Path) -> str:
-    """Return the override that has a run use a copy of the data, without a reference."""
+    """Return the override that makes a run use a copy of the data, without a reference."""
     out = folder / "own"
     shutil.copytree(config.with_name("data"), out, ignore=shutil.ignore_patterns("reference*"))
     return f"data.dir={out}"
@@ -249,7 +249,7 @@ def test_the_command_stores_what_a_run_computes_itself(
     own = own_copy(config, tmp_path).partition("=")[2]
     words = ["--model", str(model), "--data", own, "--dtype", "fp32", "--quantize", quantize]
     assert reference(words, {}) == 0
-    assert f"the reference of 60 pairs is {model} in fp32" in capsys.readouterr().out
+    assert f"stored the reference of 60 pairs ({model}, fp32)" in capsys.readouterr().out
     train_alone(tmp_path / "run", config, "train.steps=1", *FAST_LORA, f"model.quantize={quantize}")
     values = [
         np.frombuffer((folder / "reference.fp32.bin").read_bytes())
@@ -264,15 +264,15 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
     data = config.with_name("data")
     train_alone(tmp_path / "first", config, "train.steps=1")
     other = make_model(tmp_path / "other", "qwen3", template=PLAIN_TEMPLATE)
-    with pytest.raises(CheckpointError, match=r"and the run starts from .*other") as refused:
+    with pytest.raises(CheckpointError, match=r"but the run starts from .*other") as refused:
         train_alone(tmp_path / "run", config, f"model.init={other}")
     assert not (tmp_path / "run").exists() and "\n" not in str(refused.value)
     words = str(refused.value).partition("payload.train.reference ")[2].split()
     assert words == ["--model", str(other), "--data", str(data)]
     assert reference([*words, "--dtype", "fp32"], {}) == 0
     train_alone(tmp_path / "run", config, f"model.init={other}", "train.steps=1")
-    # The run that began with the first model cannot go on with another reference.
-    with pytest.raises(CheckpointError, match="the reference stored there is of"):
+    # The run that started with the first model cannot resume with another reference.
+    with pytest.raises(CheckpointError, match="the stored reference is"):
         train_alone(tmp_path / "first", config, "train.steps=2")
 
 
@@ -284,7 +284,7 @@ def test_the_reference_of_a_run_that_started_at_the_same_time_is_refused(
     task = open_task(load_run_config(config))
     assert isinstance(task, Preference)
     base = identify(str(model), model, quantize="none")
-    task.take_base(base, resumes=False)
+    task.set_base(base, resumes=False)
     other = replace(reference_model(base), sha256="0" * 64)
     zeros = np.zeros((len(ROWS), 2))
 
@@ -312,7 +312,7 @@ def test_a_reference_notices_another_config_json_beside_the_same_weights(
     (copy / "config.json").write_text(json.dumps({**written, "transformers_version": "6.0.0"}))
     train_alone(tmp_path / "second", config, mine, "train.steps=1")
     (copy / "config.json").write_text(json.dumps({**written, "rms_norm_eps": 0.01}))
-    with pytest.raises(CheckpointError, match=r"config\.json [0-9a-f]{12}\), and the run starts"):
+    with pytest.raises(CheckpointError, match=r"config\.json [0-9a-f]{12}\), but the run starts"):
         train_alone(tmp_path / "third", config, mine, "train.steps=1")
 
 
@@ -338,9 +338,9 @@ def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path)
     train_alone(tmp_path / "run", config, "train.steps=2")
     shutil.copytree(data, tmp_path / "kept")
     (data / "reference.json").unlink()
-    with pytest.raises(CheckpointError, match=r"is not stored there any more.*--model"):
+    with pytest.raises(CheckpointError, match=r"stored reference is missing.*--model"):
         train_alone(tmp_path / "run", config, "train.steps=3")
-    # Half of a value is another one.
+    # The file of a truncated value differs in size.
     shutil.copy(tmp_path / "kept" / "reference.json", data)
     values = data / "reference.fp32.bin"
     values.write_bytes(values.read_bytes()[:-8] + bytes(8))

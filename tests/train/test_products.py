@@ -1,4 +1,4 @@
-"""Gradients of weights from products over blocks, against the same sums in double precision."""
+"""Weight gradients from blocked products, against the same sums in double precision."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.train.test_kernels import BF16, error, random
 
 pytestmark = [pytest.mark.bf16, pytest.mark.usefixtures("fresh_memory_is_nan")]
 
-# Sums of a few thousand products of bf16 numbers, which are exact in fp32, one after the other.
+# Sums of a few thousand products of bf16 elements, which are exact in fp32, in order.
 SUMS = 1e-6
 
 
 def in_slices(grad: Tensor, *, width: int) -> list[Tensor]:
-    """(N, R) as S of (N, W), with a row between two slices, and no number where there is none."""
+    """Return (N, R) as S slices (N, W) with a row between them; unused elements are NaN."""
     number = -(-grad.shape[1] // width)
     buffer = grad.new_full((number, len(grad) + 1, width), float("nan"))[:, : len(grad)]
     for slice_, part in zip(buffer, torch.split(grad, width, dim=1), strict=True):
@@ -60,7 +60,7 @@ def test_a_weight_s_gradient_in_bf16_is_the_fp32_one_rounded_once(
     library.weight_gradient(grad, x, exact, add=False)
     library.weight_gradient(grad, x, total, add=False)
     assert torch.equal(total, exact.to(BF16))
-    with pytest.raises(ValueError, match="not added to"):
+    with pytest.raises(ValueError, match="cannot be added to"):
         library.weight_gradient(grad, x, total, add=True)
     parts = [torch.empty(each, width, dtype=BF16) for each in (rows // 3, rows - rows // 3)]
     library.weight_gradients(grad, x, [(each, False) for each in parts])

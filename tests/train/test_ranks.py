@@ -1,4 +1,4 @@
-"""Real ranks: that they train one model, and that resume is exact."""
+"""Real ranks train one model, and a resume is exact."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ ON_TWO = (*DROPOUT.values(), MICRO_BATCH_4, BF16_GRADIENTS)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trained:
-    """`trained(num_ranks, *overrides)`: the folder of 20 steps, run once and not to be changed.
+    """Return `trained(num_ranks, *overrides)`: the folder of 20 steps, run once, not to be changed.
 
-    `stderr` beside it is what they printed, for the plain run on two with all that they imported;
-    those of `ON_TWO` have none.
+    Next to it, `stderr` is the ranks' output, for the plain run on two ranks with all imports; the
+    runs of `ON_TWO` have no `stderr`.
     """
 
     @functools.cache
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trai
             return on_two()[overrides]
         folder = tmp_path_factory.mktemp("trained") / "run"
         program = train_program(folder, tiny_config, *overrides)
-        # A Python of its own: a fork of one that has everything imports nothing.
+        # In a new Python: a fork of a process with all modules imports nothing.
         imports = {"PYTHONPROFILEIMPORTTIME": "1"} if (num_ranks, overrides) == (2, ()) else {}
         result = run(mpirun(num_ranks, *program), env=rank_env(**imports))
         assert result.returncode == 0, result.stderr
@@ -80,7 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trai
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trained:
-    """`killed(*overrides)`: two ranks' run with a rank killed after step 10, not to be changed."""
+    """Return `killed(*overrides)`: a run of two ranks, one of them killed after step 10."""
 
     @functools.cache
     def folder_of(*overrides: str) -> Path:
@@ -114,7 +114,7 @@ def test_a_start_counts_from_the_birth_of_its_process() -> None:
     born_unix = psutil.Process().create_time()
     least_s = time.time() - born_unix
     age_s = process_age_s()
-    # The kernel's own times are off by a second at most; a busy machine may stop us in between.
+    # The kernel's times are off by at most a second; a busy machine can pause this process.
     assert least_s - 1.5 <= age_s <= time.time() - born_unix + 1.5
 
 
@@ -149,7 +149,7 @@ def test_torchrun_and_one_process_alone_give_what_mpirun_gives(
 def resumed(
     tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, killed: Trained
 ) -> dict[str, Path]:
-    """The killed runs of each dtype, resumed on as many ranks."""
+    """Return the killed runs of each dtype, resumed on the same number of ranks."""
     root = tmp_path_factory.mktemp("resumed")
     folders = {dtype: root / dtype for dtype in DROPOUT}
     for dtype, folder in folders.items():
@@ -173,10 +173,12 @@ def test_a_micro_batch_of_auto_is_one_number_on_every_rank_and_at_a_resume(
 ) -> None:
     settings = ("batch.micro_batch_size=auto",)
     result = train(tmp_path / "auto", tiny_config, *settings, "train.steps=10", num_ranks=2)
-    assert 'batch.micro_batch_size = "auto": 4 of a rank\'s 4 sequences a pass' in result.stderr
+    assert (
+        'batch.micro_batch_size = "auto": 4 of at most 4 sequences a micro-batch' in result.stderr
+    )
     assert load_run_config(tmp_path / "auto" / "run.toml").batch.micro_batch_size == 4
     again = train(tmp_path / "auto", tiny_config, *settings, num_ranks=2)
-    assert "of a rank's" not in again.stderr, "the run goes on with what it has settled on"
+    assert "of at most" not in again.stderr, "the run goes on with what it has settled on"
     assert losses(tmp_path / "auto") == losses(trained(2, *MICRO_BATCH_4))
     _assert_same_checkpoint(tmp_path / "auto", trained(2, *MICRO_BATCH_4))
 
@@ -194,7 +196,7 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        # Buckets decide in which order gloo adds; at a width of 256 there are several.
+        # Buckets determine the order of gloo's sums; a width of 256 gives several.
         (3, ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")),
         (1, ("optimizer.name=muon", "schedule.kind=constant")),
     ],
@@ -247,7 +249,7 @@ def test_ranks_that_differ_stop_the_run_with_exit_40_and_the_odd_rank_is_named(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-# A bit flips in one rank's memory after the third step, as broken RAM would do it.
+# A bit flips in one rank's memory after the third step, as with broken RAM.
 _SPOIL_RANK_2 = """
 import os, sys
 import torch
@@ -258,9 +260,9 @@ step = trainer.Trainer._train_step
 
 def spoiled(self):
     stopping = step(self)
-    if self._parts.world.rank == 2 and self._step == 3:
+    if self._context.world.rank == 2 and self._step == 3:
         with torch.no_grad():
-            self._parts.model.wte.weight[5, 5] += 1e-7
+            self._context.model.wte.weight[5, 5] += 1e-7
     return stopping
 
 trainer.Trainer._train_step = spoiled
@@ -278,9 +280,9 @@ def _start(run_dir: Path, config: Path, *overrides: str) -> subprocess.Popen[byt
 
 
 def _train_and_kill(run_dir: Path, config: Path, *overrides: str, after_step: int) -> None:
-    """Train on two ranks, kill -9 one of them, and leave the checkpoint of `after_step`.
+    """Train on two ranks, kill -9 one of them, and keep the checkpoint of `after_step`.
 
-    The run is a long one, so that it cannot end before the kill; TINY_RUN's learning rate does not
+    The run is long, so that it cannot end before the kill; TINY_RUN's learning rate does not
     depend on its length.
     """
     process = _start(

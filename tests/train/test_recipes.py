@@ -1,4 +1,4 @@
-"""Every packaged recipe for fine-tuning trains, shortened, on a small model of its architecture."""
+"""Every packaged fine-tuning recipe trains, shortened, on a small model of its architecture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARCHITECTURES = {
 
 
 def labelled(model: Path, folder: Path) -> Path:
-    """Make a data folder of texts with two labels."""
+    """Write a data folder of texts with two labels."""
     rows = [
         {"text": each[0]["content"], "label": "long" if len(each[0]["content"]) > 16 else "short"}
         for each in conversations(80)
@@ -38,14 +38,14 @@ def labelled(model: Path, folder: Path) -> Path:
 
 
 def chats(model: Path, folder: Path) -> Path:
-    """Make a data folder of conversations."""
+    """Write a data folder of conversations."""
     rows = [{"messages": each} for each in conversations(200)]
     source = write_rows(folder / "chats.jsonl", rows)
     return prepare(model, source, folder / "data", "--sequence-length", LENGTH)
 
 
 def pairs(model: Path, folder: Path) -> Path:
-    """Make a data folder of answers, of which each one's rejected answer is longer."""
+    """Write a data folder of pairs, in each of which the rejected answer is longer."""
     rows = [
         {
             "prompt": each[0]["content"],
@@ -72,7 +72,7 @@ def test_every_recipe_for_fine_tuning_is_tried_here() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of each recipe, such as `NAME/run`."""
+    """Return a folder with a run of each recipe, such as `NAME/run`."""
     root = tmp_path_factory.mktemp("recipes")
     runs: dict[int, dict[Path, list[str]]] = {1: {}, 2: {}}
     configs = {}

@@ -1,4 +1,4 @@
-"""A resume on other data is refused, also where train.bin is the same."""
+"""A resume on other data is rejected, also with the same train.bin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 USER_MARKED = MARKED_TEMPLATE.replace("== 'assistant'", "== 'user'", 1)
 
 
-@pytest.mark.processes  # the template is rendered by one
+@pytest.mark.processes  # rendering the template starts one
 def test_conversations_whose_template_marks_other_turns_are_other_data(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", template=MARKED_TEMPLATE)
     config = chat_config(tmp_path, model, [{"messages": each} for each in conversations(20)])
@@ -32,7 +32,7 @@ def test_conversations_whose_template_marks_other_turns_are_other_data(tmp_path:
     source = next(tmp_path.rglob("*.jsonl"))
     other = prepare(model, source, tmp_path / "other", "--sequence-length", CHAT_LENGTH)
     assert (other / "train.bin").read_bytes() == (data / "train.bin").read_bytes()
-    with pytest.raises(CheckpointError, match=r"trained on train\S* \w{12}, data\.dir has"):
+    with pytest.raises(CheckpointError, match=r"trained on train\S* \w{12}, but data\.dir has"):
         train_alone(tmp_path / "run", config, f"data.dir={other}", "train.steps=2")
     train_alone(tmp_path / "run", config, "train.steps=2")
 
@@ -50,8 +50,10 @@ def test_other_labels_and_validation_texts_are_other_data_but_for_a_checkpoint_o
     require_same_data(state, meta)
     files = {**meta.files, changed: replace(meta.files[changed], sha256="0" * 64)}
     other = replace(meta, files=files)
-    with pytest.raises(CheckpointError, match=rf"trained on {changed} \w{{12}}, data\.dir has 0"):
+    with pytest.raises(
+        CheckpointError, match=rf"trained on {changed} \w{{12}}, but data\.dir has 0"
+    ):
         require_same_data(state, other)
     caplog.clear()
     require_same_data(replace(state, data_sha256={}), other)
-    assert "is of an older version, which kept the hash of train.bin alone" in caplog.text
+    assert "is from an older version and has only the hash of train.bin" in caplog.text

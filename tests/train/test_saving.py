@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written during training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEADLINE_S = 60
 
 
 class Gated(UserDict[str, Tensor]):
-    """Tensors that nobody can read before the gate is open, as if those before them took long."""
+    """Tensors whose reads block until the gate is open, as if earlier reads were slow."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -71,7 +71,7 @@ def begin(
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """The limit on file size stands for a full disk: the kernel refuses the write."""
+    """Simulate a full disk by a limit on file size: the kernel refuses the write."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -187,7 +187,7 @@ def test_the_best_checkpoint_is_kept_linked_and_named_and_a_resume_starts_from_t
     for steps, best in ((1, 1), (2, 2), (4, 2), (6, 6)):
         train_alone(paths.root, tiny_config, *every, f"train.steps={steps}")
         found = {checkpoint_step(folder) for folder in checkpoint_folders(paths.checkpoints)}
-        # Besides these, at most the one that was the best when the last save ended.
+        # In addition, at most the checkpoint that was the best at the end of the last save.
         assert {best, steps} <= found and len(found) <= 2
         assert (paths.checkpoints / "best").resolve() == paths.checkpoint(best).resolve()
         assert not manifest_problems(paths.checkpoints / "best")
@@ -237,7 +237,7 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     before = elsewhere.read_text()
     if damage == "behind a link":
         paths.metrics.symlink_to(elsewhere)
-    # A link that leads out of the run's folder is never written through, nor read.
+    # A link to outside the run's folder is never followed, for writing or reading.
     assert len(make_room(paths)) == (damage == "behind a link")
     for steps in (4, 5):
         train_alone(paths.root, tiny_config, *every, f"train.steps={steps}")
@@ -270,7 +270,7 @@ def test_an_evaluation_that_ends_while_a_checkpoint_is_written_disturbs_nothing(
 def test_a_rank_that_fails_makes_the_checkpoint_under_way_whole(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is slow: it is done when somebody waits for the checkpoint's end."""
+    """The disk is slow: the write is complete when a wait for the checkpoint ends."""
     waited_for, flush, finish = threading.Event(), checkpoint._flush, Saving.finish
 
     def slow_flush(path: Path) -> None:

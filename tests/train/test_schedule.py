@@ -1,4 +1,4 @@
-"""The learning rate at the moments that matter."""
+"""The learning rate at the steps where the schedule changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start's checks of the disk, and of the checkpoints on it."""
+"""A run's checks of its disk and its checkpoints at the start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FREE_BYTES = 10**10
 
 @pytest.fixture
 def known_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk whose free space stays the same, whatever other programs write."""
+    """Simulate a disk with constant free space, whatever other programs write."""
     monkeypatch.setattr(disk_room, "free_bytes", lambda _: FREE_BYTES)
 
 
 def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:
-    """A model of whose weights and moments `room` fit; its vocabulary is as large as needed."""
+    """Return a model with weights and moments of `room`; its vocabulary is chosen for that."""
     words = FREE_BYTES / room / 12 / SMALL.n_embd
     return replace(SMALL, vocab_size=int(words))
 
@@ -39,11 +39,15 @@ def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:
 @pytest.mark.parametrize(
     ("there", "room", "refusal"),
     [
-        (0, 3.5, r"4 more of 4 checkpoints .*need .* Free space or lower train.keep_checkpoints"),
+        (
+            0,
+            3.5,
+            r"4 more checkpoint.* need .*: 4 in total.* Free space or lower train.keep_checkpoints",
+        ),
         (0, 4.5, None),
-        (1, 2.5, r"3 more of 4 checkpoints"),
+        (1, 2.5, r"3 more checkpoint\(s\) need .*: 4 in total"),
         (1, 3.5, None),
-        (3, 0.5, r"1 more of 4 checkpoints .* Free space\.$"),
+        (3, 0.5, r"1 more checkpoint\(s\) need .*: 4 in total.* Free space\.$"),
         (3, 1.5, None),
         (5, 1.5, None),
     ],
@@ -67,7 +71,7 @@ def test_a_run_with_a_store_needs_room_for_the_checkpoint_that_is_uploaded(tmp_p
     with_store = ["train.keep_checkpoints=2", f"storage.results={tmp_path / 'store'}"]
     config = parse_run_config("", overrides=with_store, where="test")
     shape = shape_of_a_checkpoint(room=4.5)
-    with pytest.raises(ConfigError, match=r"5 more of 5 checkpoints .*on its way to the store"):
+    with pytest.raises(ConfigError, match=r"5 more checkpoint.* 5 in total.*the one in upload"):
         require_disk_space(config, shape, paths=RunPaths(tmp_path))
 
 
@@ -101,16 +105,18 @@ def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
     caplog.clear()
     found = start()
     assert found.state is not None and found.state.step == 1
-    assert f"checkpoint {paths.checkpoint(2)} is passed over: model.safetensors: " in caplog.text
+    assert f"checkpoint {paths.checkpoint(2)} is skipped: model.safetensors: " in caplog.text
     damage(paths.checkpoint(1))
-    with pytest.raises(CheckpointError, match=r"not one of 2 .*_00000002: model.* from scratch"):
+    with pytest.raises(
+        CheckpointError, match=r"none of 2 checkpoints is valid. .*_00000002: model.* from scratch"
+    ):
         start()
 
 
 def test_a_run_of_whole_weights_reads_no_base_that_a_checkpoint_names(tmp_path: Path) -> None:
     """The attack: a store's checkpoint was an adapter of a private model, which was trained on."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="it is an adapter, and the run trains whole weights"):
+    with pytest.raises(CheckpointError, match="an adapter, but the run trains whole weights"):
         weights_folder(tmp_path, parse_run_config("", where="test"))
 
 

@@ -1,4 +1,4 @@
-"""Checks before a checkpoint: equal weights and optimizer state, and no NaN in them."""
+"""Checks before a checkpoint: equal weights and optimizer state, without NaN."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_large_numbers_are_finite() -> None:
 def test_nan_is_never_saved_over_the_only_good_checkpoint(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
-    """Loss and gradients are finite: the NaN comes with the update, after they were made."""
+    """Loss and gradients are finite: the NaN comes from the update after them."""
     train_step = Trainer._train_step
 
     def spoiled(self: Trainer) -> bool:
         stopping = train_step(self)
         if self._step == 4:
-            optimizers: Optimizers = self._parts.optimizers
+            optimizers: Optimizers = self._context.optimizers
             found = dict(optimizers.model.named_parameters()) | optimizers.state_tensors()
             name = "wpe.weight" if spoil == "a weight" else "exp_avg.wpe.weight"
             found[name].detach()[5, 5] = torch.nan
@@ -97,7 +97,7 @@ def test_nan_is_never_saved_over_the_only_good_checkpoint(
 def test_a_checkpoint_thread_that_dies_at_once_ends_the_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without memory, where the thread ends before it comes to its work."""
+    """As without memory, when the thread ends before its work begins."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
     def run_out_of_memory(self: threading.Thread) -> None:
@@ -113,7 +113,7 @@ def test_a_checkpoint_thread_that_dies_at_once_ends_the_wait_for_it(
         state=STATE,
     )
     for come_next in (saving.before_update, saving.finish):
-        with pytest.raises(TrainingError, match=r"its thread could not run\. Free memory"):
+        with pytest.raises(TrainingError, match=r"could not start or ended early\. Free memory"):
             come_next()
 
 
@@ -126,7 +126,9 @@ def test_a_checkpoint_thread_that_cannot_be_started_is_one_clear_error(
     optimizers = trained_optimizers()
     saving = Saving(tmp_path, keep=1, tokenizer={}, waiting=lambda: None)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(TrainingError, match=r"could not run \(can't start new thread\)"):
+    with pytest.raises(
+        TrainingError, match=r"could not start or ended early \(can't start new thread\)"
+    ):
         saving.begin(
             tmp_path / "step_00000007",
             model=model_of(optimizers),
@@ -154,7 +156,7 @@ def test_a_flipped_bit_in_a_moment_of_rank_0_is_found_before_it_is_saved(
     assert [path.name for path in saved] == ["step_00000002", "step_00000004"]
 
 
-# A bit flips in one rank's memory after the sixth update, as broken RAM would do it.
+# A bit flips in one rank's memory after the sixth update, as with broken RAM.
 _FLIP = """
 import os, sys
 import torch
@@ -165,8 +167,8 @@ step = trainer.Trainer._train_step
 
 def flipped(self):
     stopping = step(self)
-    if self._parts.world.is_main and self._step == 6:
-        moment = self._parts.optimizers.state_tensors()["NAME.wte.weight"]
+    if self._context.world.is_main and self._step == 6:
+        moment = self._context.optimizers.state_tensors()["NAME.wte.weight"]
         moment.view(-1).view(torch.int32)[1000] ^= 1
     return stopping
 

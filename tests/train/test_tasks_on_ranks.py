@@ -34,14 +34,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("one_thread")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run on several ranks; that of one rank has the same config."""
+    """A run on several ranks; the run on one rank has the same config."""
 
     config: str
     """The task."""
     ranks: int
     overrides: tuple[str, ...]
     strategy: tuple[str, ...] = ()
-    """Overrides that the run of one rank goes without."""
+    """Overrides for the run on several ranks only."""
 
 
 _CHAT = ("train.steps=8", "batch.global_batch_size=6", "batch.micro_batch_size=1")
@@ -77,7 +77,7 @@ class Task:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Mapping[str, Task]:
-    """Each task's config and data; of conversations, batches have unequal trained tokens."""
+    """Return each task's config and data; batches of conversations have unequal trained tokens."""
     chat, preference, texts = (tmp_path_factory.mktemp(name) for name in ("chat", "pairs", "texts"))
     model = make_model(chat / "model", template=MARKED_TEMPLATE)
     rows = [{"messages": each} for turns in (1, 2) for each in conversations(40, turns=turns)]
@@ -93,20 +93,20 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Mappin
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]) -> Path:
-    """A folder with the runs of `CASES`: `NAME/several` and `NAME/one`."""
+    """Return a folder with the runs of `CASES`: `NAME/several` and `NAME/one`."""
     return train_all(CASES, tasks, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]) -> Path:
-    """The same of `OTHERS`."""
+    """Return the same for `OTHERS`."""
     return train_all(OTHERS, tasks, tmp_path_factory.mktemp("others"))
 
 
 def train_all(cases: Mapping[str, Case], tasks: Mapping[str, Task], root: Path) -> Path:
     """Train each case on its ranks and on one.
 
-    Each has its own copy of the data, as a run on pairs stores its reference there.
+    Each has a separate copy of the data, as a run on pairs stores its reference in it.
     """
     together: dict[int, dict[Path, tuple[str, ...]]] = defaultdict(dict)
     configs: dict[Path, Path] = {}
@@ -188,7 +188,7 @@ def check_classifier(case: Path) -> None:
 def evaluated(
     tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]
 ) -> Mapping[str, Path]:
-    """The run of one rank to evaluate, of pairs and of texts."""
+    """Return runs of one rank to evaluate, on pairs and on texts."""
     root = tmp_path_factory.mktemp("evaluated")
     for name, overrides in (
         ("preference", ("task.beta=0.3", "train.steps=6")),
@@ -203,7 +203,7 @@ def evaluated(
 def on_ranks(
     tasks: Mapping[str, Task], evaluated: Mapping[str, Path], *, ranks: int, root: Path
 ) -> Mapping[str, dict[str, Any]]:
-    """Return the JSON of `evaluate` on so many ranks, by the task."""
+    """Return the JSON of `evaluate` by task, on `ranks` ranks."""
     commands = {root / name: words(name, evaluated, tasks) for name in evaluated}
     printed = evaluate_several(commands, num_ranks=ranks)
     return {path.name: json_of(text) for path, text in printed.items()}

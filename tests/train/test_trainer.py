@@ -1,4 +1,4 @@
-"""Decisions of the loop without training: samples, parameter groups, evaluation."""
+"""Decisions of the training loop without training: samples, parameter groups, evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from payload.train.calibration import calibrate
 from payload.train.checkpoints.saving import Saving
 from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.parts import Parts
+from payload.train.parts import TrainContext
 from payload.train.rank_output_files import Heartbeat
 from payload.train.ranks.world import World, as_rank_lost
 from payload.train.strategies.replicate import Replicate
@@ -42,7 +42,7 @@ def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
         task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks), NextToken())),
         tokenizer={},
     )
-    return Trainer(cast(Parts, parts), start=None)
+    return Trainer(cast(TrainContext, parts), start=None)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +144,15 @@ def test_gloos_complaints_about_a_vanished_peer_are_a_lost_rank(message: str) ->
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Steps and phases of all heartbeats, as they come."""
+    """Record step and phase of every heartbeat."""
     found: list[tuple[int, str]] = []
-    tell = Heartbeat.tell
+    report = Heartbeat.report
 
     def record(self: Heartbeat, *, step: int, phase: str, **passes: int | None) -> None:
         found.append((step, phase))
-        tell(self, step=step, phase=phase, **passes)
+        report(self, step=step, phase=phase, **passes)
 
-    monkeypatch.setattr(Heartbeat, "tell", record)
+    monkeypatch.setattr(Heartbeat, "report", record)
     return found
 
 
@@ -173,7 +173,7 @@ def test_a_rank_says_what_it_is_about_to_do(
         (1, "eval"),
         (1, "end"),
     ]
-    # Once before, and after each pass.
+    # Once before, and after each batch.
     assert told.count((1, "eval")) > 2
 
 

@@ -1,4 +1,4 @@
-"""A run's checkpoint loads in transformers as it is: weights, context, tokenizer, offline."""
+"""transformers loads a run's checkpoint directly: weights, context, tokenizer, offline."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_model_is_not_trained_on_data_of_another_tokenizer(
 def test_a_shorter_training_sequence_leaves_the_weights_their_context(
     tmp_path: Path, checkpoint: Path, gpt2_data: Path
 ) -> None:
-    """transformers' generate goes on past data.sequence_length, to the end of the context."""
+    """transformers' generate continues past data.sequence_length, up to the context's end."""
     run, config = tmp_path / "run", config_for(tmp_path, gpt2_data)
     short = (f"model.init={checkpoint}", "data.sequence_length=8", "train.eval_tokens=64")
     train_alone(run, config, *short, "train.steps=1")

@@ -1,4 +1,4 @@
-"""Clipping and AdamW in one pass against torch's own: same numbers, same state, same names."""
+"""Clipping and AdamW in one pass against torch's own: equal values, state and names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.train.optimizers.optimizer import Optimizers, build_optimizers
 from payload.train.ranks.world import World
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 
 STEPS = 6
-# Rounding to fp32 is 6e-8 of a number; a moment has three such roundings a step.
+# Rounding to fp32 is 6e-8 of a value; a moment has three such roundings a step.
 ROUNDING = 6e-8
 SETTINGS = OptimizerSection(lr=1e-2)
 
 
 class Weights(nn.Module):
-    """Two groups, of sizes beside those that a task and a vector have."""
+    """Two parameter groups, with sizes that are not multiples of tasks and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,18 +37,18 @@ class Weights(nn.Module):
         self.without_gradient = nn.Parameter(torch.randn(5, generator=generator))
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Muon takes it."""
+        """Return True for the matrix, so that Muon trains it."""
         return name == "h.matrix"
 
     @property
     def matrix(self) -> nn.Parameter:
-        """The one that decays."""
+        """Return the parameter with weight decay."""
         matrix: nn.Parameter = self.h["matrix"]
         return matrix
 
 
 def give_gradients(model: nn.Module, *, step: int) -> None:
-    """The same for the same step; from tiny to large, above the limit and below it."""
+    """Set equal gradients for equal steps; from tiny to large, above the limit and below it."""
     generator = torch.Generator().manual_seed(100 + step)
     for name, parameter in model.named_parameters():
         if name != "without_gradient":
@@ -82,7 +82,7 @@ def tensors(optimizers: Optimizers) -> dict[str, Tensor]:
 def test_the_update_is_torch_s_but_for_rounding(library: Library, name: str) -> None:
     expected, found = tensors(train(None, name=name)), tensors(train(Kernels(library), name=name))
     assert expected.keys() == found.keys()
-    # Muon's own arithmetic is bf16's: half a rounding of it, of updates of 1e-2.
+    # Muon's own arithmetic is bf16: half a rounding of it, for updates of 1e-2.
     bound = 3 * STEPS * ROUNDING
     for key, true in expected.items():
         assert found[key].dtype == true.dtype and found[key].shape == true.shape
@@ -199,6 +199,8 @@ def test_ranks_share_the_update_only_where_all_have_it(
         monkeypatch.setattr(World, "sum", lambda _, here, more=others: here + more)
         model = make_model()
         optimizers = build_optimizers(model, OptimizerSection())
-        engage(model, optimizers, settings=EngineSection(), world=replace(ALONE, world_size=2))
+        apply_engine(
+            model, optimizers, settings=EngineSection(), world=replace(ALONE, world_size=2)
+        )
         assert (optimizers.kernels is not None) is expected
         assert model.kernels is not None

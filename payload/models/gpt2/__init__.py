@@ -1,1 +1,1 @@
-"""GPT-2's numbers."""
+"""GPT-2's sizes and costs."""

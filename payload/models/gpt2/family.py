@@ -12,7 +12,7 @@ from payload.models.gpt2.spec import PRESETS, Gpt2Spec, read
 
 
 class Gpt2(Family):
-    """GPT-2 and what has its layers: config.json of `model_type` gpt2."""
+    """GPT-2 and models with its layers: config.json of `model_type` gpt2."""
 
     model_types = ("gpt2",)
     tensors = "payload.train.families.gpt2.model"
@@ -25,7 +25,7 @@ class Gpt2(Family):
         return read(raw, where=where)
 
     def plan_gguf(self, raw: Mapping[str, Any], *, where: str) -> GgufPlan:
-        """Return what a GGUF file of this model has. Raises CheckpointError."""
+        """Return the contents of a GGUF file for this model. Raises CheckpointError."""
         return gguf_export.plan_gguf(read(raw, where=where), where=where)
 
 

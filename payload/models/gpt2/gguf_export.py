@@ -1,4 +1,4 @@
-"""GPT-2's metadata in a GGUF file: llama.cpp's names and numbers."""
+"""GPT-2's metadata in a GGUF file, with llama.cpp's names and values."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gpt2.spec import Gpt2Spec
 
 ARCHITECTURE = "gpt2"
-"""llama.cpp's name."""
+"""llama.cpp's name of the architecture."""
 _EPSILON = 1e-5
 _CONTEXT = 1024
 
 
 def plan_gguf(spec: Gpt2Spec, *, where: str) -> GgufPlan:
-    """Return what a GGUF file of this model has; `where` names its config.json.
+    """Return the contents of a GGUF file for this model; `where` names its config.json.
 
-    Raises CheckpointError for what llama.cpp computes otherwise.
+    Raises CheckpointError for features that llama.cpp computes differently.
     """
     notes = []
     if spec.context() != _CONTEXT:
         notes.append(
-            f"transformers takes the context of a GPT-2 in GGUF to be {_CONTEXT}: pass "
+            f"transformers assumes a context of {_CONTEXT} for a GPT-2 in GGUF: pass "
             f"n_positions={spec.context()} to from_pretrained"
         )
     if spec.activation != "gelu_new":

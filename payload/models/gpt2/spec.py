@@ -1,4 +1,4 @@
-"""GPT-2's numbers: sizes, parameters, FLOPs, bytes."""
+"""GPT-2's sizes and costs: parameters, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
     logits_tokens,
-    too_deep,
-    uneven,
+    stages_conflict,
+    uneven_split,
 )
 
 _ALIASES = {
@@ -28,7 +28,7 @@ _ALIASES = {
     "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
 }
-"""transformers' other names of sizes. Source: its `GPT2Config.attribute_map`."""
+"""transformers' aliases of sizes. Source: its `GPT2Config.attribute_map`."""
 
 Activation = Literal["gelu_new", "gelu"]
 """Hugging Face's names: GPT-2's tanh approximation, and the exact function."""
@@ -36,7 +36,7 @@ Activation = Literal["gelu_new", "gelu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Spec(ModelSpec):
-    """A GPT-2 model's sizes; names as in GPT-2's own config, but for `sequence_length`."""
+    """A GPT-2 model's sizes, named as in GPT-2's config, except for `sequence_length`."""
 
     model_type: str = "gpt2"
     n_layer: int
@@ -66,11 +66,11 @@ class Gpt2Spec(ModelSpec):
         return self.n_embd
 
     def is_tied(self) -> bool:
-        """Say whether the output head is the token embedding: it always is."""
+        """Return True: the output head is always the token embedding."""
         return True
 
     def settings(self) -> dict[str, int | bool]:
-        """Return what the run config's [model] section says of the sizes, for this model."""
+        """Return this model's sizes as settings of the run config's [model] section."""
         return {
             "n_layer": self.n_layer,
             "n_head": self.n_head,
@@ -87,19 +87,19 @@ class Gpt2Spec(ModelSpec):
         )
 
     def why_not_tensor(self, ranks: int) -> str | None:
-        """Say why `ranks` ranks cannot compute each layer together, or None where they can."""
-        return uneven({"attention heads": self.n_head}, ranks)
+        """Return why `ranks` ranks cannot split each layer, or None if they can."""
+        return uneven_split({"attention heads": self.n_head}, ranks)
 
     def why_not_stages(self, stages: int) -> str | None:
-        """Say why the layers cannot be on so many pipeline stages, or None where they can."""
-        return too_deep(self, stages)
+        """Return why the layers cannot be divided into `stages` stages, or None if they can."""
+        return stages_conflict(self, stages)
 
     def why_not_quantized(self) -> str:
-        """Say why the layers' linears cannot be of 4 bits."""
-        return "its weights are stored as (in, out), and blocks of 4 bits are of (out, in)"
+        """Return why the layers' linears cannot have 4 bits."""
+        return "its weights are stored as (in, out), but 4-bit blocks need (out, in)"
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of every tensor, as transformers has them: matrices as (in, out)."""
+        """Yield name and shape of every tensor as in transformers, with matrices as (in, out)."""
         width = self.n_embd
         yield "transformer.wte.weight", (self.vocab_size, width)
         yield "transformer.wpe.weight", (self.context(), width)
@@ -127,11 +127,11 @@ class Gpt2Spec(ModelSpec):
         )
 
     def num_matrix_params(self) -> int:
-        """Weights of the layers' matrices: attention 4, MLP 8 times n_embd squared, per layer."""
+        """Return the weights of the layers' matrices: 12 n_embd^2 a layer (attention 4, MLP 8)."""
         return self.n_layer * 12 * self.n_embd**2
 
     def num_params(self) -> int:
-        """Return the number of all weights; the output head shares the token embedding."""
+        """Return the number of all weights; the output head and the token embedding are one."""
         width = self.n_embd
         norms = (2 * self.n_layer + 1) * width * (2 if self.bias else 1)
         biases = self.n_layer * 9 * width if self.bias else 0
@@ -149,12 +149,12 @@ class Gpt2Spec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        The peak is where the forward pass ends. Weights and two AdamW moments are fp32, 12 bytes a
-        parameter; gradients, 4 more, are there then with other ranks, whose exchange has buckets,
-        and in all passes of a step but its first (`accumulates`). With `kernels` a layer keeps 28
-        bytes a number of its width for its backward pass in bf16 (the residual stream twice in
-        fp32, and 10 widths in bf16); what comes and goes between leaves gaps, 7 bytes more as
-        measured for gpt2. The logits are those of one chunk.
+        The peak is at the end of the forward pass. Weights and two AdamW moments are fp32, 12 bytes
+        a parameter. Gradients, 4 more, exist then with other ranks, whose exchange has buckets, and
+        in all micro-batches of a step after its first (`accumulates`). With `kernels` a layer keeps
+        28 bytes per element of its width for its backward pass in bf16: the residual stream twice
+        in fp32, and 10 widths in bf16. Fragmentation adds 7 bytes, as measured for gpt2. The logits
+        are of one chunk.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -163,13 +163,13 @@ class Gpt2Spec(ModelSpec):
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         if not setting.kernels:
-            # 18 widths a layer; a logit is 16 bytes: log-softmax and two gradients in fp32, itself.
+            # 18 widths a layer; 16 bytes a logit: log-softmax and two gradients in fp32, itself.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             return held + layers + tokens * self.vocab_size * 16
         widths = 35 if setting.dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
-        # In a step's only pass the head's gradient is made where ranks exchange it.
+        # In a step's only micro-batch, the head's gradient is made in the exchange's buffer.
         head = self.vocab_size * self.n_embd * 4 if setting.alone or setting.accumulates else 0
         copies = self.num_params() * 2 if setting.dtype == "bf16" else 0
         return held + copies + max(layers + logits + head, gradients)
@@ -193,7 +193,7 @@ class Gpt2Spec(ModelSpec):
         yield GradientSize(self.embedding_size(), "embedding")
 
     def with_sequence_length(self, tokens: int) -> Self:
-        """Return the same model, trained on sequences of `tokens`; its positions stay."""
+        """Return the same model, trained on sequences of `tokens`; its positions are unchanged."""
         return replace(self, sequence_length=tokens, n_positions=self.context())
 
 
@@ -210,7 +210,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """Fields of a GPT-2's config.json that decide its sizes and its arithmetic."""
+    """The fields of a GPT-2's config.json that determine its sizes and arithmetic."""
 
     model_type: str
     n_layer: int = checked(low=1, high=10_000)
@@ -226,16 +226,16 @@ class _Config:
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     per_layer_config: Any = None
-    """transformers' own settings of single layers."""
+    """transformers' overrides for single layers."""
     tileforge_bias: bool = True
-    """False where Tileforge trained without biases; the file then has zeros."""
+    """False if Tileforge trained without biases; the file then contains zeros."""
 
 
 def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
-    """Build the spec from the content of a config.json, which `where` names.
+    """Build the spec from a config.json, which `where` names.
 
-    Raises CheckpointError when it is damaged, and for a model that would load without an error and
-    compute something else than GPT-2 does.
+    Raises CheckpointError for a damaged file, and for a model that would load without an error but
+    compute differently from GPT-2.
     """
     config = build(_Config, raw, where=where, fix=FIX, error=CheckpointError)
     _refuse_variants(config, where)
@@ -243,7 +243,7 @@ def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
         if raw.get(alias, raw[name]) != raw[name]:
             raise CheckpointError(
                 f"{where}: {alias} = {shown(raw[alias])} and {name} = {shown(raw[name])} "
-                f"contradict each other: they are two names of one size. {FIX}"
+                f"contradict each other: both name one size. {FIX}"
             )
     return Gpt2Spec(
         n_layer=config.n_layer,
@@ -258,7 +258,7 @@ def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
 
 def _refuse_variants(config: _Config, where: str) -> None:
     width = 4 * config.n_embd
-    for key, wanted in (
+    for key, supported in (
         ("tie_word_embeddings", (True,)),
         ("scale_attn_weights", (True,)),
         ("scale_attn_by_inverse_layer_idx", (False,)),
@@ -268,9 +268,9 @@ def _refuse_variants(config: _Config, where: str) -> None:
         ("activation_function", ("gelu_new", "gelu")),
     ):
         value = getattr(config, key)
-        if value not in wanted:
+        if value not in supported:
             raise CheckpointError(
-                f"{where}: {key} = {shown(value)}; only {' or '.join(map(str, wanted))}, as in "
+                f"{where}: {key} = {shown(value)}: only {' or '.join(map(str, supported))}, as in "
                 f"GPT-2 itself, can be loaded. {FIX}"
             )
     if config.n_embd % config.n_head:

@@ -1,6 +1,6 @@
 """The config.json of a decoder of the Llama family, with each model type's own defaults.
 
-transformers leaves keys out of config.json that have its defaults, so a default decides sizes too.
+transformers omits default values from config.json, so a type's defaults affect sizes, too.
 Source of each: transformers 5.23, models/<family>/configuration_<family>.py.
 """
 
@@ -22,30 +22,30 @@ RopeKind = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: its base, and how it is stretched for longer contexts."""
+    """Rotary position embedding: its base, and its scaling for longer contexts."""
 
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """linear: every position is divided by it. llama3: the low frequencies are."""
+    """linear: divides every position. llama3: divides the low frequencies."""
     low_freq_factor: float = 1.0
     """llama3 only, like the next two."""
     high_freq_factor: float = 4.0
     original_context: int = 8192
-    """Tokens that the frequencies were trained for."""
+    """Tokens of the context in pre-training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Differences between the layers of one model."""
+    """The settings that differ between the layers of a model."""
 
     window: int | None
-    """Tokens that a token attends to, itself included; None = all before it."""
+    """Number of tokens that a token attends to, itself included; None = all up to itself."""
     rope: Rope | None
     """None = no positional encoding in this layer."""
 
 
-_FIX = "Name a folder in the Hugging Face layout, with its own config.json."
+_FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -61,10 +61,10 @@ _MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeDefaults:
-    """Features of one model_type that its config.json need not say."""
+    """Defaults of one model_type, which its config.json can omit."""
 
     kv_heads: int | None = None
-    """None = as many as heads."""
+    """None = the number of heads."""
     head_dim: int | None = None
     """None = hidden_size / num_attention_heads."""
     theta: float = 10_000.0
@@ -73,7 +73,7 @@ class TypeDefaults:
     tied: bool = False
     qk_norm: bool = False
     windows_everywhere: bool = False
-    """Every layer has the window; else `use_sliding_window` and `layer_types` decide."""
+    """Every layer has the window; otherwise `use_sliding_window` and `layer_types` decide."""
     is_gemma: bool = False
 
 
@@ -102,7 +102,7 @@ class _RopeConfig:
 
     rope_type: str | None = None
     type: str | None = None
-    """Its older name."""
+    """Older name of rope_type."""
     rope_theta: float | None = checked(None, low=1.0, high=1e15)
     factor: float | None = checked(None, low=1e-6, high=1e9)
     low_freq_factor: float | None = checked(None, low=1e-6, high=1e9)
@@ -117,7 +117,7 @@ class _RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Fields of a config.json that decide sizes and arithmetic; None = the family's default."""
+    """Fields of a config.json that determine sizes and arithmetic; None = the family's default."""
 
     model_type: str
     num_hidden_layers: int = checked(low=1, high=_MOST_LAYERS)
@@ -130,7 +130,7 @@ class DecoderConfig:
     max_position_embeddings: int | None = checked(None, low=1, high=2**30)
     hidden_act: str = "silu"
     hidden_activation: str = "gelu_pytorch_tanh"
-    """Gemma's name of the one above."""
+    """Gemma's name of hidden_act."""
     rms_norm_eps: float = checked(1e-6, low=0.0, high=1.0)
     initializer_range: float = checked(0.02, low=0.0, high=1.0)
     tie_word_embeddings: bool | None = None
@@ -155,7 +155,7 @@ class DecoderConfig:
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = False
     per_layer_config: Any = None
-    """transformers' own settings of single layers."""
+    """transformers' overrides for single layers."""
 
     def defaults(self) -> TypeDefaults:
         """Return the model type's defaults."""
@@ -166,11 +166,11 @@ class DecoderConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def activation(self) -> str:
-        """Return the name of the gate's activation, whether it is supported or not."""
+        """Return the name of the gate's activation, supported or not."""
         return self.hidden_activation if self.defaults().is_gemma else self.hidden_act
 
     def layers(self, *, where: str) -> tuple[Layer, ...]:
-        """Return what each layer attends to and how it knows positions. Raises CheckpointError."""
+        """Return each layer's attention window and positions. Raises CheckpointError."""
         family = self.defaults()
         types = self._layer_types(where)
         ropes = {kind: self._rope(kind, where=where) for kind in {*types, _FULL}}
@@ -189,7 +189,7 @@ class DecoderConfig:
         )
 
     def unsupported(self, *, where: str) -> tuple[str, ...]:
-        """List what `train/families/llama` does not compute, by name. Raises CheckpointError."""
+        """Return the features that `train/families/llama` lacks. Raises CheckpointError."""
         ropes = [self._rope_config(kind, where=where) for kind in (_FULL, _SLIDING)]
         found = [
             f"rope type {shown(rope.kind())}" for rope in ropes if rope.kind() not in _ROPE_KINDS
@@ -215,7 +215,7 @@ class DecoderConfig:
         return tuple(dict.fromkeys(found))
 
     def _layer_types(self, where: str) -> tuple[str, ...]:
-        """Return each layer's type, as the family's own configuration concludes it."""
+        """Return each layer's type, by the rules of the family's own configuration."""
         count, family = self.num_hidden_layers, self.defaults()
         if family.windows_everywhere or self.model_type == "llama":
             return (_FULL,) * count
@@ -244,7 +244,7 @@ class DecoderConfig:
         return [bool(each) for each in self.no_rope_layers[:count]]
 
     def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
-        """Return the rotary embedding of the layers of one type; transformers 5 nests them so."""
+        """Return the rotary embedding for layers of one type, as nested by transformers 5."""
         raw: Any = self.rope_scaling or self.rope_parameters or {}
         flat = (
             ("rope_scaling",) if self.defaults().is_gemma else ("rope_scaling", "rope_parameters")
@@ -252,15 +252,15 @@ class DecoderConfig:
         for key in flat:
             parts = getattr(self, key) or {}
             if any(isinstance(each, Mapping) for each in parts.values()):
-                # transformers takes it in part, or not at all.
-                _refuse(where, key, parts, f"{self.model_type} has none by layer type")
+                # transformers reads only a part of it, or nothing.
+                _refuse(where, key, parts, f"{self.model_type} has no rope per layer type")
         if self.defaults().is_gemma:
             given = self.rope_scaling or {}
             if given.get("type") not in (None, "default") and "rope_type" not in given:
-                # transformers has a rope_type for these layers already, and does not stretch them.
-                _refuse(where, "rope_scaling", given, "Gemma's has rope_type in place of type")
+                # transformers ignores the scaling: these layers have a default rope_type.
+                _refuse(where, "rope_scaling", given, "Gemma's needs rope_type instead of type")
             nested = (self.rope_parameters or {}).get(kind) or {}
-            # The older form stretches the layers without a window alone.
+            # The older form scales only the layers without a window.
             raw = {**nested, **(self.rope_scaling or {})} if kind == _FULL else nested
         return build(_RopeConfig, raw, where=f"{where}: rope", fix=_FIX, error=CheckpointError)
 
@@ -309,7 +309,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
 
 
 def supported_activation(name: str) -> Activation:
-    """Return the name that the modules use; that of an unsupported one does not matter."""
+    """Return the modules' name of the activation; an unsupported one gets any name."""
     return _ACTIVATIONS.get(name, "silu")
 
 

@@ -1,4 +1,4 @@
-"""Llama and the models with its layers as a model family."""
+"""The model family of Llama and models with its layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Llama(Family):
         return read(raw, where=where)
 
     def gguf_config(self, header: GgufHeader, *, where: str) -> dict[str, Any]:
-        """Return config.json of a GGUF file. Raises CheckpointError."""
+        """Return the config.json of a GGUF file. Raises CheckpointError."""
         return gguf_import.gguf_config(header, where=where)
 
     def gguf_name(self, tensor: str) -> str:
@@ -35,7 +35,7 @@ class Llama(Family):
         return gguf_import.gguf_name(tensor)
 
     def plan_gguf(self, raw: Mapping[str, Any], *, where: str) -> GgufPlan:
-        """Return what a GGUF file of this model has. Raises CheckpointError."""
+        """Return the contents of a GGUF file for this model. Raises CheckpointError."""
         return gguf_export.plan_gguf(raw, where=where)
 
 

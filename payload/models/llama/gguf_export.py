@@ -1,6 +1,6 @@
-"""The Llama family's metadata in a GGUF file: llama.cpp's names and numbers.
+"""The Llama family's metadata in a GGUF file, with llama.cpp's names and values.
 
-Only what llama.cpp computes as the model itself does is planned; the rest is refused by name.
+Only models that llama.cpp computes exactly are planned; other features are rejected by name.
 Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
 """
 
@@ -39,9 +39,9 @@ _GEMMA_LARGEST = 62
 
 
 def plan_gguf(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
-    """Return what a GGUF file of this config.json has.
+    """Return the contents of a GGUF file for this config.json.
 
-    Raises CheckpointError for what llama.cpp computes otherwise.
+    Raises CheckpointError for features that llama.cpp computes differently.
     """
     config = read_decoder_config(raw, where=where)
     unsupported = config.unsupported(where=where)
@@ -63,7 +63,7 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
     if architecture == "smollm3":
         _require_smollm3_layers(layers, where=where)
     rope = layers[0].rope
-    assert rope is not None, "the first layer of these families has one"
+    assert rope is not None, "the first layer of these families has rope"
     if rope.kind == "llama3" and architecture != "llama":
         refuse_export(where, "rope_type", rope.kind)
     values, notes = _values(config, rope), []
@@ -74,13 +74,13 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         values["context_length"] = window
         notes.append(
             f"GGUF has no sliding window for this model: the file's context is {window} tokens, "
-            "within which the window changes nothing"
+            "for which the window has no effect"
         )
     if rope.kind != "default":
         notes.append("transformers' GGUF reader ignores rope scaling; llama.cpp applies it")
     if architecture == "qwen3" and config.width_of_head() != _QWEN3_HEAD:
         notes.append(
-            f"transformers takes the heads of a Qwen3 in GGUF to be {_QWEN3_HEAD} wide: pass "
+            f"transformers assumes heads of width {_QWEN3_HEAD} for a Qwen3 in GGUF: pass "
             f"head_dim={config.width_of_head()} to from_pretrained"
         )
     heads, keys = config.num_attention_heads, config.num_key_value_heads or 1
@@ -97,26 +97,26 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
 
 
 def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
-    """Refuse what llama.cpp has in its code for SmolLM3: the layers without rotation.
+    """Require the layers without rotation that llama.cpp hard-codes for SmolLM3.
 
     Raises CheckpointError.
     """
-    wanted = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
-    if [layer.rope is not None for layer in layers] != wanted:
-        refuse_export(where, "no_rope_layers", "not one layer without rotation in four")
+    expected = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
+    if [layer.rope is not None for layer in layers] != expected:
+        refuse_export(where, "no_rope_layers", "not exactly every fourth layer")
 
 
 def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
-    """llama.cpp fixes the order of the layers, the local base and the scale of the logits."""
+    """Plan a Gemma 3; llama.cpp hard-codes layer order, local base and the scale of logits."""
     full = [layer for layer in layers if layer.window is None]
     local = [layer for layer in layers if layer.window is not None]
-    wanted = [(i + 1) % _GEMMA_PATTERN == 0 for i in range(len(layers))]
-    if [layer.window is None for layer in layers] != wanted:
-        refuse_export(where, "layer_types", "not one full layer in six")
+    expected = [(i + 1) % _GEMMA_PATTERN == 0 for i in range(len(layers))]
+    if [layer.window is None for layer in layers] != expected:
+        refuse_export(where, "layer_types", "not exactly one full layer in six")
     local_ropes = {layer.rope for layer in local}
     if local_ropes - {Rope(theta=GEMMA_LOCAL_THETA)}:
         refuse_export(where, "rope of the layers with a window", "not the base 10,000")
-    # llama.cpp goes by the number of layers.
+    # llama.cpp decides by the number of layers.
     is_largest = len(layers) == _GEMMA_LARGEST
     width = config.hidden_size // config.num_attention_heads
     if config.query_pre_attn_scalar != (width if is_largest else config.width_of_head()):
@@ -124,12 +124,12 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     notes = []
     if config.query_pre_attn_scalar != _GEMMA_SCALAR:
         notes.append(
-            f"transformers takes query_pre_attn_scalar of a Gemma 3 in GGUF to be "
-            f"{_GEMMA_SCALAR:g}: pass query_pre_attn_scalar={config.query_pre_attn_scalar:g} to "
+            f"transformers assumes query_pre_attn_scalar = {_GEMMA_SCALAR:g} for a Gemma 3 in "
+            f"GGUF: pass query_pre_attn_scalar={config.query_pre_attn_scalar:g} to "
             "from_pretrained"
         )
     rope = full[0].rope if full else Rope(theta=config.defaults().theta)
-    assert rope is not None, "Gemma's layers have one"
+    assert rope is not None, "Gemma's layers have rope"
     if rope.kind == "llama3":
         refuse_export(where, "rope_type", rope.kind)
     if rope.kind != "default":
@@ -169,7 +169,7 @@ def _values(config: DecoderConfig, rope: Rope) -> dict[str, int | float | str]:
 
 
 def _rope_factors(rope: Rope, *, width: int) -> tuple[float, ...]:
-    """Return llama.cpp's divisors for Llama 3's stretched frequencies, one a pair of elements."""
+    """Return llama.cpp's divisors for Llama 3's scaled frequencies, one a pair of elements."""
     if rope.kind != "llama3":
         return ()
     longest = rope.original_context / rope.low_freq_factor

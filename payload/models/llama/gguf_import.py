@@ -1,4 +1,4 @@
-"""The Llama family's config.json and tensor names, from llama.cpp's names in a GGUF file."""
+"""Converts llama.cpp's names in a GGUF file to the Llama family's config.json and tensor names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from payload.models.gguf_errors import refuse_import
 from payload.models.gguf_header import Array, GgufHeader, Value
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""llama.cpp's names; SmolLM2 and Mistral are `llama` to it."""
+"""llama.cpp's names; it uses `llama` for SmolLM2 and Mistral."""
 _KEYS: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -21,23 +21,23 @@ _KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""config.json's name of each key below the architecture's."""
+"""config.json's name of each key under the architecture's prefix."""
 _READ = frozenset(
     {*_KEYS, "attention.key_length", "attention.value_length", "rope.dimension_count"}
     | {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
-    # These change nothing here: the tensors say the vocabulary, only YaRN reads the last two.
+    # Without effect: the tensors give the vocabulary, and only YaRN uses the last two.
     | {"vocab_size", "tensor_data_layout"}
     | {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
 )
-"""Keys below the architecture's that a file may have with any value."""
+"""Keys under the architecture's prefix that can have any value."""
 _NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
-"""Value of another key that changes nothing, where that is not 0."""
+"""Values of other keys that have no effect; the default is 0."""
 _DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
 _SINGLE = (
     *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
     *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
 )
-"""Ends of the tokenizer's keys that are no arrays; transformers takes an array of one for one."""
+"""Ends of tokenizer keys with single values; transformers accepts an array for them, too."""
 _TOKENS: Mapping[str, str] = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -63,7 +63,7 @@ _PARTS: Mapping[str, str] = {
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
-    """Return the content of config.json for a header of one of `ARCHITECTURES`.
+    """Return the config.json of a header with one of `ARCHITECTURES`.
 
     Raises CheckpointError.
     """
@@ -81,7 +81,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
         config["head_dim"] = width
     config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
     factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
-    # As in llama.cpp a factor is of linear scaling unless a type says otherwise, and 0 is none.
+    # As in llama.cpp, a factor means linear scaling unless a type is set, and 0 means no scaling.
     is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
     if is_linear and factor not in (None, 0, 1):
         config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
@@ -89,22 +89,22 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 
 
 def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, where: str) -> None:
-    """Refuse what would be read without an error and compute something else."""
+    """Raise CheckpointError for models that would be read without an error but differently."""
     values = header.values
     for key, value in values.items():
         if isinstance(value, Array) and (key.startswith(f"{kind}.") or key.endswith(_SINGLE)):
-            refuse_import(where, key, value, "one value is read here, and no array of them")
+            refuse_import(where, key, value, "must be a single value, not an array")
     if "rope_freqs.weight" in header.shapes:
-        refuse_import(where, "rope_freqs.weight", "a tensor", "transformers' reader leaves it out")
+        refuse_import(where, "rope_freqs.weight", "a tensor", "transformers' reader ignores it")
     scaling = values.get(f"{kind}.rope.scaling.type")
     if scaling not in (None, "none", "linear"):
         refuse_import(
-            where, f"{kind}.rope.scaling.type", scaling, "transformers' reader leaves it out"
+            where, f"{kind}.rope.scaling.type", scaling, "transformers' reader ignores it"
         )
     for full, found in values.items():
         key = full.removeprefix(f"{kind}.")
         if key != full and key not in _READ and found != _NEUTRAL.get(key, 0):
-            refuse_import(where, full, found, "it is not read here")
+            refuse_import(where, full, found, "not supported")
     for key in ("rope.dimension_count", "attention.value_length"):
         other = values.get(f"{kind}.{key}")
         if other not in (None, width):
@@ -112,7 +112,7 @@ def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, wher
 
 
 def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor that transformers calls `name`."""
+    """Return llama.cpp's name of the tensor that transformers names `name`."""
     module, _, kind = name.rpartition(".")
     if module.startswith("model.layers."):
         number, _, part = module.removeprefix("model.layers.").partition(".")

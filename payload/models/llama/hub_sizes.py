@@ -1,7 +1,7 @@
-"""Sizes of models on the hub by name, as their config.json has them: a plan needs no network.
+"""config.json sizes of models on the hub by name, so that a plan needs no network.
 
-These are the models that packaged recipes name and whose config.json a machine may not have: gated
-ones, and those for clusters without a way out.
+These are the models in packaged recipes whose config.json a machine may lack: gated models, and
+those for clusters without internet access.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The numbers of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
+"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
 
-One description covers them all: `DecoderSpec` says what each layer does, so that code that builds
-or counts a model asks no family's name.
+One description covers all of them: `DecoderSpec` describes each layer, so code that builds
+or counts a model does not depend on the family's name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
     logits_tokens,
-    too_deep,
-    uneven,
+    stages_conflict,
+    uneven_split,
 )
 
 MODEL_TYPES = (*DEFAULTS, "gemma3")
@@ -36,12 +36,12 @@ MODEL_TYPES = (*DEFAULTS, "gemma3")
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     """Return the spec that a config.json describes. Raises CheckpointError.
 
-    A config whose features are not all supported is read too: see `unsupported_features`.
+    Configs with unsupported features are read too: see `unsupported_features`.
     """
     if raw["model_type"] == "gemma3":
         raise CheckpointError(
-            f"{where}: model_type = 'gemma3': it holds a vision model beside the text model. Name "
-            "a text model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
+            f"{where}: model_type = 'gemma3': it has a vision model, too. Use a text model "
+            "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
         )
     config = read_decoder_config(raw, where=where)
     family, head_dim = config.defaults(), config.width_of_head()
@@ -77,7 +77,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """A decoder's sizes and arithmetic; names as in Hugging Face's configs where they have one."""
+    """A decoder's sizes and arithmetic, named as in Hugging Face's configs where possible."""
 
     hidden_size: int
     intermediate_size: int
@@ -90,7 +90,7 @@ class DecoderSpec(ModelSpec):
     hidden_act: Activation = "silu"
     """Activation of the gate: SwiGLU, or GeGLU with one of the GELUs."""
     tie_word_embeddings: bool = False
-    """The head is the token embedding."""
+    """True if the output head is the token embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""
@@ -98,18 +98,19 @@ class DecoderSpec(ModelSpec):
     qk_norm: bool = False
     """RMSNorm over each query and key head, before the rotary embedding."""
     sandwich_norms: bool = False
-    """Gemma: the attention's and the MLP's results are normed too, before they are added."""
+    """Gemma: the outputs of attention and MLP are normed too, before the residual addition."""
     norm_offset: bool = False
-    """Gemma: an RMSNorm multiplies by 1 + weight, in fp32; else by weight, in the input's dtype."""
+    """Gemma: an RMSNorm multiplies by 1 + weight, in fp32; otherwise by weight, in the input's
+    dtype."""
     embedding_scale: float = 1.0
-    """Gemma: what the embedded tokens are multiplied by; rounded to the weights' dtype first."""
+    """Gemma: the factor of the token embeddings, rounded to the weights' dtype first."""
     attention_scale: float
-    """Factor of a query's and a key's dot product."""
+    """Factor of the dot product of query and key."""
     initializer_range: float = 0.02
     unsupported_features: tuple[str, ...] = ()
-    """Features that the config asks for and `train/families/llama` does not compute."""
+    """Features in the config that `train/families/llama` lacks."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """config.json as it was read; a checkpoint's is made from it."""
+    """The config.json that was read; a checkpoint's is derived from it."""
 
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""
@@ -128,13 +129,13 @@ class DecoderSpec(ModelSpec):
         return self.hidden_size
 
     def is_tied(self) -> bool:
-        """Say whether the output head is the token embedding."""
+        """Return whether the output head is the token embedding."""
         return self.tie_word_embeddings
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Every matrix multiplies once, the embedding only where it is the head. Grouped-query
+        Every matrix multiplies once, the embedding only as output head. Grouped-query
         attention shares keys, not multiplications: it counts the query heads.
         """
         layer = sum(math.prod(shape) for _, shape in self._layer_shapes() if len(shape) == 2)
@@ -145,14 +146,14 @@ class DecoderSpec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        The peak is where the forward pass ends, or with few tokens where the backward pass does.
-        Weights and two AdamW moments are fp32, 12 bytes a parameter; gradients, 4 more or 2 (see
-        `bf16_gradients`), are there at the forward pass's end with other ranks and in all passes of
-        a step but its first (`accumulates`). With `kernels` the bf16 weights are made for each
-        matmul; the head's lie beside its logits where they come in chunks. A head's gradient in
-        bf16 takes the place of the logits where these are of no more tokens than the model is wide.
-        Gaps between what comes and goes took 2 bytes a parameter of the layers, 1 with bf16
-        gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
+        The peak is at the end of the forward pass, or with few tokens of the backward pass.
+        Weights and two AdamW moments are fp32, 12 bytes a parameter. Gradients, 4 more or 2 (see
+        `bf16_gradients`), exist at the forward pass's end with other ranks and in all micro-batches
+        of a step after its first (`accumulates`). With `kernels` a matmul makes its bf16 weights;
+        the head keeps a bf16 copy while its logits come in chunks. A bf16 gradient of the head
+        reuses the logits' memory if they have no more tokens than the model is wide. Fragmentation
+        took 2 bytes a parameter of the layers, 1 with bf16 gradients, as measured for SmolLM2-135M
+        and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -168,45 +169,45 @@ class DecoderSpec(ModelSpec):
         has_layers = self._has_fast_layers(setting)
         layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
         if not setting.kernels:
-            # A logit is 16 bytes: log-softmax and two gradients in fp32, and itself.
+            # A logit has 16 bytes: log-softmax and two gradients in fp32, and itself.
             return held + layers + tokens * self.vocab_size * 16
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         head = head_gradient if setting.alone or setting.accumulates else 0
         if setting.dtype == "bf16" and tokens > logits_tokens(self.vocab_size):
             head += self.embedding_size() * 2
         if head_rounded and tokens <= self.hidden_size:
-            # The gradient is made where the logits lie.
+            # The gradient reuses the logits' memory.
             head = 0
         gaps = inner * (1 if linears_rounded else 2)
         return held + gaps + max(layers + logits + head, gradients)
 
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
-        """Say whether the gradients of the layers' linears, and the head's, are kept in bf16.
+        """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        The head's logits are made some tokens at a time; from more than one such chunk its gradient
-        is a sum, in fp32. A rounded sum of the tied embedding's two parts is rounded once.
+        The head's logits come in chunks of tokens; with more than one chunk its gradient is a sum,
+        in fp32. The sum of the tied embedding's two parts is rounded once.
         """
         linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
         tokens = setting.micro_batch_size * self.sequence_length
         return linears, linears and tokens <= logits_tokens(self.vocab_size)
 
     def _has_fast_layers(self, setting: RankSetting) -> bool:
-        """In fp32 the layers are plain torch, and so are those that transformers builds."""
+        """Return whether kernels run the layers: not in fp32, nor for transformers' layers."""
         is_ours = setting.kernels and not self.unsupported_features
         return is_ours and setting.dtype == "bf16"
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
-        """Return what one layer keeps of a token for its backward pass, in bytes.
+        """Return the bytes that a layer keeps of one token for its backward pass.
 
-        `size` is that of an element between the matmuls.
+        `size` is the bytes of an element between the matmuls.
         """
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         if kernels:
             # The residual stream twice in fp32, and twice normed; queries, keys and values, and
-            # what attention makes of them; the gate and its partner.
+            # the attention's output; the gate and its partner.
             return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
         norms = 4 if self.sandwich_norms else 2
-        # A norm in plain torch keeps its input and its result in fp32 besides.
+        # A norm in plain torch also keeps its input and its output in fp32.
         return norms * 10 * width + size * (
             4 * width + 6 * (queries + keys) + 5 * self.intermediate_size
         )
@@ -233,7 +234,7 @@ class DecoderSpec(ModelSpec):
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
     def why_not_tensor(self, ranks: int) -> str | None:
-        """Say why `ranks` ranks cannot compute each layer together, or None where they can."""
+        """Return why `ranks` ranks cannot split each layer, or None if they can."""
         if self.unsupported_features:
             return ModelSpec.why_not_tensor(self, ranks)
         counts = {
@@ -241,13 +242,13 @@ class DecoderSpec(ModelSpec):
             "key and value heads": self.num_key_value_heads,
             "MLP columns": self.intermediate_size,
         }
-        return uneven(counts, ranks)
+        return uneven_split(counts, ranks)
 
     def why_not_stages(self, stages: int) -> str | None:
-        """Say why the layers cannot be on so many pipeline stages, or None where they can."""
+        """Return why the layers cannot be divided into `stages` stages, or None if they can."""
         if self.unsupported_features:
             return ModelSpec.why_not_stages(self, stages)
-        return too_deep(self, stages)
+        return stages_conflict(self, stages)
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass."""

@@ -1,1 +1,1 @@
-"""The numbers of any other model that transformers builds."""
+"""Sizes and costs of any other model that transformers builds."""

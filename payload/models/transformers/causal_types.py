@@ -1,7 +1,7 @@
-"""The model types that transformers has a causal language model of text alone for.
+"""The model types with a text-only causal language model in transformers.
 
-So that a plan, which has no transformers, can tell a model that nothing here builds. A test
-compares them with transformers' own table.
+A plan, which does not import transformers, rejects other types by this list. A test
+compares it with transformers' own table.
 """
 
 from __future__ import annotations

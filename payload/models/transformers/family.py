@@ -11,12 +11,12 @@ from payload.models.transformers.spec import OtherSpec, has_known_sizes, read, r
 
 
 class Transformers(Family):
-    """Whatever no other family reads, in the names of transformers' own configs."""
+    """Models that no other family reads, by the names in transformers' configs."""
 
     tensors = "payload.train.families.transformers.model"
 
-    def takes_unknown(self, raw: Mapping[str, Any]) -> bool:
-        """Say whether the config.json is of transformers' kind: `read` refuses some of these."""
+    def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether the config.json looks like transformers'; `read` rejects some of these."""
         return has_known_sizes(raw)
 
     def read(self, raw: Mapping[str, Any], *, where: str) -> OtherSpec:

@@ -1,7 +1,7 @@
-"""The numbers of a model of any other family, counted from the tensors that it has.
+"""Sizes and costs of a model of any other family, counted from its tensors.
 
-A config.json of an unknown family does not say how its sizes make parameters; the headers of its
-safetensors files do. Without them the spec says that it does not know.
+A config.json of an unknown family does not determine the parameters; the headers of its
+safetensors files do. Without them the spec reports that its numbers are unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSett
 from payload.models.tensor_headers import tensor_headers
 from payload.models.transformers.causal_types import CAUSAL_TYPES
 
-_FIX = "Name a folder in the Hugging Face layout, with its own config.json."
+_FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
     r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias)\Z"
 )
@@ -56,12 +56,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"),
 }
-"""The names that families have for one size, the commonest first."""
+"""Names of one size in different families, the most common first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """Sizes that any config.json may have, under one of the names above."""
+    """Sizes in any config.json, under one of the names above."""
 
     vocab_size: int = checked(low=1, high=2**24)
     layers: int | None = checked(None, low=1, high=10_000)
@@ -79,60 +79,60 @@ class _Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Figures that follow from names and shapes of a model's tensors."""
+    """Numbers derived from names and shapes of a model's tensors."""
 
     params: int
     multiplying: int
-    """Weights that multiply each token: of a mixture, the active experts' alone."""
+    """Weights that multiply each token: with experts, only the active ones."""
     kept_elements: int
     """Elements of one token that its matrices read and write."""
     embedding: int
     attention_layers: int
-    """Layers with tensors of an attention; 0 = their names do not say."""
+    """Layers with attention tensors; 0 = unknown from their names."""
     recurrent: str | None
-    """A tensor of a recurrence, whose own operations are not counted; None without one."""
+    """Name of a tensor in a recurrence, whose own operations are not counted; None without one."""
     gradients: tuple[GradientSize, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherSpec(ModelSpec):
-    """The sizes that a config.json names, and counts where the tensors are known."""
+    """The sizes in a config.json, and counts if the tensors are available."""
 
     layers: int | None
     heads: int | None
     hidden_size: int | None
     query_dim: int
-    """Elements of a head's queries and keys; 0 = not known."""
+    """Elements of a head's queries and keys; 0 = unknown."""
     value_dim: int
     max_tokens: int | None
     experts: int
     """0 without experts."""
     active_share: float
-    """Share of the experts that one token goes through; 1 without experts."""
+    """Share of the experts that process a token; 1 without experts."""
     tie_word_embeddings: bool | None
-    """None = the config does not say; then a head of its own decides."""
+    """None = not in the config; then a separate head tensor decides."""
     counts: Counts | None = field(default=None, repr=False)
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """config.json as it was read; a checkpoint's is made from it."""
+    """The config.json that was read; a checkpoint's is derived from it."""
 
     def context(self) -> int:
-        """Return the longest context of the weights in tokens; without one, that of training."""
+        """Return the longest context of the weights in tokens; by default the training's."""
         return self.max_tokens or self.sequence_length
 
     def num_layers(self) -> int:
-        """Return the number of layers; 0 where the config does not say."""
+        """Return the number of layers; 0 if the config does not give it."""
         return self.layers or 0
 
     def num_heads(self) -> int:
-        """Return the number of query heads of a layer; 0 where the config does not say."""
+        """Return the number of query heads of a layer; 0 if the config does not give it."""
         return self.heads or 0
 
     def width(self) -> int:
-        """Return the width of the residual stream; 0 where the config does not say."""
+        """Return the width of the residual stream; 0 if the config does not give it."""
         return self.hidden_size or 0
 
     def is_tied(self) -> bool:
-        """Say whether the output head is the token embedding."""
+        """Return whether the output head is the token embedding."""
         if self.tie_word_embeddings is not None:
             return self.tie_word_embeddings
         return self.counts is not None and all(
@@ -140,15 +140,14 @@ class OtherSpec(ModelSpec):
         )
 
     def num_params(self) -> int:
-        """Return the number of all weights. Raises CheckpointError where it is not known."""
+        """Return the number of all weights. Raises CheckpointError if it is unknown."""
         return self._known().params
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Attention is left out where the config does not name its heads, and a recurrence's own
-        operations always are: see `note`. Raises CheckpointError where the parameters are not
-        known.
+        Attention is left out if the config does not name its heads, and a recurrence's own
+        operations always are: see `note`. Raises CheckpointError if the parameters are unknown.
         """
         counts = self._known()
         head = (self.query_dim + self.value_dim) * self.num_heads()
@@ -156,19 +155,19 @@ class OtherSpec(ModelSpec):
         return 6 * (counts.multiplying + attention)
 
     def note(self) -> str | None:
-        """Say what the numbers leave out."""
+        """Return what the numbers leave out, or None."""
         if self.counts is None or self.counts.recurrent is None:
             return None
         return (
-            f"the FLOPs of {self.model_type}'s recurrent layers ({self.counts.recurrent}) are "
-            "those of their matrices alone"
+            f"the FLOPs of {self.model_type}'s recurrent layers ({self.counts.recurrent}) include "
+            "only their matrices"
         )
 
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        A layer keeps what its matrices read and write, and its norms' inputs and results in fp32.
-        Raises CheckpointError where the parameters are not known.
+        A layer keeps the inputs and outputs of its matrices, and those of its norms in fp32.
+        Raises CheckpointError if the parameters are unknown.
         """
         counts, tokens = self._known(), setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()
@@ -185,7 +184,7 @@ class OtherSpec(ModelSpec):
         return self.counts.embedding if self.counts else self.vocab_size * self.width()
 
     def is_counted(self) -> bool:
-        """Say whether the tensors are known."""
+        """Return whether the tensors are counted."""
         return self.counts is not None
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
@@ -196,18 +195,17 @@ class OtherSpec(ModelSpec):
     def _known(self) -> Counts:
         if self.counts is None:
             raise CheckpointError(
-                f"model_type {shown(self.model_type)}: how many parameters it has is not known, "
-                "since config.json alone does not say. Name a folder that has its safetensors "
-                "files too."
+                f"model_type {shown(self.model_type)}: config.json alone does not determine the "
+                "number of parameters. Use a folder with its safetensors files, too."
             )
         return self.counts
 
 
 def has_known_sizes(raw: Mapping[str, Any]) -> bool:
-    """Say whether a config.json is of a type that transformers has, or names sizes as it does.
+    """Return whether a config.json has a type of transformers', or size names like transformers'.
 
-    False for an unknown type whose sizes all have other names. `read` refuses one without a name,
-    without sizes, or with parts for more than text.
+    False for an unknown type whose sizes all have other names. `read` rejects configs without a
+    type or sizes, or with parts for more than text.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not _NAME.fullmatch(kind) or kind in CAUSAL_TYPES:
@@ -227,8 +225,8 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
     _refuse_others(raw, kind, where)
     if "vocab_size" not in raw:
         raise CheckpointError(
-            f"{where}: model_type {shown(kind)} without a vocab_size: it is no language model of "
-            f"text alone. {_FIX}"
+            f"{where}: model_type {shown(kind)} without a vocab_size: not a text-only language "
+            f"model. {_FIX}"
         )
     sizes = {key: raw[key] for key in _Config.__dataclass_fields__ if key in raw}
     for size, names in _NAMES.items():
@@ -260,7 +258,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
 
 
 def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpec:
-    """Return the spec of the model in `folder`, counted if its weights are there.
+    """Return the spec of the model in `folder`, counted if it has weights.
 
     Raises CheckpointError, also for damaged weights.
     """
@@ -273,7 +271,7 @@ def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpe
 
 
 def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
-    """Refuse what is no causal language model of text alone. Raises CheckpointError."""
+    """Raise CheckpointError unless it is a text-only causal language model."""
     parts = [key for key in ("vision_config", "audio_config") if raw.get(key) is not None]
     if parts:
         raise CheckpointError(
@@ -282,8 +280,8 @@ def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
         )
     if raw.get("is_encoder_decoder") is True:
         raise CheckpointError(
-            f"{where}: is_encoder_decoder = true: model_type {shown(kind)} is no causal language "
-            "model. Use a decoder-only model."
+            f"{where}: is_encoder_decoder = true: model_type {shown(kind)} is not a causal "
+            "language model. Use a decoder-only model."
         )
     if kind not in CAUSAL_TYPES:
         remote = ", and the model's own code (auto_map) is never run" if "auto_map" in raw else ""
@@ -300,7 +298,7 @@ def _active_share(config: _Config) -> float:
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool) -> Counts:
-    """Tell embedding, head, experts and the rest apart by their names."""
+    """Distinguish embedding, head, experts and other tensors by their names."""
     weights = {name: shape for name, shape in shapes.items() if not _BUFFER.search(name)}
     heads = [name for name in weights if _HEAD.search(name)]
     if tied:
@@ -338,7 +336,7 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
 def _in_backward_order(
     weights: Mapping[str, tuple[int, ...]], heads: Iterable[str], embeddings: Iterable[str]
 ) -> tuple[GradientSize, ...]:
-    """Return the head, what is behind the layers, the layers from the last one, the embeddings."""
+    """Return the head, tensors after the layers, the layers from the last one, the embeddings."""
     found: list[tuple[int, int, GradientSize]] = []
     for name, shape in weights.items():
         number = _NUMBER.search(name)
@@ -354,10 +352,10 @@ def _in_backward_order(
 
 
 def _is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
-    """Tell the experts' matrices: by their name, or stacked in one tensor."""
+    """Return whether it is an experts' matrix, by its name or as a stacked tensor."""
     return bool(_EXPERTS.search(name)) or (experts > 1 and len(shape) == 3 and shape[0] == experts)
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell a matrix, or a stack of the experts' matrices, from norms and from experts' biases."""
+    """Return whether it is a matrix or a stack of experts' matrices, not a norm or bias."""
     return len(shape) > 1 and not name.endswith("bias")

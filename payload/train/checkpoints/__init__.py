@@ -1,1 +1,1 @@
-"""A checkpoint's tensors and files, when they are written, and the base of an adapter."""
+"""A checkpoint's tensors and files, the thread that writes them, and an adapter's base."""

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified by their manifest, loadable by transformers."""
+"""Checkpoints: complete or absent, verified by their manifest, loadable by transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.run_record.run_identity import PATTERN, WANTED
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
-from payload.train.models.hf_weights import save_hf_config, warn_passed_over
+from payload.train.models.hf_weights import save_hf_config, warn_skipped
 from payload.train.models.lora import save_adapter_config
 from payload.train.tensors.lazy_tensors import LazyTensors
 from payload.train.tensors.tensor_file import write_tensors
@@ -45,41 +45,41 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """The frozen weights of an adapter's run, which no checkpoint has a copy of."""
+    """The frozen base weights of an adapter's run; its checkpoints have no copy of them."""
 
     source: str
     """Folder or hub name."""
     revision: str | None = None
     """Commit on the hub."""
     sha256: str = ""
-    """Over the files with the weights."""
+    """Hash over the files with the weights."""
     config_sha256: str | None = None
-    """Over what config.json says of the arithmetic; None in older records."""
+    """Hash over the settings in config.json that affect the arithmetic; None in older records."""
     quantize: Quantize = "none"
-    """Type of its linears while the adapter was trained."""
+    """Type of the base's linears while the adapter was trained."""
 
     def has_same_config(self, other: BaseModel) -> bool:
-        """Say whether both computed by one config.json, as far as both records have its hash."""
+        """Return True unless both records have a config.json hash and the hashes differ."""
         return len({self.config_sha256, other.config_sha256} - {None}) <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """trainer.json: where training stands, besides weights and optimizer."""
+    """trainer.json: the state of training, without weights and optimizer state."""
 
     step: int = checked(low=0)
-    """Updates done."""
+    """Number of updates."""
     next_sample: int = checked(low=0)
-    """Global index of the first sequence not trained on: the whole data position."""
+    """Global index of the first sequence not trained on: the complete data position."""
     tokens: int = checked(low=0)
     seed: int
-    """Dropout masks are drawn from (seed, sample index); there is no generator state to keep."""
+    """Dropout masks depend on (seed, sample index) only; no generator state is saved."""
     dtype: Literal["bf16", "fp32"]
-    """Type in which the run computes; under `auto`, a resume keeps it."""
+    """The compute dtype; a resume keeps it under `auto`."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
     data_sha256: dict[str, str] = field(default_factory=dict)
-    """`DataMeta.hashes`; none in checkpoints of older versions."""
+    """`DataMeta.hashes`; empty in checkpoints of older versions."""
     wall_s: float = checked(0.0, low=0)
     """Time spent training so far, over all attempts."""
     world_size: int = checked(low=1)
@@ -87,7 +87,7 @@ class TrainerState:
     base: BaseModel | None = None
     """The base that an adapter was trained on; None without an adapter."""
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """The run's own, by which it is told from another one of its name; None in older records."""
+    """Identity that distinguishes runs of one name; None in older records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -103,16 +103,16 @@ def save_checkpoint(
     progressed: Callable[[], None] = lambda: None,
     tensors_read: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the checkpoint `folder`: beside, flushed to disk, then renamed.
+    """Write the checkpoint `folder`: to a temporary folder, synced to disk, then renamed.
 
-    `tokenizer` has its files by name. `progressed` is called after each part of the work,
-    `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when the
-    disk refuses; older checkpoints are untouched.
+    `tokenizer` maps file names to contents. `progressed` is called after each step of the work,
+    `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when a
+    write fails; older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        # Not the run's folder: where that was removed, a part of it must not come back.
+        # No parents=True: if the run's folder was removed, this must not create it again.
         partial.parent.mkdir(exist_ok=True)
         partial.mkdir()
         weights_file = _write_model_config(partial, model, state.base)
@@ -128,8 +128,8 @@ def save_checkpoint(
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(
-            f"checkpoint {folder}: cannot be written ({error}). Free disk space; training can be "
-            "resumed from the checkpoint before it."
+            f"checkpoint {folder}: cannot be written ({error}). Free disk space, then resume from "
+            "the previous checkpoint."
         ) from None
 
 
@@ -145,7 +145,7 @@ def load_trainer_state(folder: Path) -> TrainerState:
 
 
 def optimizer_tensors(folder: Path) -> LazyTensors:
-    """Return the optimizer's state of a checkpoint, of which nothing is read yet.
+    """Open the optimizer state of a checkpoint without reading its tensors.
 
     Raises CheckpointError.
     """
@@ -153,23 +153,23 @@ def optimizer_tensors(folder: Path) -> LazyTensors:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest sound folder, or None; damaged ones are passed over, and named."""
-    return newest_sound(checkpoints, passed_over=warn_passed_over)
+    """Return the newest valid checkpoint, or None; log and skip damaged ones."""
+    return newest_sound(checkpoints, passed_over=warn_skipped)
 
 
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> None:
-    """Remove all but `best` and the `keep` up to `newest`, and what an interrupted write left.
+    """Remove checkpoints except `best` and the last `keep` up to `newest`, and partial ones.
 
-    What lies beyond `newest`, the one just written, was damaged or given up: training has been
-    resumed from before it.
+    Checkpoints after `newest`, which was just written, are removed: they were damaged, or training
+    was resumed from an earlier one.
     """
     folders = checkpoint_folders(checkpoints)
     going_on = folders[: folders.index(newest) + 1]
     kept = {*going_on[-keep:], *(set(best) & set(going_on))}
     for folder in set(folders) - kept:
-        # Renamed first, so that a half-removed folder is never taken for a checkpoint.
+        # Renamed first, so that a half-removed folder is never mistaken for a checkpoint.
         doomed = folder.with_name(folder.name + PARTIAL_SUFFIX)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -177,7 +177,7 @@ def remove_old_checkpoints(
 
 
 def point_to_best(checkpoints: Path, best: Path) -> None:
-    """Make `checkpoints/best` a link to the folder `best`, unless the file system has no links."""
+    """Make `checkpoints/best` a link to the folder `best`, if the file system has links."""
     link = checkpoints / BEST_NAME
     fresh = checkpoints / f".{BEST_NAME}{PARTIAL_SUFFIX}"
     with contextlib.suppress(OSError):
@@ -189,13 +189,13 @@ def point_to_best(checkpoints: Path, best: Path) -> None:
 
 
 def remove_partial_checkpoints(checkpoints: Path) -> None:
-    """Remove what an interrupted write left; none may be under way."""
+    """Remove the remains of interrupted writes; call only when no write is running."""
     for partial in partial_checkpoints(checkpoints):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_model_config(folder: Path, model: CausalLM, base: BaseModel | None) -> str:
-    """Write the config of the model, or of its adapter; return the name of the weights' file."""
+    """Write the config of the model or its adapter; return the file name of the weights."""
     if model.adapter is not None and base is not None:
         save_adapter_config(model, folder, base=(base.source, base.revision))
         return ADAPTER_FILE
@@ -206,7 +206,7 @@ def _write_model_config(folder: Path, model: CausalLM, base: BaseModel | None) -
 def _write_snapshot(
     folder: Path, snapshot: Snapshot, *, weights_file: str, progressed: Callable[[], None]
 ) -> dict[str, str]:
-    """Write the tensors; return the sha256 of each file by its name."""
+    """Write the tensors; return the sha256 of each file by name."""
     return {
         name: write_tensors(
             folder / name,
@@ -223,14 +223,14 @@ def _write_snapshot(
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename the whole checkpoint; one of the same name goes only when this one is there."""
+    """Rename the complete checkpoint; replace an older one of that name only at the end."""
     replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL_SUFFIX}")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     partial.rename(folder)
     _flush(folder.parent)
-    # Of a first checkpoint, the folder that it lies in is new as well.
+    # For a first checkpoint, the parent folder is new as well.
     _flush(folder.parent.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -238,7 +238,7 @@ def _put_in_place(partial: Path, folder: Path) -> None:
 def _write_manifest(
     folder: Path, sha256: Mapping[str, str], progressed: Callable[[], None]
 ) -> None:
-    """Write the list of the files; `sha256` has the hashes that are known already, by name."""
+    """Write the manifest; `sha256` has the hashes that are already computed, by file name."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.iterdir()):
         known = sha256.get(path.name)

@@ -1,4 +1,4 @@
-"""The identity of the weights that a run starts from, wherever their files lie."""
+"""The identity of a run's initial weights, independent of where the files are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from payload.weights.source import base_name
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
-    """Return the identity of the weights in `folder`, which the user calls `source`.
+    """Return the identity of the weights in `folder`, which the user names `source`.
 
     Raises OSError, and CheckpointError for a damaged folder.
     """
@@ -36,7 +36,7 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
 
 def _sha256(folder: Path) -> str:
-    """Return the hash of the folder's weights; of an adapter, that of all that its merging takes.
+    """Return the hash of the folder's weights; for an adapter, of all inputs of its merge.
 
     Raises OSError, CheckpointError.
     """
@@ -46,7 +46,7 @@ def _sha256(folder: Path) -> str:
     own = sha256_of(own_file(folder, ADAPTER_FILE))
     path = folder / ADAPTER_CONFIG_FILE
     config = parse_json(read_bytes(path), where=str(path), error=CheckpointError)
-    # Where the base lies changes nothing: its weights are in the hash.
+    # The base's location does not matter: its weights are in the hash.
     kept = {key: config[key] for key in config.keys() - {"base_model_name_or_path", "revision"}}
     settings = json.dumps(kept, sort_keys=True)
     return hashlib.sha256(f"{own} {base} {settings}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Checkpoints written by a thread, while training goes on."""
+"""Writes checkpoints in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from payload.train.models.base import CausalLM
 log = logging.getLogger(__name__)
 
 _THREAD_CHECK_S = 1.0
-_NO_THREAD = "the checkpoint was not written: its thread could not run"
+_NO_THREAD = "the checkpoint was not written: its thread could not start or ended early"
 _FREE_MEMORY = (
-    "Free memory or lower batch.micro_batch_size, then resume from the checkpoint before."
+    "Free memory or lower batch.micro_batch_size, then resume from the previous checkpoint."
 )
 
 
 class Saving:
-    """Writes one checkpoint at a time. Nothing is copied: the next update waits until all is read.
+    """Writes one checkpoint at a time without copies: the next update waits for the last read.
 
-    A write that failed is raised as TrainingError by the next call, whichever it is.
+    A failed write is raised as TrainingError by the next call of any method.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Saving:
         val_losses: Mapping[int, float] | None = None,
         waiting: Callable[[], None],
     ) -> None:
-        """`tokenizer` has its files by name, for every checkpoint.
+        """`tokenizer` maps the file names of every checkpoint's tokenizer to contents.
 
-        `val_losses`: what evaluations found before, by step; see `evaluated`.
-        `waiting` is called when a wait begins, and whenever the write has come on during one.
+        `val_losses`: earlier evaluations' losses, by step; see `evaluated`.
+        `waiting` is called when a wait begins, and whenever the write progresses during a wait.
         """
         self.checkpoints = checkpoints
         self._keep = keep
@@ -57,9 +57,9 @@ class Saving:
     def begin(
         self, folder: Path, *, model: CausalLM, snapshot: Snapshot, state: TrainerState
     ) -> None:
-        """Wait for the last checkpoint, then begin `folder`."""
+        """Wait for the previous checkpoint, then begin to write `folder`."""
         self.finish()
-        val_losses = dict(self._val_losses)  # an evaluation may end while the thread reads them
+        val_losses = dict(self._val_losses)  # an evaluation can end while the thread reads them
 
         def work(progressed: Callable[[], None], tensors_read: Callable[[], None]) -> None:
             try:
@@ -73,7 +73,7 @@ class Saving:
                     tensors_read=tensors_read,
                 )
             finally:
-                # After a failed write the other ranks still wait to send their part.
+                # Even after a failed write, the other ranks wait to send their shards.
                 snapshot.finish()
             best = best_checkpoints(self.checkpoints, val_losses)
             remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
@@ -82,21 +82,21 @@ class Saving:
         self._write = _Write(work)
 
     def send(self, snapshot: Snapshot) -> None:
-        """Begin to send this rank's part of a checkpoint that rank 0 writes."""
+        """Begin to send this rank's shards of a checkpoint that rank 0 writes."""
         self.finish()
         self._write = _Write(lambda _progressed, _tensors_read: snapshot.finish())
 
     def evaluated(self, step: int, *, val_loss: float) -> None:
-        """Note the validation loss at `step`: the best checkpoint is never removed."""
+        """Record the validation loss at `step`: the best checkpoint is never removed."""
         self._val_losses[step] = val_loss
 
     def before_update(self) -> None:
-        """Wait until model and optimizer may change."""
+        """Wait until all tensors are read, so that model and optimizer may change."""
         if self._write is not None:
             self._write.wait(self._write.is_read, self._waiting)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole on disk."""
+        """Wait until the last checkpoint is complete on disk."""
         if self._write is not None:
             self._write.wait(self._write.is_whole, self._waiting)
             self._write = None
@@ -106,10 +106,10 @@ class Saving:
 
 
 class _Write:
-    """A thread at work on one checkpoint."""
+    """A thread that writes one checkpoint."""
 
     def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
-        """`work` gets what to call when it has come on, and when it has read all tensors."""
+        """Call `work` in a thread with two callbacks: progress, and all tensors are read."""
         self._work = work
         self._changed = threading.Condition()
         self._is_read = False
@@ -122,19 +122,19 @@ class _Write:
             raise TrainingError(f"{_NO_THREAD} ({error}). {_FREE_MEMORY}") from None
 
     def is_read(self) -> bool:
-        """Return whether the tensors are no longer needed, or the write has failed."""
+        """Return whether all tensors are read or the write has failed."""
         return self._is_read or self._is_whole
 
     def is_whole(self) -> bool:
-        """Return whether nothing is left to do, or the write has failed."""
+        """Return whether the checkpoint is complete or the write has failed."""
         return self._is_whole
 
     def wait(self, is_done: Callable[[], bool], waiting: Callable[[], None]) -> None:
-        """Return when `is_done`; raise what the thread ended with."""
+        """Wait until `is_done`; raise the thread's error."""
         with self._changed:
             while not is_done():
                 waiting()
-                # Without a heartbeat meanwhile: a disk that hangs has to look like it.
+                # No heartbeat in this loop: the watchdog must be able to detect a hung disk.
                 while not self._changed.wait(_THREAD_CHECK_S) and not is_done():
                     if not self._thread.is_alive():
                         raise TrainingError(f"{_NO_THREAD}. {_FREE_MEMORY}")
@@ -143,18 +143,18 @@ class _Write:
 
     def _run(self) -> None:
         try:
-            self._work(self._tell, self._tell_read)
+            self._work(self._notify, self._notify_read)
         except BaseException as error:
             self._error = error
         with self._changed:
             self._is_whole = True
             self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _tell_read(self) -> None:
+    def _notify_read(self) -> None:
         with self._changed:
             self._is_read = True
             self._changed.notify_all()

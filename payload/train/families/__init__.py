@@ -1,1 +1,1 @@
-"""Model families as tensors: a folder each."""
+"""Model families implemented in torch, one folder each."""

@@ -1,1 +1,1 @@
-"""The losses that tasks minimise, a file each, apart from how a model's head computes them."""
+"""The losses that tasks minimise, one file each; the model's head is separate."""

@@ -1,8 +1,8 @@
-"""The interface of a loss: its value for a batch, its weight, and the numbers of an evaluation.
+"""The interface of a loss: its value for a batch, its weight and its evaluation metrics.
 
-A loss is one file of this package with a class below `Loss`, to which its `LOSS` is set, and a line
-of `payload/core/tasks.py`. It works on what the model's head found (the task decides: losses of
-tokens, or logits), and knows neither the model nor the ranks. B samples, T tokens, K labels.
+A loss is one file of this package with a subclass of `Loss`, assigned to `LOSS`, and one line in
+`payload/core/tasks.py`. It works on the output of the model's head (token losses or logits,
+depending on the task) and does not depend on model or ranks. B samples, T tokens, K labels.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from payload.run_record.metrics_log import EvalMetrics, StepMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Counts of a batch, which are known without reading its tokens."""
+    """Counts of a batch, available without reading its tokens."""
 
     samples: int
     targets: int
     """Tokens or labels to predict."""
     labels: NDArray[np.int64] | None = None
-    """The samples' labels, where they have one each."""
+    """The samples' labels, for tasks with one label a sample."""
 
 
 class Loss(ABC):
     """The quantity that a task minimises."""
 
     is_mean: ClassVar[bool] = False
-    """True for the mean over a batch's targets, which the model's head computes by itself."""
+    """True for the mean over a batch's targets, which the model's head computes directly."""
 
     @classmethod
     def of(cls, task: TaskSection, meta: DataMeta) -> Self:
-        """Return the loss with the run's settings. Raises ConfigError for wrong ones."""
+        """Return the loss with the run's settings. Raises ConfigError for invalid settings."""
         del task, meta
         return cls()
 
@@ -48,8 +48,8 @@ class Loss(ABC):
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
         """Return a batch's loss, a scalar.
 
-        `found` are the losses of its tokens (B, T) or its logits (B, K), `more` what the batch
-        holds besides.
+        `found` are its token losses (B, T) or logits (B, K); `more` are the other tensors of the
+        batch.
         """
 
     @abstractmethod
@@ -57,26 +57,26 @@ class Loss(ABC):
         """Return the weight of a batch's loss in a step's mean over micro-batches and ranks."""
 
     def take_sums(self) -> Tensor:
-        """Return what the calls since the last one add to their step's row, a vector float64."""
+        """Return this rank's sums since the last call, for the step's row; a float64 vector."""
         return torch.zeros(0, dtype=torch.float64)
 
     def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
-        """Return a step's row with the sums over all ranks and its number of samples in it."""
+        """Return a step's row with the sums over all ranks and its number of samples."""
         del sums, samples
         return row
 
     @abstractmethod
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
-        """Return what a batch gives to an evaluation, float64 on the CPU.
+        """Return a batch's contribution to an evaluation, float64 on the CPU.
 
-        A loss of tokens returns two numbers, which the evaluation adds up over all batches.
+        A loss of tokens returns two numbers, which the evaluation sums over all batches.
         """
 
     @abstractmethod
     def metrics(
         self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
     ) -> EvalMetrics:
-        """Return the numbers of an evaluation, from the sums over all its batches and ranks.
+        """Return the metrics of an evaluation from the sums over all its batches and ranks.
 
-        It read `samples` samples of `tokens` tokens; `more` is known of each besides.
+        It read `samples` samples of `tokens` tokens; `more` are further per-sample tensors.
         """

@@ -1,4 +1,4 @@
-"""Cross entropy of a text's label, each label's texts with a weight. B texts, K labels."""
+"""Cross entropy of a text's label, weighted by class. B texts, K labels."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from payload.train.losses.base import Counts, Loss
 
 
 class Classification(Loss):
-    """The loss of labels, from a text's logits for them."""
+    """The loss of a text's label, computed from the logits (B, K)."""
 
     def __init__(self, class_weights: Sequence[float] | None = None) -> None:
-        """Take the weight of each label's texts; None = all weigh the same."""
+        """Use these class weights; None = equal weights."""
         self._weights = None if class_weights is None else np.array(class_weights)
 
     @classmethod
     def of(cls, task: TaskSection, meta: DataMeta) -> Self:
-        """Return the loss with the run's class weights. Raises ConfigError for wrong ones."""
+        """Return the loss with the run's class weights. Raises ConfigError for invalid ones."""
         return cls(class_weights(task.class_weights, meta))
 
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
-        """Return the mean cross entropy of the labels (B,), by class weight, from (B, K) logits."""
+        """Return the mean cross entropy of labels (B,), weighted by class, from logits (B, K)."""
         del more
         weights = None
         if self._weights is not None:
@@ -46,9 +46,9 @@ class Classification(Loss):
         return float(self._weights[counts.labels].sum())
 
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
-        """Return the confusion matrix (K * K), by own and by given label, and the sum of losses.
+        """Return the confusion matrix (K * K), by label and prediction, and the sum of losses.
 
-        Every text weighs the same, whatever the class weights are.
+        Evaluation weighs all texts equally, whatever the class weights are.
         """
         count = found.shape[-1]
         confusion = torch.zeros(count, count, dtype=torch.float64)
@@ -76,9 +76,9 @@ class Classification(Loss):
 
 
 def class_weights(setting: str, meta: DataMeta) -> tuple[float, ...] | None:
-    """Return the weight of each label's texts in the loss; None = all weigh the same.
+    """Return the weight of each class in the loss; None = equal weights.
 
-    `balanced` makes every label weigh the same in all: texts / (labels x texts of this label).
+    `balanced` gives every class the same total weight: texts / (classes x texts of the class).
     Raises ConfigError.
     """
     assert meta.classify is not None
@@ -93,8 +93,8 @@ def class_weights(setting: str, meta: DataMeta) -> tuple[float, ...] | None:
         found = ()
     if len(found) != len(labels) or not all(0 < each < float("inf") for each in found):
         raise ConfigError(
-            f"task.class_weights = {setting!r}: use none, balanced, or {len(labels)} numbers above "
-            f"0 with commas between, for {', '.join(labels[:8])}."
+            f"task.class_weights = {setting!r}: use none, balanced, or {len(labels)} positive "
+            f"numbers separated by commas, for {', '.join(labels[:8])}."
         )
     return found
 

@@ -11,7 +11,7 @@ from payload.train.losses.base import Counts, Loss
 
 
 class NextToken(Loss):
-    """The loss of text, and of chat, whose targets are the assistant's tokens."""
+    """The loss of text, and of chat, where the targets are the assistant's tokens."""
 
     is_mean = True
 
@@ -25,14 +25,14 @@ class NextToken(Loss):
         return float(counts.targets)
 
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the targets' losses, and their number."""
+        """Return the sum of the targets' losses and the number of targets."""
         count = (targets != IGNORED_TARGET).sum()
         return torch.stack((found.sum(dtype=torch.float64), count.double())).cpu()
 
     def metrics(
         self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
     ) -> EvalMetrics:
-        """Return the mean loss of a target: a short last block weighs by its own targets."""
+        """Return the mean loss per target: a short last block counts by its targets."""
         del more, samples, tokens
         return EvalMetrics(
             step=step, val_loss=float(sums[0] / sums[1]), val_tokens=int(sums[1].item())

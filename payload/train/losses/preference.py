@@ -1,6 +1,6 @@
 """Direct preference optimization: rewards, margins and their loss.
 
-The loss is that of TRL's DPOTrainer with its defaults: the negative log of the sigmoid of a pair's
+Same as TRL's DPOTrainer with its defaults: the negative log of the sigmoid of a pair's
 margin. Source: Rafailov et al., Direct Preference Optimization, 2023 (arXiv:2305.18290).
 P pairs, T tokens.
 """
@@ -22,7 +22,7 @@ from payload.train.losses.base import Counts, Loss
 
 
 class Dpo(Loss):
-    """The loss of pairs, from the losses of their answers' tokens."""
+    """The loss of preference pairs, computed from the losses of their answers' tokens."""
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
@@ -49,12 +49,12 @@ class Dpo(Loss):
         return float(counts.samples)
 
     def take_sums(self) -> Tensor:
-        """Return how many margins were above 0 since the last call, and the margins' sum."""
+        """Return the number of positive margins since the last call, and the margins' sum."""
         taken, self._sums = self._sums, torch.zeros(2, dtype=torch.float64)
         return taken
 
     def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
-        """Return the step's row with the share of right margins and their mean."""
+        """Return the step's row with the share of positive margins and the mean margin."""
         return PreferenceStep(
             **{each.name: getattr(row, each.name) for each in dataclasses.fields(row)},
             reward_accuracy=float(sums[0]) / samples,
@@ -69,7 +69,7 @@ class Dpo(Loss):
     def metrics(
         self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
     ) -> PreferenceMetrics:
-        """Return loss, accuracy, margin and rewards, from log-probabilities and the reference's."""
+        """Return loss, accuracy, margin and rewards from policy and reference log-probabilities."""
         (reference,) = more
         gained = self._rewards(sums, reference)
         margins = gained[:, 0] - gained[:, 1]

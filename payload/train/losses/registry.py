@@ -1,4 +1,4 @@
-"""The known losses: every file of this package but `base` and `registry`."""
+"""The available losses: every file of this package except `base` and `registry`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def names() -> list[str]:
 
 
 def loss_of(task: TaskSection, meta: DataMeta) -> Loss:
-    """Return the loss of a run's task. Raises ConfigError that lists the known ones."""
+    """Return the loss of a run's task. Raises ConfigError that lists the available losses."""
     name, known = TASKS[task.kind].loss, names()
     if name not in known:
         raise ConfigError(
-            f"task.kind = {task.kind!r}: its loss {name!r} has no file. Use one of "
+            f"task.kind = {task.kind!r}: its loss {name!r} does not exist. Use one of "
             f"{', '.join(known)}."
         )
     module = importlib.import_module(f"{losses.__name__}.{name}")

@@ -1,1 +1,1 @@
-"""Models as torch modules: what training and generation ask of them, and what families share."""
+"""Models as torch modules: the interface to training and generation, and shared parts."""

@@ -1,4 +1,4 @@
-"""The interface of a model to training, generation and checkpoints, whatever its family."""
+"""The interface of any model family to training, generation and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from payload.train.models.stage import Stage
 
 
 class Cache(Protocol):
-    """Keys and values that one layer keeps of the tokens seen so far."""
+    """One layer's keys and values of the tokens processed so far."""
 
     def num_tokens(self) -> int:
-        """Return the number of tokens seen so far."""
+        """Return the number of tokens processed so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +40,52 @@ class OuterModules:
     layers: str
     """The list of the layers."""
     first: tuple[str, ...]
-    """Modules before them; the token embedding is the first one."""
+    """Modules before the layers; the token embedding is the first one."""
     last: tuple[str, ...]
-    """Modules behind them, but for a head that is the token embedding."""
+    """Modules after the layers, except an output head that is the token embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The layer as a strategy made it when it placed its weights on the ranks."""
+    """The state of a layer after a strategy has distributed its weights."""
 
     built_as: type[nn.Module]
-    """The layer's class, which the strategy derives another one from."""
+    """The layer's original class, from which the strategy derives a new one."""
     parameters: type[Tensor]
-    """The type of its parameters between two passes; in a pass they are plain."""
+    """The type of its parameters outside of computation, for which they become plain tensors."""
     hooks: int
-    """The hooks that the strategy put around the layer's forward pass."""
+    """The number of hooks that the strategy added to the layer's forward pass."""
 
 
 class Objective(Protocol):
-    """A task's own reduction of the losses of a batch's tokens, where it is not their mean."""
+    """A task's own reduction of a batch's token losses, if it is not their mean."""
 
     def __call__(self, losses: Tensor, targets: Tensor, /, *inputs: Tensor) -> Tensor:
-        """Return the batch's loss, a scalar, of (B, T) losses and what else the batch holds."""
+        """Return the batch's loss, a scalar, from (B, T) losses and the batch's other tensors."""
 
 
 class LayerModule(nn.Module):
-    """A layer whose forward pass can be computed by another function."""
+    """A layer whose forward pass another function can compute."""
 
     placement: Placement | None = None
     """Set by a strategy that wraps `forward` and `computed_by`."""
 
     def computed_by(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Return `function` of this layer and `inputs`, as a forward pass of this layer.
+        """Return `function(self, *inputs)`, run like this layer's forward pass.
 
-        A strategy that gathers the layer's weights for its forward pass does so around this, too.
+        A strategy that gathers the layer's weights for `forward` also gathers them for this.
         """
         return function(self, *inputs)
 
 
 class CausalLM(SplitModule, ABC):
-    """A language model that is trained to predict the next token.
+    """A language model for next-token prediction.
 
-    B batch, T tokens in this pass, C width, V vocabulary.
+    B batch, T tokens of the input, C width, V vocabulary.
     """
 
     reads_parts = False
-    """True if `load_tensors` sets parameters of which a rank holds a part."""
+    """True if `load_tensors` can set parameters of which a rank holds a part."""
 
     def __init__(self, spec: ModelSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -93,20 +93,20 @@ class CausalLM(SplitModule, ABC):
         self.dropout = dropout
         self.checkpoints_layers = False
         """True once `enable_checkpointing` was called."""
-        self.unread: Path | None = None
-        """The folder that a strategy has still to read this rank's part of the weights from."""
+        self.deferred_weights: Path | None = None
+        """The folder with this rank's part of the weights, which a strategy has yet to read."""
         self.chunks_loss = False
-        """True if head and loss are computed in chunks of tokens, where there are no kernels."""
+        """True if head and loss are computed in chunks of tokens, without kernels."""
         self.takes_inference_mode = True
         """False if the layers have tensors that cannot be converted in inference mode."""
         self.kernels: Kernels | None = None
-        """Faster ways for a pass without caches; None = the plain modules, the reference."""
+        """Kernels for computation without caches; None = the plain modules, the reference."""
         self.stage: Stage | None = None
-        """The pipeline stage that is here; None = the whole model."""
+        """This rank's pipeline stage; None = the whole model."""
         self.adapter: AdapterSection | None = None
-        """The adapter that is trained; `lora.add_adapter` sets it."""
+        """The adapter's settings; set by `lora.add_adapter`."""
         self.objective: Objective | None = None
-        """The reduction that `forward` returns; None = the mean loss of the targets."""
+        """Reduction of the token losses in `forward`; None = the mean over the targets."""
 
     @abstractmethod
     def hidden(
@@ -115,108 +115,108 @@ class CausalLM(SplitModule, ABC):
         caches: Sequence[Any] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids to (B, T, C), the final norm included.
+        """Map (B, T) token ids to (B, T, C), the final norm included.
 
-        With `caches`, which `new_caches` made, `tokens` continue the ones seen before. With
-        `starts` (B, T), each row holds several documents: a token's start is the first one of its
-        document, where positions begin at 0 and beyond which attention does not reach.
+        With `caches` from `new_caches`, `tokens` continue the earlier ones. With `starts` (B, T),
+        each row holds several documents: a token's start is the index of its document's first
+        token, where positions begin at 0 and before which attention does not reach.
         """
 
     @abstractmethod
     def head_weight(self) -> nn.Parameter | None:
-        """Return the output head's weight (V, C) where logits are `hidden @ weight.T`, else None.
+        """Return the output head's weight (V, C) if logits are `hidden @ weight.T`, or None.
 
-        None where the head has a bias or logits are scaled or capped: the loss is then computed
-        from `logits`, without the kernels.
+        None if the head has a bias or logits are scaled or capped: then the loss is computed
+        from `logits`, without kernels.
         """
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the token embedding where it is the output head too, else None.
+        """Return the token embedding if it is also the output head, or None.
 
-        Its gradient comes in two parts, the head's first and the embedding's last. A model with
-        kernels looks tokens up by `kernels.embed` then. With None autograd adds up both.
+        Its gradient has two parts, the head's first and the embedding's last. A model with kernels
+        then looks up tokens by `kernels.embed`. With None, autograd adds both parts.
         """
         return None
 
     @abstractmethod
     def new_caches(self) -> Sequence[Cache]:
-        """Return empty caches for `hidden`; the first one counts the tokens."""
+        """Return empty caches for `hidden`; the first cache counts the tokens."""
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers in the order of the forward pass, each called as a whole there.
+        """Return the layers in the order of the forward pass, each called as a whole in it.
 
-        A strategy places their weights on the ranks layer by layer, and all others together.
+        A strategy shards their weights layer by layer, and all other weights together.
         """
         return []
 
     def splits(self) -> Splits | None:
-        """Return how tensor ranks share out the parameters, or None where they cannot."""
+        """Return how tensor ranks split the parameters, or None if they cannot."""
         return None
 
     def outer_modules(self) -> OuterModules:
-        """Return what belongs to no layer, by the pipeline stage that computes it."""
-        raise NotImplementedError("require_split refuses models that cannot be in stages")
+        """Return the modules outside the layers, by the pipeline stage that computes them."""
+        raise NotImplementedError("require_split rejects models that cannot be in stages")
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
-        """Say whether the parameter of this name is a layer's matrix, as Muon trains alone."""
+        """Return whether the parameter `name` is a layer's matrix, which Muon trains."""
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the weights under the names and in the layout of transformers."""
+        """Return the weights with transformers' names and layout."""
         return {name: value.detach() for name, value in self.named_parameters()}
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """Return the content of config.json, by which transformers builds the same model."""
+        """Return the contents of config.json, by which transformers builds the same model."""
 
     @abstractmethod
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Set all weights from a checkpoint's tensors, under the names of transformers.
+        """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
         """
 
     def speed_notes(self) -> list[str]:
-        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        """Return one line for each part that runs without the requested kernels, and why."""
         return []
 
     def enable_checkpointing(self) -> None:
-        """Keep a layer's input alone in training, and compute the layer again going back.
+        """Keep only each layer's input in training and recompute the layer in the backward pass.
 
-        Raises ConfigError where the layers cannot.
+        Raises ConfigError if the layers do not support it.
         """
         self.checkpoints_layers = True
 
-    def layer_pass(self, layer: Callable[..., Any], *inputs: Any) -> Any:
-        """Run one layer; with `checkpoints_layers` what it computes on the way is not kept."""
+    def run_layer(self, layer: Callable[..., Any], *inputs: Any) -> Any:
+        """Run one layer, without keeping its activations if `checkpoints_layers` is set."""
         if self.checkpoints_layers and self.training and torch.is_grad_enabled():
             return checkpoint(layer, *inputs, use_reentrant=False)
         return layer(*inputs)
 
     def drop_head(self) -> None:
-        """Take the output head off, as a classifier has none; nothing to do where it is tied.
+        """Remove the output head, for a classifier; do nothing if it is tied.
 
-        Raises CheckpointError for a model that cannot do without.
+        Raises CheckpointError for a model that needs its head.
         """
 
     def classifier_architecture(self) -> str:
-        """Return the name of transformers' class for classification with this model.
+        """Return the name of transformers' classification class for this model.
 
-        Raises CheckpointError where it has none in the common layout.
+        Raises CheckpointError if transformers lacks it in the common layout.
         """
         raise CheckpointError(
-            f"model_type = {self.spec.model_type!r}: it cannot be a classifier. Use a language "
+            f"model_type = {self.spec.model_type!r}: not supported as a classifier. Use a language "
             "model of another family."
         )
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Return the base's own parameters that are trained with an adapter, by PEFT's names."""
+        """Return the base's own parameters trained together with an adapter, by PEFT's names."""
         return {}
 
     def bf16_gradients(self, setting: RankSetting) -> list[nn.Parameter]:
-        """Return the parameters whose gradient a rank that trains so may keep in bf16.
+        """Return the parameters whose gradient a rank with this setting may keep in bf16.
 
-        `ModelSpec.bf16_gradients` decides; the memory estimate asks it, too.
+        `ModelSpec.bf16_gradients` decides, for the memory estimate too.
         """
         linears, head = self.trained_spec().bf16_gradients(setting)
         found = []
@@ -227,19 +227,19 @@ class CausalLM(SplitModule, ABC):
         return found if weight is None else [*found, weight]
 
     def joined_linears(self) -> list[tuple[str, ...]]:
-        """Return the paths of the layers' linears, those that the kernels join together."""
+        """Return the paths of the layers' linears, grouped as the kernels join them."""
         return []
 
     def hf_name(self, module: str) -> str:
-        """Return transformers' path of the module that this model has at `module`."""
+        """Return transformers' path of this model's module `module`."""
         return module
 
     def transposes_linears(self) -> bool:
-        """Say whether transformers keeps the weights of this family's linears as (in, out)."""
+        """Return whether transformers stores this family's linear weights as (in, out)."""
         return False
 
     def trained_spec(self) -> ModelSpec:
-        """Return the numbers of what is trained: the model's own, or those with its adapter."""
+        """Return the spec of what is trained: the model's own, or the one with its adapter."""
         if self.adapter is None:
             return self.spec
         adapter = self.adapter
@@ -253,20 +253,20 @@ class CausalLM(SplitModule, ABC):
         )
 
     def draws_masks(self) -> bool:
-        """Say whether a training pass draws dropout masks."""
+        """Return whether training draws dropout masks."""
         return bool(self.dropout or (self.adapter is not None and self.adapter.dropout))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) to (..., V)."""
+        """Map hidden states (..., C) to logits (..., V)."""
         weight = self.head_weight()
         assert weight is not None, "a family without a plain linear head has its own logits()"
         return functional.linear(hidden, weight)
 
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Cross entropy of every target, (B, T) fp32; 0 where the target is `IGNORED_TARGET`.
+        """Return the cross entropy of every target, (B, T) fp32; 0 for `IGNORED_TARGET`.
 
-        `starts` are as in `hidden`. On a pipeline stage that is not the last one all are 0.
-        A strategy may wrap this as a forward pass of its own.
+        `starts` are as in `hidden`. On a pipeline stage before the last one all are 0.
+        A strategy can wrap this like `forward`.
         """
         return self._token_losses(tokens, targets, starts)
 
@@ -285,12 +285,12 @@ class CausalLM(SplitModule, ABC):
         return losses
 
     def _head_loss(self) -> HeadLoss:
-        """Return how this model computes its head and loss now."""
+        """Return the method by which this model currently computes head and loss."""
         weight = self.head_weight()
         if weight is None:
             return PlainHead(self.logits)
         if self.ranks is not None:
-            return SplitHead(weight, self.ranks, words=self.spec.head_rows())
+            return SplitHead(weight, self.ranks, vocab_rows=self.spec.head_rows())
         if self.kernels is not None:
             return FusedHead(weight, self.kernels)
         return FusedHead(weight, chunked_loss) if self.chunks_loss else PlainHead(self.logits)
@@ -298,11 +298,11 @@ class CausalLM(SplitModule, ABC):
     def forward(
         self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None, *more: Tensor
     ) -> Tensor:
-        """Mean cross entropy over the targets, a scalar, or what `objective` makes of each.
+        """Return the mean cross entropy over the targets, or the result of `objective`, a scalar.
 
-        On a pipeline stage that is not the last one, what is sent to the next one instead.
-        Raises nothing on its own; tokens and targets are (B, T) int64 within the vocabulary,
-        `starts` as in `hidden`, and `more` what the objective reads besides.
+        On a pipeline stage before the last one, return the activations for the next stage.
+        Tokens and targets are (B, T) int64 within the vocabulary, `starts` as in `hidden`, and
+        `more` are further inputs of the objective.
         """
         if self.objective is not None:
             return self.objective(self._token_losses(tokens, targets, starts), targets, *more)
@@ -310,7 +310,7 @@ class CausalLM(SplitModule, ABC):
         if self.stage is not None and not self.stage.is_last():
             return hidden
         if starts is not None:
-            # The answers are a part of the text: the head reads those positions alone.
+            # Only the answers have targets: the head computes only those positions.
             chosen = targets != IGNORED_TARGET
             hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
         return self._head_loss().mean_loss(hidden, targets)
@@ -319,8 +319,8 @@ class CausalLM(SplitModule, ABC):
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and tensor of each parameter that is trained.
 
-    The one place that decides it: a frozen parameter has no optimizer state, no place in the
-    exchange of gradients and none in the memory that is estimated.
+    No other code decides it: a frozen parameter has no optimizer state, gradient exchange or
+    memory for both in the estimate.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

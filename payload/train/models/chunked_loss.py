@@ -1,6 +1,6 @@
-"""The output head and its loss in chunks of tokens, so that no pass has all logits at once.
+"""The output head and its loss in chunks of tokens, so that all logits never exist together.
 
-For devices that the kernels are not for. A chunk's logits are computed again in the backward pass.
+For devices without our kernels. The backward pass recomputes a chunk's logits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from payload.models.spec import logits_tokens
 def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy over targets (B, T), a scalar, from hidden (B, T, C)."""
     total = hidden.new_zeros((), dtype=torch.float32)
-    for rows, wanted in _chunks(hidden, weight, targets):
-        total = total + checkpoint(_sum_of_losses, rows, weight, wanted, use_reentrant=False)
+    for rows, chunk_targets in _chunks(hidden, weight, targets):
+        total = total + checkpoint(_sum_of_losses, rows, weight, chunk_targets, use_reentrant=False)
     return total / (targets != IGNORED_TARGET).sum()
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of every target, (B, T) fp32; 0 where it is ignored."""
-    found = [_losses(rows, weight, wanted) for rows, wanted in _chunks(hidden, weight, targets)]
+    """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+    found = [
+        _losses(rows, weight, chunk_targets)
+        for rows, chunk_targets in _chunks(hidden, weight, targets)
+    ]
     return torch.cat(found).view_as(targets)
 
 

@@ -1,6 +1,6 @@
-"""Classification in transformers' layout: a language model's body, and one linear layer `score`.
+"""Classification in transformers' layout: a language model's body and one linear layer `score`.
 
-The last token of a text is classified, as in transformers' `...ForSequenceClassification`.
+It classifies the last token of a text, like transformers' `...ForSequenceClassification`.
 B texts, T tokens, C width, K labels.
 """
 
@@ -29,7 +29,7 @@ _INIT_STD = 0.02
 
 
 class Classifier(CausalLM):
-    """A language model that gives each text one of `labels`."""
+    """A language model that assigns one of `labels` to each text."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Classifier(CausalLM):
         label_tokens: Sequence[Sequence[int]] = (),
         random: bool = True,
     ) -> None:
-        """Take `body`, whose output head goes. `score` is random, or for the caller to set.
+        """Use `body` and drop its output head. `score` is random, or left for the caller to set.
 
         With `label_tokens`, the tokens of the labels' names, a label's row is the mean of the
-        head's rows for them: the classifier starts from the model's mean logit for each name's
-        tokens. A body whose `head_weight` is None gets a random `score` all the same.
+        head's rows for them: the classifier starts from the model's mean logit over each name's
+        tokens. A body without `head_weight` always gets a random `score`.
         """
         super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
         head = body.head_weight() if label_tokens else None
@@ -53,7 +53,7 @@ class Classifier(CausalLM):
         self.body = body
         self.labels = tuple(labels)
         self.pad_token = pad_token
-        """Fills a batch's shorter texts; a text's own last tokens count as filling, too."""
+        """Pads a batch's shorter texts; equal tokens at a text's end count as padding, too."""
         self.objective = Classification()
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
         if named is not None:
@@ -62,7 +62,7 @@ class Classifier(CausalLM):
             nn.init.normal_(self.score.weight, std=_INIT_STD)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the body's layers ask for on the body, too."""
+        """Set the attributes that the body's layers read on the body, too."""
         super().__setattr__(name, value)
         if name in ("kernels", "adapter") and "body" in self._modules:
             setattr(self.body, name, value)
@@ -73,21 +73,21 @@ class Classifier(CausalLM):
         caches: Sequence[Any] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids to (B, T, C), the final norm included."""
+        """Map (B, T) token ids to (B, T, C), the final norm included."""
         return self.body.hidden(tokens, caches, starts)
 
     def draws_masks(self) -> bool:
-        """Say whether a training pass draws random numbers."""
+        """Return whether training draws random numbers."""
         return super().draws_masks() or self.body.draws_masks()
 
     def class_logits(self, tokens: Tensor) -> Tensor:
-        """(B, T) padded token ids to (B, K) fp32."""
+        """Map (B, T) padded token ids to logits (B, K) fp32."""
         hidden = self.hidden(tokens)
         last = last_tokens(tokens, pad_token=self.pad_token)
         return self.logits(hidden[torch.arange(len(tokens), device=tokens.device), last])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) to (..., K), in fp32 whatever the layers' dtype is."""
+        """Map hidden states (..., C) to logits (..., K), in fp32 with any dtype of the layers."""
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self.score.weight)
 
@@ -100,18 +100,18 @@ class Classifier(CausalLM):
         return self.objective(self.class_logits(tokens), targets)
 
     def enable_checkpointing(self) -> None:
-        """Keep a layer's input alone in training."""
+        """Keep only each layer's input in training."""
         self.body.enable_checkpointing()
 
     def drop_head(self) -> None:
-        """Do nothing: the output head is gone."""
+        """Do nothing: the output head is already dropped."""
 
     def head_weight(self) -> nn.Parameter | None:
-        """Return None: no token is predicted."""
+        """Return None: it predicts no tokens."""
         return None
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return None: the token embedding is nothing besides."""
+        """Return None: the token embedding is not tied."""
         return None
 
     def new_caches(self) -> Sequence[Any]:
@@ -123,7 +123,7 @@ class Classifier(CausalLM):
         return self.body.layers()
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Say whether the parameter of this name is a layer's matrix."""
+        """Return whether the parameter `name` is a layer's matrix."""
         return name.startswith(_BODY) and self.body.is_hidden_matrix(name.removeprefix(_BODY))
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
@@ -143,64 +143,64 @@ class Classifier(CausalLM):
         return self.body.hf_name(module.removeprefix(_BODY))
 
     def transposes_linears(self) -> bool:
-        """Say whether transformers keeps the weights of the layers' linears as (in, out)."""
+        """Return whether transformers stores the layers' linear weights as (in, out)."""
         return self.body.transposes_linears()
 
     def classifier_architecture(self) -> str:
-        """Return the body's."""
+        """Return the name of transformers' classification class for the body."""
         return self.body.classifier_architecture()
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the weights under the names and in the layout of transformers."""
+        """Return the weights with transformers' names and layout."""
         return {**self.body.hf_tensors(), SCORE: self.score.weight.detach()}
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the content of config.json, by which transformers builds the same classifier."""
+        """Return the contents of config.json, by which transformers builds the same classifier."""
         return {**self.body.hf_config(), **self.hf_labels()}
 
     def hf_labels(self) -> dict[str, Any]:
-        """Return the part of config.json that makes a classifier of its body's."""
+        """Return the keys that make the body's config.json a classifier's."""
         return {
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},
             "label2id": {label: number for number, label in enumerate(self.labels)},
-            # For another number, of the base's own, transformers would make labels of its own.
+            # With the base's number instead, transformers would invent labels.
             "num_labels": len(self.labels),
             "pad_token_id": self.pad_token,
             "problem_type": _SINGLE_LABEL,
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Set all weights from a checkpoint's tensors, under the names of transformers.
+        """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
         """
         require_tensors(
             {SCORE: self.score.weight},
             {name: tensors[name] for name in tensors if name == SCORE},
             where=where,
-            says=f"its {len(self.labels)} labels need",
-            fix="Name the folder of a whole classifier.",
+            source=f"its {len(self.labels)} labels need",
+            fix="Use the folder of a whole classifier.",
         )
         copy_in(tensors, SCORE, self.score.weight)
         self.body.load_tensors(without(tensors, SCORE), where=where)
 
     def speed_notes(self) -> list[str]:
-        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        """Return one line for each part that runs without the requested kernels, and why."""
         return self.body.speed_notes()
 
 
 def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
     """Return the mean of the head's rows (V, C) for each label's tokens, (K, C) fp32.
 
-    Source: Gao et al., https://arxiv.org/abs/2012.15723, section 4, which reads labels off the
+    Source: Gao et al., https://arxiv.org/abs/2012.15723, section 4, which predicts labels by the
     output head.
     """
     return torch.stack([head.detach()[list(each)].float().mean(0) for each in label_tokens])
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the place of each text's last token that is not `pad_token`, (B,); 0 without one.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 if all are.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """
@@ -209,7 +209,7 @@ def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
 
 
 def is_classifier(config: Mapping[str, object]) -> bool:
-    """Say whether a config.json describes a classifier."""
+    """Return whether a config.json describes a classifier."""
     names = config.get("architectures")
     return isinstance(names, list) and any(str(name).endswith(_SUFFIX) for name in names)
 
@@ -219,24 +219,24 @@ def saved_labels(
 ) -> tuple[str, ...]:
     """Return the labels of a classifier's config.json. Raises CheckpointError.
 
-    `is_own` is for a run's checkpoint: older versions kept `num_labels` of the base there.
+    `is_own` is for a run's checkpoint: older versions stored the base's `num_labels` in it.
     """
     raw = config.get("id2label")
     named = raw if isinstance(raw, dict) else {}
     labels = [named.get(str(number)) for number in range(len(named))]
     if len(set(labels)) < 2 or not all(isinstance(label, str) for label in labels):
         raise CheckpointError(
-            f"{where}: id2label does not number two or more different labels from 0. Name the "
-            "folder of a classifier."
+            f"{where}: id2label must number two or more different labels from 0. Use the folder "
+            "of a classifier."
         )
-    for key, wanted in (
+    for key, supported in (
         ("problem_type", (None, _SINGLE_LABEL)),
         ("num_labels", (None, len(labels))),
     ):
-        if config.get(key) not in wanted and not (is_own and key == "num_labels"):
+        if config.get(key) not in supported and not (is_own and key == "num_labels"):
             raise CheckpointError(
-                f"{where}: {key} = {shown(config[key])}, but here a text has one of the "
-                f"{len(labels)} labels of id2label. Name another classifier."
+                f"{where}: {key} = {shown(config[key])}, but only classifiers with one of "
+                f"{len(labels)} labels for each text are supported. Use another classifier."
             )
     return tuple(str(label) for label in labels)
 
@@ -246,7 +246,7 @@ def saved_pad_token(config: Mapping[str, object], *, where: str) -> int:
     found = config.get("pad_token_id")
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise CheckpointError(
-            f"{where}: pad_token_id = {found!r}: it says where a padded text ends. Set it to the "
-            "token that the tokenizer pads with."
+            f"{where}: pad_token_id = {found!r}: must be a token of the model. Set it to the "
+            "tokenizer's padding token."
         )
     return found

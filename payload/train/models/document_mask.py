@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
-    """Return which tokens each one attends to, (B, 1, T, T) bool, from its start (B, T).
+    """Return which tokens each token attends to, (B, 1, T, T) bool, from `starts` (B, T).
 
-    It is those of its own document up to itself, and with a window the last of them alone.
+    A token attends to its own document up to itself, with a window only to the last of these.
     """
     length = starts.shape[1]
     places = torch.arange(length, device=starts.device)

@@ -1,8 +1,8 @@
-"""Linears that multiply in 8-bit floats: torchao's, for the linears of a model's layers.
+"""8-bit float matmuls for the linears of a model's layers, by torchao.
 
 Forward and backward matmuls take e4m3 inputs and weights and e5m2 gradients, each scaled by its
-tensor's largest value; sums, weights and gradients stay as they were. The head, the embeddings and
-the norms are left alone: https://arxiv.org/abs/2209.05433.
+tensor's largest value. Sums, weights and gradients keep their dtype, and so do the head, the
+embeddings and the norms: https://arxiv.org/abs/2209.05433.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from payload.core.errors import ConfigError
 from payload.train.models.base import CausalLM
 
 _MULTIPLE = 16
-"""Sizes of an 8-bit matmul are multiples of it: https://docs.nvidia.com/cuda/cublas, "FP8"."""
+"""Sizes of an 8-bit matmul must be multiples of it: https://docs.nvidia.com/cuda/cublas, "FP8"."""
 
 
 def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:
-    """Make the linears of the model's layers 8-bit ones, and return a sentence that says which.
+    """Convert the linears of the model's layers to 8-bit floats; return a log text about them.
 
-    Parameters stay the same tensors under the same names, so checkpoints are as before. Raises
-    ConfigError where no linear can be converted.
+    Parameters keep their tensors and names, so checkpoints do not change. Raises
+    ConfigError if no linear can be converted.
     """
     inside = {id(each) for layer in model.layers() for each in layer.modules()}
     linears = [each for each in model.modules() if id(each) in inside and _is_linear(each)]
     fitting = {id(each) for each in linears if _fits(each)}
     if not fitting:
         raise ConfigError(
-            f"precision.fp8 = {settings.fp8!r}: none of the model's {len(linears)} layer linears "
-            f"has sizes that are multiples of {_MULTIPLE}. Set it to 'off'."
+            f"precision.fp8 = {settings.fp8!r}: no layer linear (of {len(linears)}) has sizes "
+            f"that are multiples of {_MULTIPLE}. Set it to 'off'."
         )
     library = _library()
     library.convert_to_float8_training(
@@ -40,11 +40,11 @@ def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:
         module_filter_fn=lambda module, _name: id(module) in fitting,
         config=library.Float8LinearConfig(emulate=settings.fp8 == "emulated"),
     )
-    # torchao's 8-bit tensors have no conversion in inference mode.
+    # torchao's 8-bit tensors cannot be converted in inference mode.
     model.takes_inference_mode = False
-    how = ", emulated in bf16" if settings.fp8 == "emulated" else ""
+    suffix = ", emulated in bf16" if settings.fp8 == "emulated" else ""
     return (
-        f"{len(fitting)} of the layers' {len(linears)} linears multiply in 8-bit floats{how}; "
+        f"{len(fitting)} of the layers' {len(linears)} linears multiply in 8-bit floats{suffix}; "
         "head and embeddings do not"
     )
 
@@ -59,7 +59,7 @@ def _fits(module: nn.Module) -> bool:
 
 
 def _library() -> Any:
-    """Return torchao.float8, whose import warns of libraries for other GPUs."""
+    """Return torchao.float8 without its import warnings about libraries for other GPUs."""
     logger = logging.getLogger("torchao")
     level = logger.level
     logger.setLevel(logging.ERROR)

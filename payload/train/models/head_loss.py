@@ -1,6 +1,6 @@
-"""The ways to compute the output head and its loss: split over ranks, by kernels, plain.
+"""Implementations of the output head and its loss: split over ranks, by kernels, plain.
 
-Hidden states are (B, T, C), targets (B, T); a target is ignored where it is `IGNORED_TARGET`.
+Hidden states are (B, T, C), targets (B, T); targets equal to `IGNORED_TARGET` are ignored.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ class HeadLoss(Protocol):
         """Return the mean cross entropy over the targets, a scalar."""
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy of every target, (B, T) fp32; 0 where it is ignored."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
 
 
 class FusedLoss(Protocol):
-    """A head and loss in one: the kernels, or `chunked_loss`, which never have all logits."""
+    """Head and loss in one, without ever storing all logits: the kernels, or `chunked_loss`."""
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean, as `HeadLoss` does."""
+        """Return the mean cross entropy over the targets, a scalar."""
 
     def token_losses(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return each loss, as `HeadLoss` does."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
 
 
 class PlainHead:
-    """All logits first, then their loss: the reference."""
+    """Computes all logits, then their loss: the reference."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
         self._logits = logits
 
     def mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean."""
+        """Return the mean cross entropy over the targets, a scalar."""
         logits = self._logits(hidden).flatten(0, 1)
         return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED_TARGET)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return each loss."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
         losses = functional.cross_entropy(
             self._logits(hidden).flatten(0, 1).float(),
             targets.flatten(),
@@ -59,32 +59,34 @@ class PlainHead:
 
 
 class FusedHead:
-    """A head whose loss is computed without all logits."""
+    """Computes the loss without storing all logits."""
 
     def __init__(self, weight: nn.Parameter, fused: FusedLoss) -> None:
         self._weight, self._fused = weight, fused
 
     def mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean."""
+        """Return the mean cross entropy over the targets, a scalar."""
         return self._fused.mean_loss(hidden, self._weight, targets)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return each loss."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
         return self._fused.token_losses(hidden, self._weight, targets)
 
 
 class SplitHead:
-    """A head of which each of the `ranks` has some of the `words`."""
+    """A head of `vocab_rows` rows that is split over `ranks`."""
 
-    def __init__(self, weight: nn.Parameter, ranks: TensorRanks, *, words: int) -> None:
-        self._weight, self._ranks, self._words = weight, ranks, words
+    def __init__(self, weight: nn.Parameter, ranks: TensorRanks, *, vocab_rows: int) -> None:
+        self._weight, self._ranks, self._vocab_rows = weight, ranks, vocab_rows
 
     def mean_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean."""
-        return split_head.mean_loss(hidden, self._weight, targets, self._ranks, words=self._words)
+        """Return the mean cross entropy over the targets, a scalar."""
+        return split_head.mean_loss(
+            hidden, self._weight, targets, self._ranks, vocab_rows=self._vocab_rows
+        )
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return each loss, without gradients."""
+        """Return the cross entropy of every target, (B, T) fp32, without gradients."""
         return split_head.token_losses(
-            hidden, self._weight, targets, self._ranks, words=self._words
+            hidden, self._weight, targets, self._ranks, vocab_rows=self._vocab_rows
         )

@@ -1,4 +1,4 @@
-"""Weights in the Hugging Face layout: in from a name or a folder, out to a folder."""
+"""Weights in the Hugging Face layout: loading by name or folder, and saving to a folder."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = lambda: None) -> str:
-    """Write `model.safetensors` and `config.json`: a folder that transformers loads as it is.
+    """Write `model.safetensors` and `config.json`, a folder that transformers can load.
 
-    Returns the sha256 of the weights' file. Raises OSError.
+    Return the sha256 of the weights' file. Raises OSError.
     """
     save_hf_config(model, folder)
     return write_tensors(
@@ -48,10 +48,10 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """Return the folder with the weights that `--checkpoint` names, as `model_folder` does.
+    """Return the folder with the weights that `--checkpoint` names, like `model_folder`.
 
-    The option is for runs and checkpoints, so `exp/first` may be one although it has a hub name's
-    form. A cloned project could have one of a hub model's name: the log says which was taken.
+    The option accepts runs and checkpoints, so a local `exp/first` wins over a hub model of that
+    name. The log reports it: a cloned project could contain such a folder on purpose.
     """
     folder = model_folder(name, setting="--checkpoint", takes_runs=True)
     if is_ambiguous(name):
@@ -62,39 +62,39 @@ def checkpoint_folder(name: str) -> Path:
 def model_folder(
     name: str, *, setting: str = "model.init", verify: bool = True, takes_runs: bool = False
 ) -> Path:
-    """Return the folder with the weights that `name` stands for, downloaded if it is on the hub.
+    """Return the folder with the weights of `name`, downloaded if it is on the hub.
 
-    `setting` is what messages call it; `verify` and `takes_runs` are as `find_source` has them.
-    Raises CheckpointError when there is nothing to load.
+    `setting` is the name in messages; `verify` and `takes_runs` are as in `find_source`.
+    Raises CheckpointError if no weights are found.
     """
     source = find_source(
         name,
         setting=setting,
         verify=verify,
         takes_runs=takes_runs,
-        passed_over=warn_passed_over,
+        passed_over=warn_skipped,
     )
     if source.folder is not None:
         return source.folder
     if source.file is not None:
         log.info(f"reading {source.file}")
         return folder_of_gguf(source.file)
-    wanted = HubName.parse(name)
-    if wanted is None:
-        raise CheckpointError(f"{setting} = {name!r}: it has no weights. Name a checkpoint.")
-    return fetch(wanted, setting=setting, say=log.info)
+    hub_name = HubName.parse(name)
+    if hub_name is None:
+        raise CheckpointError(f"{setting} = {name!r}: it has no weights. Use a checkpoint.")
+    return fetch(hub_name, setting=setting, say=log.info)
 
 
 def config_folder(folder: Path) -> Path:
     """Return the folder whose config.json describes a checkpoint's model: for an adapter, its base.
 
-    One beside an adapter says nothing but a classifier's labels. Raises CheckpointError.
+    An adapter's own config.json holds only a classifier's labels. Raises CheckpointError.
     """
     return base_folder(folder, verify=False) if has_adapter(folder) else folder
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder with a checkpoint's tokenizer: an adapter without one has its base's.
+    """Return the folder with a checkpoint's tokenizer; an adapter without one uses its base's.
 
     Raises CheckpointError.
     """
@@ -105,39 +105,40 @@ def tokenizer_folder(folder: Path) -> Path:
 def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
 
-    With `verify` its weights and its config.json have the hashes that the adapter's run recorded;
-    adapters of other programs record none. Without, no weights are read. Raises CheckpointError.
+    `verify` compares its weights and config.json with the hashes recorded by the adapter's run, if
+    any; other programs' adapters record none. Without it, no weights are read. Raises
+    CheckpointError.
     """
     source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():
         raise CheckpointError(
-            f"{adapter}: its base {source} is not there, and an adapter has no copy of it. Put the "
-            "base back in that place."
+            f"{adapter}: its base {source} is missing, and an adapter has no copy of it. Restore "
+            "the base in that folder."
         )
     recorded = recorded_base(adapter) if verify else {}
-    wanted = recorded.get("sha256")
-    # The recorded hash is of all weights, so that a manifest's would only read them once more.
+    expected = recorded.get("sha256")
+    # The recorded hash covers all weights; verifying a manifest's would read them a second time.
     setting = f"{adapter / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
-    base = model_folder(source, setting=setting, verify=verify and not wanted)
+    base = model_folder(source, setting=setting, verify=verify and not expected)
     if has_adapter(base):
         raise CheckpointError(
-            f"{adapter}: its base {base} is an adapter itself. Merge that one first with "
+            f"{adapter}: its base {base} is an adapter, too. Merge that base first with "
             f"{command('export', '--checkpoint', str(base), '--merge')}."
         )
-    if wanted and wanted != (found := weights_sha256(base)):
+    if expected and expected != (found := weights_sha256(base)):
         raise CheckpointError(
-            f"{base}: its weights are not those that the adapter {adapter} was trained beside "
-            f"(sha256 {found[:12]}, then {str(wanted)[:12]}). Put those back in that place."
+            f"{base}: the adapter {adapter} was trained with other weights "
+            f"(sha256 {str(expected)[:12]}, now {found[:12]}). Restore them in that folder."
         )
     config = recorded.get("config_sha256")
     if config and config != (found := config_sha256(base)):
         raise CheckpointError(
-            f"{base / CONFIG_FILE}: it is not the one that the adapter {adapter} was trained "
-            f"beside (sha256 {found[:12]}, then {str(config)[:12]}). Put that one back."
+            f"{base / CONFIG_FILE}: the adapter {adapter} was trained with another one "
+            f"(sha256 {str(config)[:12]}, now {found[:12]}). Restore it."
         )
     return base
 
 
-def warn_passed_over(folder: Path, problem: str) -> None:
-    """Log that a damaged checkpoint is not used, and why."""
-    log.warning(f"checkpoint {folder} is passed over: {problem}")
+def warn_skipped(folder: Path, problem: str) -> None:
+    """Log that a damaged checkpoint is skipped, and why."""
+    log.warning(f"checkpoint {folder} is skipped: {problem}")

@@ -1,7 +1,7 @@
-"""The layers that the kernels compute, and those that they refuse.
+"""Decides which layers the kernels can compute.
 
-The kernels compute from parameters alone. What a subclass, a hook, a wrapped parameter or another
-kind of adapter adds would be left out, so they take the modules that they know and no other.
+The kernels compute only from parameters. They would ignore anything that a subclass, a hook, a
+wrapped parameter or another kind of adapter adds, so they accept only the modules listed here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LORA_PARAMETERS = {"weight", "bias", *_ADAPTER}
 
 
 def projection(linear: nn.Module, *, is_part: bool = False) -> Projection:
-    """Return a linear's parameters and its adapter's, as the kernels take them.
+    """Return a linear's parameters and its adapter's, as input for the kernels.
 
-    `is_part`: other ranks have the rest of its inputs, and the bias is added to the sum of all.
+    `is_part`: other ranks have the linear's other inputs, and the bias is added after the sum.
     """
     assert isinstance(linear, nn.Linear | LoraLinear)
     if is_part:
@@ -35,9 +35,9 @@ def projection(linear: nn.Module, *, is_part: bool = False) -> Projection:
 
 
 def layer_refusals(body: nn.Module, *, known: Collection[type[nn.Module]]) -> Iterator[str]:
-    """Say why the kernels do not run the layers of `body`: a line for each reason.
+    """Yield the reasons why the kernels do not run the layers of `body`, one line each.
 
-    `known` are the modules whose arithmetic they have; linears with LoRA are known besides.
+    `known` are the modules that the kernels implement; linears with LoRA are supported as well.
     """
     inner = [(name, each) for name, each in body.named_modules() if each is not body]
     recognised = {*known, LoraLinear}
@@ -72,7 +72,7 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
         if each.requires_grad != (not adapted or name.endswith(_ADAPTER))
     ]
     if wrong and adapted:
-        yield f"{len(wrong)} weights besides the adapter's are trained, or its own are not"
+        yield f"{len(wrong)} weights other than the adapter's are trained, or its own are not"
     elif wrong:
         yield f"{len(wrong)} frozen weights, {_first(wrong)}"
     other = [
@@ -85,23 +85,23 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
 
 
 def _may_be_bf16(name: str, module: nn.Module, parameter: Tensor) -> bool:
-    """Say whether it is a frozen linear's weight, kept in the dtype of the matmuls."""
+    """Return whether it is a frozen linear's weight, kept in the dtype of the matmuls."""
     is_linear = isinstance(module, nn.Linear | LoraLinear) and name.endswith(".weight")
     return is_linear and parameter.dtype is torch.bfloat16 and not parameter.requires_grad
 
 
 def _first(found: Sequence[tuple[str, Tensor]]) -> str:
-    return f"{found[0][0]} for one"
+    return f"such as {found[0][0]}"
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module was built as, before a strategy placed it on the ranks."""
+    """Return the class of a module before a strategy wrapped it."""
     placement = module.placement if isinstance(module, LayerModule) else None
     return type(module) if placement is None else placement.built_as
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Say whether a module has hooks, besides a strategy's, which `computed_by` calls as well."""
+    """Return whether a module has hooks, except a strategy's, which `computed_by` runs too."""
     placement = module.placement if isinstance(module, LayerModule) else None
     around = len(module._forward_hooks) + len(module._forward_pre_hooks)
     if placement is not None:

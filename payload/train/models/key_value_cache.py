@@ -1,4 +1,4 @@
-"""A layer's keys and values of the tokens seen so far, for generation."""
+"""A layer's keys and values of the tokens processed so far, for generation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One layer's keys and values of the tokens seen so far, (B, H, T, C / H) each."""
+    """One layer's keys and values of the tokens processed so far, (B, H, T, C / H) each."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -22,5 +22,5 @@ class LayerCache:
         return keys, values
 
     def num_tokens(self) -> int:
-        """Tokens seen so far."""
+        """Return the number of tokens processed so far."""
         return 0 if self.keys is None else self.keys.shape[2]

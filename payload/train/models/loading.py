@@ -1,4 +1,4 @@
-"""Builds the model of a spec, and loads the one in a folder, whatever its family."""
+"""Builds the model of a spec, or loads the model in a folder, for any family."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from payload.weights.adapter_files import base_quantization, has_adapter, read_a
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
     """Build the model of this spec, with random weights or with weights for the caller to set.
 
-    Raises CheckpointError for a family that is not known.
+    Raises CheckpointError for an unknown family.
     """
     family = family_of({"model_type": spec.model_type}, where=CONFIG_FILE)
     module = importlib.import_module(family.tensors)
@@ -45,9 +45,9 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> CausalLM:
     """Load the model in a folder in the Hugging Face layout.
 
-    With `quantize` each linear of the layers is quantised as it is read. An adapter's folder gives
-    its base, dequantised if it was quantised, with the adapter merged. Raises CheckpointError when
-    it is absent, damaged, of no family that is known, or the base is not the adapter's own.
+    `quantize` quantises each linear of the layers while reading it. For an adapter's folder, load
+    its base, dequantised if necessary, and merge the adapter. Raises CheckpointError if the model
+    is missing, damaged or of an unknown family, or if the base is not the adapter's.
     """
     if has_adapter(folder):
         return _load_merged(folder, dropout=dropout)
@@ -60,11 +60,11 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
 
 
 def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
-    """Build the model in a folder and check its weights, of which none is read.
+    """Build the model in a folder and check its weights without reading them.
 
-    They are for the caller to read, by the names of the tensors' targets. Until then they take no
-    memory. Without targets the model was loaded: transformers converts its weights on the way.
-    Raises CheckpointError as `load` does.
+    The caller reads them, by the names in the tensors' targets; until then they use no memory. If
+    there are no targets, the weights are loaded: transformers converts them while loading.
+    Raises CheckpointError like `load`.
     """
     tensors = PlannedTensors(folder)
     model = _built_for(tensors, folder, dropout=0.0)
@@ -73,14 +73,14 @@ def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
 
 
 def plan_adapter(adapter: Path, base: Path) -> tuple[CausalLM, PlannedTensors]:
-    """Do the same for an adapter's base, and load the adapter beside it.
+    """Build an adapter's base without reading its weights, and load the adapter.
 
-    Raises CheckpointError as `load` does.
+    Raises CheckpointError like `load`.
     """
     model, tensors = plan(base)
     before = {each.data_ptr() for each in model.parameters()}
     model = _with_adapter(model, adapter)
-    # The head, where the model became a classifier.
+    # The head, if the model became a classifier.
     gone = before - {each.data_ptr() for each in model.parameters()}
     for name, target in list(tensors.targets.items()):
         if target.data_ptr() in gone:
@@ -96,9 +96,9 @@ def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
 
 
 def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalLM:
-    """Build the model that the config.json of `folder` describes, with weights still to be set."""
+    """Build the model that the config.json in `folder` describes, with weights unset."""
     spec = read_spec(folder)
-    require_enough(tensors, spec, folder)
+    require_enough_weights(tensors, spec, folder)
     model = build(spec, dropout=dropout, random=False)
     config = read_config(folder)
     if is_classifier(config):
@@ -107,7 +107,7 @@ def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalL
 
 
 def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
-    """Put the adapter in `folder` beside the linears of `model`, a language model or classifier."""
+    """Add the adapter in `folder` to the linears of `model`, a language model or classifier."""
     config = read_adapter_config(folder)
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
@@ -128,11 +128,11 @@ def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> C
     return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 
-def require_enough(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
-    """Refuse sizes that the weights do not have, before memory is taken for them."""
+def require_enough_weights(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
+    """Raise CheckpointError if config.json has more parameters than the files, before loading."""
     held = tensors.num_elements()
     if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: its sizes make {spec.num_params():,} parameters, but the "
-            f"files with the weights have {held:,}. The folder is damaged; name another one."
+            f"{folder / CONFIG_FILE}: its sizes require {spec.num_params():,} parameters, but the "
+            f"weight files have {held:,}. The folder is damaged; use another one."
         )

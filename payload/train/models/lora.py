@@ -1,4 +1,4 @@
-"""LoRA: a frozen base, and two low-rank matrices beside each target linear.
+"""LoRA: a frozen base, and two low-rank matrices for each target linear.
 
 Adapters are read and written in PEFT's layout. N tokens, I inputs, O outputs, R rank.
 """
@@ -18,7 +18,7 @@ from torch.nn import functional
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
 from payload.formats.hf_folder import CONFIG_FILE, own_file
-from payload.kernels.linears import lay_below_each_other
+from payload.kernels.linears import make_adjacent
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors
@@ -41,10 +41,10 @@ _PEFT_PREFIX = "base_model.model."
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear with an adapter beside it: `linear(x) + scale * B(A(dropout(x)))`.
+    """A frozen linear with an adapter: `linear(x) + scale * B(A(dropout(x)))`.
 
-    It takes the linear's place and its parameters' names, so the base's weights load and save as
-    before.
+    It replaces the linear and keeps its parameters' names, so the base's weights load and save
+    unchanged.
     """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, settings: AdapterSection) -> None:
@@ -53,14 +53,14 @@ class LoraLinear(nn.Module):
         self.dropout = settings.dropout
         self.scale = scale(rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
         outputs, inputs = linear.out_features, linear.in_features
-        # As in PEFT: A as torch's linears begin, B zero, so that training begins at the base.
+        # As in PEFT: A as in torch's linears, B zero, so that training starts from the base.
         first = torch.empty(settings.rank, inputs)
         nn.init.kaiming_uniform_(first, a=math.sqrt(5))
         self.lora_A = nn.Parameter(first)
         self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Map (..., I) to (..., O)."""
         below = functional.dropout(x, self.dropout, self.training)
         base = self.base(x)
         low = functional.linear(below, self.lora_A)
@@ -68,12 +68,12 @@ class LoraLinear(nn.Module):
         return added
 
     def keep(self, linear: nn.Module) -> None:
-        """Take the parameters of the frozen linear."""
+        """Use the parameters of the frozen linear."""
         assert isinstance(linear, nn.Linear)
         self.weight, self.bias = linear.weight, linear.bias
 
     def base(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O), without the adapter."""
+        """Map (..., I) to (..., O), without the adapter."""
         weight = self.weight
         if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             weight = weight.to(x.dtype)
@@ -84,19 +84,19 @@ class LoraLinear(nn.Module):
         return self.weight.detach().float(), self.bias
 
     def delta(self) -> Tensor:
-        """Return what the adapter adds to the weight, (O, I) fp32."""
+        """Return the adapter's change of the weight, (O, I) fp32."""
         return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
 
     def merged(self) -> Tensor:
-        """Return the weight with the adapter in it, (O, I) fp32."""
+        """Return the sum of weight and adapter, (O, I) fp32."""
         return self.plain()[0] + self.delta()
 
 
 class DoraLinear(LoraLinear):
-    """The same with the length of each output's weights trained by itself: DoRA.
+    """LoRA with a trained norm for each output's weights: DoRA.
 
-    Source: https://arxiv.org/abs/2402.09353. As in PEFT, the length of the sum is no part of the
-    gradient. The kernels do not know it.
+    Source: https://arxiv.org/abs/2402.09353. As in PEFT, no gradient flows through the norm of the
+    sum. The kernels do not support it.
     """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, settings: AdapterSection) -> None:
@@ -105,7 +105,7 @@ class DoraLinear(LoraLinear):
         self.lora_magnitude_vector = nn.Parameter(lengths)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Map (..., I) to (..., O)."""
         below = functional.dropout(x, self.dropout, self.training)
         base, factor = self.base(x), self._factor()
         turned = self.base(below) if self.dropout and self.training else base
@@ -117,7 +117,7 @@ class DoraLinear(LoraLinear):
         return found
 
     def _factor(self) -> Tensor:
-        """Return what each output is multiplied by, (O)."""
+        """Return the factor of each output, (O)."""
         device = self.lora_magnitude_vector.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             lengths = torch.linalg.norm(self.plain()[0] + self.delta(), dim=1)
@@ -125,34 +125,34 @@ class DoraLinear(LoraLinear):
         return factor
 
     def merged(self) -> Tensor:
-        """Return the weight with the adapter in it, (O, I) fp32."""
+        """Return the sum of weight and adapter, (O, I) fp32."""
         return self._factor().detach().unsqueeze(1) * super().merged()
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """The same beside a linear of 4 bits, which the kernels do not know."""
+    """LoRA on a 4-bit linear, which the kernels do not support."""
 
     linear: QuantizedLinear
 
     def keep(self, linear: nn.Module) -> None:
-        """Take the frozen linear whole."""
+        """Use the frozen linear as a submodule."""
         assert isinstance(linear, QuantizedLinear)
         self.linear = linear
 
     def base(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O), without the adapter."""
+        """Map (..., I) to (..., O), without the adapter."""
         found: Tensor = self.linear(x)
         return found
 
     def plain(self) -> tuple[Tensor, nn.Parameter | None]:
-        """Return the weight that is computed with (O, I) in fp32, and the bias."""
+        """Return the dequantised weight (O, I) in fp32, and the bias."""
         return self.linear.dequantized(torch.float32), self.linear.bias
 
 
 def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
-    """Freeze `model` and put an adapter on each target linear.
+    """Freeze `model` and add an adapter to each target linear.
 
-    Raises ConfigError for a target that the model does not have.
+    Raises ConfigError for a target that the model lacks.
     """
     AdaptedSpec.of(model.spec, rank=settings.rank, target=settings.target)
     for parameter in model.parameters():
@@ -173,19 +173,19 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
 
 
 def quantize_base(model: CausalLM) -> None:
-    """Make the layers' linears of 4 bits and the base's other weights bf16, for values to come.
+    """Convert the layers' linears to 4 bits and other base weights to bf16, before values are set.
 
-    `require_fit` has refused models that cannot be. Raises ConfigError without bitsandbytes.
+    `require_fit` has rejected unsupported models. Raises ConfigError without bitsandbytes.
     """
     assert model.spec.why_not_quantized() is None
     require_quantizer()
     shrink(model, _layer_linears(model), trained=set(model.trained_beside_adapter().values()))
 
 
-def shrink_base(model: CausalLM) -> None:
-    """Keep the frozen linears of an adapter's base in bf16, to which autocast would round them.
+def cast_base_to_bf16(model: CausalLM) -> None:
+    """Keep the frozen linears of an adapter's base in bf16, as autocast would round them.
 
-    Those of one input lie below each other, as the kernels multiply by them.
+    Linears with one input are adjacent in memory, as the kernels need for a joint matmul.
     """
     if model.adapter is None:
         return
@@ -200,13 +200,13 @@ def shrink_base(model: CausalLM) -> None:
         modules = [model.get_submodule(path) for path in paths]
         if any(isinstance(each, QuantizedLinear | QuantizedLoraLinear) for each in modules):
             continue
-        lay_below_each_other([cast(Tensor, each.weight) for each in modules])
+        make_adjacent([cast(Tensor, each.weight) for each in modules])
 
 
-def widen_base(model: CausalLM) -> None:
-    """Hold the bf16 weights of a quantised base in fp32, to compute in it; their values stay.
+def cast_base_to_fp32(model: CausalLM) -> None:
+    """Convert the bf16 weights of a quantised base to fp32 for fp32 computation, without loss.
 
-    A plain base has none: it is in fp32 already.
+    A plain base is in fp32 already.
     """
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:
@@ -214,7 +214,7 @@ def widen_base(model: CausalLM) -> None:
 
 
 def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Return the adapter's tensors, and those trained beside it, under PEFT's names."""
+    """Return the adapter's tensors, and weights trained with it, under PEFT's names."""
     beside = model.trained_beside_adapter()
     return {
         **{_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)},
@@ -229,9 +229,9 @@ def save_adapter(
     base: tuple[str, str | None],
     progressed: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write the adapter as PEFT reads it; `base` is the base's folder or name, and its revision.
+    """Write the adapter in PEFT's layout; `base` is the base's folder or name, and its revision.
 
-    Returns the sha256 of the weights' file. Raises OSError.
+    Return the sha256 of the weights' file. Raises OSError.
     """
     save_adapter_config(model, folder, base=base)
     return write_tensors(
@@ -243,7 +243,7 @@ def save_adapter(
 
 
 def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str | None]) -> None:
-    """Write what PEFT reads beside the adapter's weights; `base` is as in `save_adapter`.
+    """Write PEFT's config file of the adapter; `base` is as in `save_adapter`.
 
     Raises OSError.
     """
@@ -259,32 +259,32 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if beside:
-        # The labels, which PEFT's own files do not have.
+        # The labels, which PEFT's own files lack.
         labelled = json.dumps(model.hf_config(), indent=2) + "\n"
         (folder / CONFIG_FILE).write_text(labelled, "utf-8")
 
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """Read the adapter's weights in `folder`. Raises CheckpointError."""
-    fix = "Name a folder with a LoRA adapter in PEFT's layout, or another checkpoint."
+    fix = "Use a folder with a LoRA adapter in PEFT's layout, or another checkpoint."
     return dict(LazyTensors(own_file(folder, ADAPTER_FILE), fix=fix))
 
 
 def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) -> None:
     """Set the adapter of `model` from tensors under PEFT's names.
 
-    Raises CheckpointError, which names `where`, when they are not this adapter's.
+    Raises CheckpointError, naming `where`, if they do not fit this adapter.
     """
-    wanted = adapter_tensors(model)
+    expected = adapter_tensors(model)
     require_tensors(
-        wanted,
+        expected,
         tensors,
         where=where,
-        whose="this model's adapter",
-        says="this model needs",
-        fix="Use the base and the settings that it was trained with.",
+        subject="this model's adapter",
+        source="this model needs",
+        fix="Use the base and the settings of the adapter's training.",
     )
-    for name, target in wanted.items():
+    for name, target in expected.items():
         value = tensors[name]
         if not bool(torch.isfinite(value).all()):
             raise CheckpointError(f"{where}: {name} holds NaN or infinity. Use another checkpoint.")
@@ -293,9 +293,9 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 
 
 def merge_adapter(model: CausalLM) -> None:
-    """Add the adapter to the base's weights and take it off: a plain model in fp32 is left.
+    """Add the adapter to the base's weights and remove it: the result is a plain fp32 model.
 
-    A quantised base is dequantised: the result computes as the two did, and takes fp32's memory.
+    A quantised base is dequantised: the result computes the same and uses fp32's memory.
     """
     for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
         adapted = model.get_submodule(path)
@@ -314,13 +314,13 @@ def merge_adapter(model: CausalLM) -> None:
 
 
 def _last_names(model: CausalLM) -> list[str]:
-    """Return the last names of the linears with an adapter, as PEFT's `target_modules`."""
+    """Return the last path parts of the linears with an adapter, PEFT's `target_modules`."""
     paths = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
     return sorted({model.hf_name(path).rpartition(".")[2] for path in paths})
 
 
 def _layer_linears(model: CausalLM) -> list[str]:
-    """Return the paths of the layers' linears; the output head is none of them."""
+    """Return the paths of the layers' linears, without the output head."""
     head, beside = model.head_weight(), model.trained_beside_adapter().values()
     return [
         name
@@ -333,7 +333,7 @@ def _layer_linears(model: CausalLM) -> list[str]:
 
 
 def _adapter_parts(model: CausalLM) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield module path, PEFT's name of the part and its tensor."""
+    """Yield module path, PEFT's parameter name and tensor of the adapter."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield path, "lora_A.weight", module.lora_A

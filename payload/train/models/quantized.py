@@ -1,8 +1,8 @@
-"""Linears of 4 bits: bitsandbytes' NF4 with double quantisation, computed in bf16 or fp32.
+"""4-bit linears: bitsandbytes' NF4 with double quantisation, computed in bf16 or fp32.
 
-The layout and the arithmetic in bf16 are those of its `Linear4bit`. In fp32 the weights are the
-same, rounded to bf16: a run computes with one base, whatever the CPU. Everything that a quantised
-linear holds is a frozen parameter, so that ranks exchange and compare it as any other weight.
+Layout and bf16 arithmetic are those of its `Linear4bit`. In fp32 the weights are the
+same, rounded to bf16: a run has the same base on any CPU. All tensors of a quantised linear are
+frozen parameters, which ranks exchange and compare like other weights.
 I inputs, O outputs.
 """
 
@@ -26,26 +26,26 @@ _Library = Any
 """The module bitsandbytes, which has no types."""
 
 _AT_ONCE = 2**18
-"""Weights that are quantised at once, whole blocks: bitsandbytes makes several fp32 copies."""
+"""Weights quantised in one step, whole blocks: bitsandbytes makes several fp32 copies."""
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear whose weight (O, I) is kept in 4 bits; `take` sets it."""
+    """A frozen linear whose weight (O, I) is stored in 4 bits; `take` sets it."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Take the place of `linear`, of which the bias stays."""
+        """Replace `linear`, whose bias is kept."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         elements, device = self.in_features * self.out_features, linear.weight.device
         self.weight = _frozen(torch.empty(-(-elements // 2), 1, dtype=torch.uint8, device=device))
-        """Two weights a byte."""
+        """Two weights in each byte."""
         self.scales = _frozen(torch.empty(num_blocks(elements), dtype=torch.uint8, device=device))
         self.scales_scales = _frozen(torch.empty(num_groups(elements), device=device))
         self.scales_mean = _frozen(torch.empty(1, device=device))
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O), in the dtype of autocast, or without it in that of `x`."""
+        """Map (..., I) to (..., O), in autocast's dtype, or by default in that of `x`."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Module):
         return self.out_features, self.in_features
 
     def take(self, weight: Tensor) -> None:
-        """Quantise `weight` (O, I) in bf16, a part at a time; the same bits as in one piece."""
+        """Quantise `weight` (O, I) in bf16, in steps; bitwise equal to one step."""
         functions, elements = _library().functional, weight.reshape(-1)
         scales = torch.empty(num_blocks(elements.numel()), device=weight.device)
         for start in range(0, elements.numel(), _AT_ONCE):
@@ -78,16 +78,16 @@ class QuantizedLinear(nn.Module):
         self.scales_scales.data.copy_(nested.absmax)
         self.scales_mean.data.copy_(mean)
 
-    def take_from(self, tensors: Mapping[str, Tensor], name: str) -> None:
+    def load_weight(self, tensors: Mapping[str, Tensor], name: str) -> None:
         """Quantise a checkpoint's tensor, rounded to bf16 first."""
         rounded = torch.empty(self.size(), dtype=torch.bfloat16, device=self.weight.device)
         copy_in(tensors, name, rounded)
         self.take(rounded)
         del rounded
-        give_memory_back()
+        trim_free_memory()
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight that is computed with, (O, I); in bf16 it has all its digits."""
+        """Return the dequantised weight, (O, I); bf16 represents it exactly."""
         found: Tensor = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
         return found.to(dtype)
 
@@ -112,7 +112,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _Fp32Matmul(torch.autograd.Function):
-    """A matmul by a quantised weight. Both passes dequantise it, so that neither keeps it."""
+    """A matmul with a quantised weight, dequantised in forward and backward to save memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantizedLinear) -> Tensor:
@@ -126,9 +126,9 @@ class _Fp32Matmul(torch.autograd.Function):
 
 
 def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
-    """Make the linears at `paths` of 4 bits, and all other weights but `trained` bf16.
+    """Convert the linears at `paths` to 4 bits, and all other weights except `trained` to bf16.
 
-    Their values are for the caller to set.
+    The caller sets their values.
     """
     for path in paths:
         linear = model.get_submodule(path)
@@ -144,9 +144,9 @@ def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
 def loading_targets(
     module: nn.Module, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor | QuantizedLinear]:
-    """Return what a checkpoint's tensors set: `tensors` of `module`, by name.
+    """Return the targets of a checkpoint's tensors: the `tensors` of `module`, by name.
 
-    A quantised linear stands in the place of its weight and of what belongs to it.
+    A quantised linear replaces its weight and the weight's quantisation tensors.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():
@@ -158,19 +158,19 @@ def loading_targets(
     return found
 
 
-def give_memory_back() -> None:
+def trim_free_memory() -> None:
     """Return freed memory to the system.
 
-    glibc keeps it between the weights that are held, and takes new memory for the next linear: a
-    fifth more than a model of 0.3B has in 4 bits (benchmarks/loading.py).
+    glibc keeps it between the weights in use, and allocates new memory for the next linear: a
+    fifth more than a model of 0.3B uses in 4 bits (benchmarks/loading.py).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # Other C libraries have none.
+    if trim is not None:  # Only in glibc.
         trim(0)
 
 
 def dequantize(model: nn.Module) -> None:
-    """Make quantised linears plain ones again, and all weights fp32."""
+    """Convert quantised linears to plain ones, and all weights to fp32."""
     for path, each in list(model.named_modules()):
         if isinstance(each, QuantizedLinear):
             plain = nn.Linear(
@@ -185,17 +185,17 @@ def dequantize(model: nn.Module) -> None:
 
 
 def require_quantizer() -> None:
-    """Raise ConfigError, with what installs it, when bitsandbytes is not there."""
+    """Raise ConfigError with the install command if bitsandbytes is missing."""
     _library()
 
 
 @lru_cache(maxsize=1)
 def _library() -> _Library:
-    """Return bitsandbytes, which takes a second to import, and compiles some of its operations."""
+    """Import bitsandbytes on demand: it takes a second and compiles some of its operations."""
     keep_inductor_home()
     backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = backend.level
-    # It warns of a package with a kernel for inference, which training does not use.
+    # It warns about a missing inference kernel, which training does not use.
     backend.setLevel(logging.ERROR)
     try:
         import bitsandbytes
@@ -208,7 +208,7 @@ def _library() -> _Library:
 
 @lru_cache(maxsize=4)
 def _scales_code(device: torch.device) -> Tensor:
-    """Return the 256 values that a block's scale is rounded to."""
+    """Return the 256 values to which a block's scale is rounded."""
     return cast(Tensor, _library().functional.create_dynamic_map().to(device))
 
 

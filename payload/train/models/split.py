@@ -1,6 +1,6 @@
-"""Layers that several ranks compute together: each has some heads, a part of the MLP and words.
+"""Tensor parallelism: each rank has some heads, a part of the MLP and vocabulary rows.
 
-What goes into a split layer is the same on all of its ranks, and so is what comes out of it: a sum
+The input of a split layer is equal on all of its ranks, and so is its output, a sum
 over the ranks. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM), section 3.
 """
 
@@ -22,17 +22,17 @@ _MOST_SEED = 2**62
 
 @dataclass(slots=True, eq=False)
 class TensorRanks:
-    """The ranks that compute each layer together."""
+    """The ranks that split each layer."""
 
     group: dist.ProcessGroup
     index: int
-    """This rank's place among them."""
+    """This rank's index among them."""
     size: int
     seconds: float = field(default=0.0, init=False)
-    """Spent in sums since it was set to 0."""
+    """Seconds spent in sums since the last reset to 0."""
 
     def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Add up a contiguous tensor over the ranks, in place."""
+        """Sum a contiguous tensor over the ranks, in place."""
         began_s = time.perf_counter()
         dist.all_reduce(values, op, group=self.group)
         self.seconds += time.perf_counter() - began_s
@@ -40,22 +40,22 @@ class TensorRanks:
 
 
 class SplitModule(nn.Module):
-    """A module that several ranks may compute together."""
+    """A module that can be split over several ranks."""
 
     ranks: TensorRanks | None = None
-    """Set where its parameters are a rank's parts."""
+    """Set if its parameters are a rank's parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a parameter is shared out over tensor ranks: a part of each of its sections."""
+    """How tensor ranks divide a parameter: each has a part of each section."""
 
     dim: int
     sections: int = 1
-    """Equally long sections along `dim`: GPT-2's queries, keys and values are one matrix."""
+    """Equal sections along `dim`: GPT-2's queries, keys and values are one matrix."""
 
     def part(self, whole: Tensor, *, index: int, size: int) -> Tensor:
-        """Return a rank's part, contiguous, in memory of its own."""
+        """Return a contiguous copy of a rank's part."""
         return torch.cat(self.places(whole, index=index, size=size), self.dim)
 
     def part_shape(self, shape: tuple[int, ...], *, index: int, size: int) -> tuple[int, ...]:
@@ -64,14 +64,14 @@ class Split:
         return (*shape[: self.dim], (end - start) * self.sections, *shape[self.dim + 1 :])
 
     def put(self, part: Tensor, whole: Tensor, *, index: int, size: int) -> None:
-        """Put a rank's part in its place in the whole tensor."""
+        """Copy a rank's part into the whole tensor."""
         places = self.places(whole, index=index, size=size)
         lengths = [each.shape[self.dim] for each in places]
         for place, each in zip(places, torch.split(part, lengths, self.dim), strict=True):
             place.copy_(each)
 
     def places(self, whole: Tensor, *, index: int, size: int) -> list[Tensor]:
-        """Return views of what a rank has of each section."""
+        """Return views of a rank's part of each section."""
         found = []
         for section in whole.chunk(self.sections, self.dim):
             start, end = bounds(section.shape[self.dim], index=index, size=size)
@@ -81,58 +81,58 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How a model's parameters are shared out; what is not named is whole on each rank."""
+    """How tensor ranks divide a model's parameters; others are whole on each rank."""
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()
-    """Parameters that are whole, whose gradient each rank has for its own heads alone."""
+    """Whole parameters with a partial gradient on each rank: its own heads' part."""
 
 
 def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
-    """Return where a rank's part of `length` begins and ends; the last ranks may have less."""
+    """Return the (begin, end) of a rank's part of `length`; the last ranks can have less."""
     each = -(-length // size)
     start = min(index * each, length)
     return start, min(start + each, length)
 
 
-def enter(x: Tensor, ranks: TensorRanks | None) -> Tensor:
-    """Return what goes into a split layer; its gradient is summed over the ranks."""
+def copy_to_ranks(x: Tensor, ranks: TensorRanks | None) -> Tensor:
+    """Return the input of a split layer; its gradient is summed over the ranks."""
     if ranks is None:
         return x
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
-        # The linears behind it would, and the sum of gradients is of half the bytes.
+        # The following linears would cast it; this halves the bytes of the gradients' sum.
         x = x.to(torch.get_autocast_dtype(kind))
-    return cast(Tensor, _Enter.apply(x, ranks))
+    return cast(Tensor, _CopyToRanks.apply(x, ranks))
 
 
-def leave(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
-    """Return a split layer's last linear of x; each rank has some of the linear's inputs."""
+def reduce_from_ranks(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
+    """Apply a split layer's last linear, of which each rank has some inputs, and sum."""
     if ranks is None:
         projected: Tensor = linear(x)
         return projected
-    return summed(functional.linear(x, linear.weight), linear.bias, ranks)
+    return sum_with_bias(functional.linear(x, linear.weight), linear.bias, ranks)
 
 
-def summed(x: Tensor, bias: Tensor | None, ranks: TensorRanks) -> Tensor:
-    """Return the ranks' sum of x, and the bias added to that."""
-    total = cast(Tensor, _Leave.apply(x, ranks))
+def sum_with_bias(x: Tensor, bias: Tensor | None, ranks: TensorRanks) -> Tensor:
+    """Return the sum of x over the ranks, plus the bias."""
+    total = cast(Tensor, _ReduceFromRanks.apply(x, ranks))
     return total if bias is None else total + bias.to(total.dtype)
 
 
-def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, words: int) -> Tensor:
-    """Return rows of an embedding of `words` rows, of which each rank has some."""
-    start, end = bounds(words, index=ranks.index, size=ranks.size)
+def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, vocab_rows: int) -> Tensor:
+    """Look up `tokens` in an embedding of `vocab_rows` rows that is split over the ranks."""
+    start, end = bounds(vocab_rows, index=ranks.index, size=ranks.size)
     is_elsewhere = (tokens < start) | (tokens >= end)
     own = functional.embedding((tokens - start).masked_fill(is_elsewhere, 0), weight)
-    return summed(own.masked_fill(is_elsewhere.unsqueeze(-1), 0), None, ranks)
+    return sum_with_bias(own.masked_fill(is_elsewhere.unsqueeze(-1), 0), None, ranks)
 
 
 @contextmanager
 def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
-    """Draw other dropout masks on each rank, and the same ones again after it.
+    """Draw different dropout masks on each rank inside the block, and equal ones after it.
 
-    Ranks have other heads, and draw equally many numbers for them.
+    Ranks have different heads, and draw equally many numbers for them.
     """
     if ranks is None or not dropout:
         yield
@@ -146,8 +146,8 @@ def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
         torch.set_rng_state(shared)
 
 
-class _Enter(torch.autograd.Function):
-    """Nothing going forward, a sum going back."""
+class _CopyToRanks(torch.autograd.Function):
+    """Identity in the forward pass, sum over ranks in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:
@@ -156,12 +156,12 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A copy: autograd may hand the same gradient to another function.
+        # A copy: autograd can pass the same gradient to another function.
         return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Leave(torch.autograd.Function):
-    """A sum going forward, nothing going back."""
+class _ReduceFromRanks(torch.autograd.Function):
+    """Sum over ranks in the forward pass, identity in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorRanks) -> Tensor:

@@ -1,8 +1,8 @@
-"""The output head and its loss where each rank has some words of the vocabulary.
+"""The output head and its loss with the vocabulary split over ranks.
 
-Like `kernels.head`: a chunk of tokens at a time, whose logits become their gradient at once. The
-ranks add up what the softmax needs of all words, three numbers a token.
-N tokens, C width, V words of all ranks, W of this one.
+Like `kernels.head`, it processes a chunk of tokens at a time and turns its logits into their
+gradient immediately. The ranks sum three numbers a token for the softmax over the whole vocabulary.
+N tokens, C width, V vocabulary rows of all ranks, W of this one.
 """
 
 from __future__ import annotations
@@ -20,70 +20,75 @@ from payload.train.models.split import TensorRanks, bounds
 
 
 def mean_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, *, words: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, *, vocab_rows: int
 ) -> Tensor:
     """Return the mean cross entropy of (B, T, C) against (B, T), a scalar, on each rank.
 
-    `weight` (W, C) is this rank's part of a head of `words` rows.
+    `weight` (W, C) is this rank's part of a head of `vocab_rows` rows.
     """
     flat, kind = hidden.flatten(0, 1), hidden.device.type
     dtype = _matmul_dtype(hidden)
     with torch.autocast(kind, enabled=False):
-        loss = _MeanLoss.apply(flat.to(dtype), weight, targets.flatten(), ranks, words)
+        loss = _MeanLoss.apply(flat.to(dtype), weight, targets.flatten(), ranks, vocab_rows)
     return cast(Tensor, loss)
 
 
 def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, *, words: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, *, vocab_rows: int
 ) -> Tensor:
-    """Return each target's cross entropy, (B, T) fp32; 0 where it is ignored. No gradients."""
+    """Return each target's cross entropy, (B, T) fp32; 0 for ignored ones. No gradients."""
     dtype, flat = _matmul_dtype(hidden), targets.flatten()
     with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
         rows, cast_weight = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
         losses = [
-            _chunk(rows[chunk], cast_weight, flat[chunk], ranks, words)[0]
-            for chunk in _chunks(len(flat), words)
+            _chunk(rows[chunk], cast_weight, flat[chunk], ranks, vocab_rows)[0]
+            for chunk in _chunks(len(flat), vocab_rows)
         ]
     return torch.cat(losses).view_as(targets) if losses else targets.float()
 
 
 class _MeanLoss(torch.autograd.Function):
-    """Gradients are made in the forward pass, where the logits are."""
+    """Computes gradients in the forward pass, while the logits exist."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, words: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ranks: TensorRanks,
+        vocab_rows: int,
     ) -> Tensor:
         count = int((targets != IGNORED_TARGET).sum())
         cast_weight = weight.to(hidden.dtype)
         losses = torch.empty(len(targets), device=hidden.device)
         grad_hidden = torch.empty(hidden.shape, device=hidden.device)
         grad_weight = torch.zeros(weight.shape, device=hidden.device)
-        for chunk in _chunks(len(targets), words):
+        for chunk in _chunks(len(targets), vocab_rows):
             rows = hidden[chunk]
-            losses[chunk], grad = _chunk(rows, cast_weight, targets[chunk], ranks, words)
+            losses[chunk], grad = _chunk(rows, cast_weight, targets[chunk], ranks, vocab_rows)
             grad = grad.div_(max(count, 1)).to(hidden.dtype)
             grad_hidden[chunk] = (grad @ cast_weight).float()
             grad_weight.add_(grad.t() @ rows)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.ranks, ctx.dtype = ranks, hidden.dtype
-        # Without a target 0 / 0, as it is in torch.
+        # Without targets it is 0 / 0, as in torch.
         return (losses.sum(dtype=torch.float64) / count).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Each rank has the gradient through its own words.
+        # Each rank has the gradient through its own vocabulary rows.
         total = ctx.ranks.sum(grad_hidden).mul_(grad).to(ctx.dtype)
         return total, grad_weight.mul_(grad), None, None, None
 
 
 def _chunk(
-    rows: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, words: int
+    rows: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, vocab_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Return the losses (N,) of rows (N, C), and the gradient (N, W) of their sum by the logits."""
-    start, end = bounds(words, index=ranks.index, size=ranks.size)
+    start, end = bounds(vocab_rows, index=ranks.index, size=ranks.size)
     logits = (rows @ weight.t()).float()
     if end > start:
         highest = ranks.sum(logits.max(dim=1).values, dist.ReduceOp.MAX)
@@ -107,9 +112,9 @@ def _chunk(
     return losses, grad.masked_fill_(is_ignored.unsqueeze(1), 0)
 
 
-def _chunks(tokens: int, words: int) -> list[slice]:
-    """Return what of the tokens has its logits in memory at once."""
-    size = logits_tokens(words)
+def _chunks(tokens: int, vocab_rows: int) -> list[slice]:
+    """Return slices of tokens whose logits fit in memory together."""
+    size = logits_tokens(vocab_rows)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

@@ -1,4 +1,4 @@
-"""A pipeline stage of a model: some of its layers, and what it sends to the stages beside it."""
+"""A pipeline stage: some layers of a model, and the exchange with the neighbouring stages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _FORWARD, _BACKWARD = 1, 2
-"""Tags of what two neighbours send each other, each kind in the order of the passes."""
+"""Tags of the messages between neighbours, ordered by micro-batch within a tag."""
 
 
-class Elsewhere(nn.Module):
-    """Stands for a module that is on another stage; it is never called."""
+class OtherStageModule(nn.Module):
+    """Placeholder for a module of another stage; it is never called."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,29 +26,29 @@ class Stage:
     index: int
     stages: int
     layers: range
-    """Numbers of the layers that are here."""
+    """Indices of this stage's layers."""
     ranks: tuple[int, ...]
-    """The ranks that pass activations on, a stage each."""
+    """One rank of each stage, in the order of the stages."""
     group: dist.ProcessGroup
     """Process group of these ranks."""
     width: int
     """C."""
     device: torch.device
     seconds: float = field(default=0.0, init=False)
-    """Waited for neighbours since it was set to 0."""
+    """Seconds spent waiting for neighbours since the last reset to 0."""
     _received: deque[Tensor] = field(default_factory=deque, init=False)
     _under_way: deque[tuple[Any, Tensor]] = field(default_factory=deque, init=False)
 
     def is_first(self) -> bool:
-        """Say whether this stage has the token embedding."""
+        """Return whether this stage has the token embedding."""
         return self.index == 0
 
     def is_last(self) -> bool:
-        """Say whether this stage has the output head and the loss."""
+        """Return whether this stage has the output head and the loss."""
         return self.index == self.stages - 1
 
     def receive(self, tokens: Tensor) -> Tensor:
-        """Return what the stage before made of `tokens` (B, T); `send_back` takes its gradient."""
+        """Return the previous stage's output for `tokens` (B, T), as a leaf with gradient."""
         x = torch.empty((*tokens.shape, self.width), device=self.device)
         self._wait_for(x, source=self.index - 1, tag=_FORWARD)
         if torch.is_grad_enabled():
@@ -57,23 +57,23 @@ class Stage:
         return x
 
     def send(self, x: Tensor) -> None:
-        """Begin to send the result of a pass to the next stage."""
+        """Begin to send a micro-batch's activations to the next stage."""
         self._begin(x.detach(), to=self.index + 1, tag=_FORWARD)
 
     def receive_back(self, x: Tensor) -> Tensor:
-        """Return the gradient of a result from the next stage."""
+        """Return the gradient of this stage's output from the next stage."""
         grad = torch.empty(x.shape, device=self.device)
         self._wait_for(grad, source=self.index + 1, tag=_BACKWARD)
         return grad
 
     def send_back(self) -> None:
-        """Begin to send the gradient of what was received longest ago to the stage before."""
+        """Begin to send the gradient of the oldest received activations to the previous stage."""
         x = self._received.popleft()
-        assert x.grad is not None, "the backward pass of what was received is done"
+        assert x.grad is not None, "their backward pass is complete"
         self._begin(x.grad, to=self.index - 1, tag=_BACKWARD)
 
     def finish(self) -> None:
-        """Wait until all that this stage sends has left."""
+        """Wait until all messages of this stage are sent."""
         began_s = time.perf_counter()
         while self._under_way:
             self._under_way.popleft()[0].wait()

@@ -1,4 +1,4 @@
-"""torch's linears and embeddings without their own random weights, which take seconds."""
+"""torch's linears and embeddings without their random initialisation, which takes seconds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """torch's, without its own random weights: the model sets all. GPT-2's take torch a second."""
+    """torch's Linear without random initialisation, which takes a second for GPT-2."""
 
     def reset_parameters(self) -> None:
-        """Leave the weights as the memory is."""
+        """Leave the weights uninitialised; the model sets all of them."""
 
 
 class Embedding(nn.Embedding):
-    """The same for embeddings."""
+    """torch's Embedding without random initialisation."""
 
     def reset_parameters(self) -> None:
-        """Leave the weights as the memory is."""
+        """Leave the weights uninitialised; the model sets all of them."""

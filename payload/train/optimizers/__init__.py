@@ -1,1 +1,1 @@
-"""Updates of the weights: the optimizers, their learning rate, and steps without kernels."""
+"""Optimizers, learning-rate schedule, and updates without torch.compile's machinery."""

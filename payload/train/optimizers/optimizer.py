@@ -20,23 +20,23 @@ from payload.train.optimizers.uncompiled import eager
 
 @dataclass(slots=True)
 class Optimizers:
-    """Every trainable parameter of `model` is in exactly one of `members`."""
+    """The optimizers of a run; each trainable parameter of `model` is in exactly one member."""
 
     model: nn.Module
     members: tuple[torch.optim.Optimizer, ...]
     kernels: Kernels | None = None
-    """Kernels that clip and do AdamW's update in one pass over memory; none = torch's own."""
+    """Kernels that clip and update with AdamW in one pass over memory; None = torch's own."""
     parts: dict[str, nn.Parameter] | None = None
-    """Parameters that `members` train, by name, where they are a rank's parts of the model's."""
+    """This rank's shards that `members` train, by name; None = the model's own parameters."""
     norm_over_ranks: Callable[[float], float] | None = None
-    """Makes the norm of all gradients from that of this rank's parts."""
+    """Returns the norm of all gradients from the norm of this rank's shards."""
     counts: Callable[[str], bool] | None = None
-    """Says whether a parameter's gradient is in that norm; None = all are."""
+    """Returns whether a parameter's gradient counts in that norm; None = all count."""
     _grad_scale: float = field(default=1.0, init=False)
-    """Factor by which the coming update has still to multiply gradients."""
+    """Factor that the next update applies to the gradients."""
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return what `members` train, by name."""
+        """Return the parameters that `members` train, by name."""
         return dict(trainable(self.model)) if self.parts is None else self.parts
 
     def set_lr(self, lr: float) -> None:
@@ -46,7 +46,7 @@ class Optimizers:
                 group["lr"] = lr
 
     def clip(self, limit: float) -> float:
-        """Bring the norm of all gradients down to `limit` in the coming update; return the norm."""
+        """Limit the norm of all gradients in the next update; return the norm before clipping."""
         if self.kernels is None and self.norm_over_ranks is None:
             return float(nn.utils.clip_grad_norm_(self.trained().values(), limit))
         gradients = [
@@ -61,12 +61,12 @@ class Optimizers:
         if self.norm_over_ranks is not None:
             norm = self.norm_over_ranks(norm)
         scale = limit / (norm + 1e-6)
-        # Not min(), which would make 1 of NaN.
+        # Not min(), which would return 1 for NaN.
         self._grad_scale = 1.0 if scale > 1 else scale
         return norm
 
     def step(self) -> None:
-        """One update of all parameters, after which no gradients are left."""
+        """Update all parameters once and drop all gradients."""
         for optimizer in self.members:
             if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
                 self.kernels.adamw(optimizer, grad_scale=self._grad_scale)
@@ -77,25 +77,25 @@ class Optimizers:
         self.zero_grad()
 
     def make_state(self) -> None:
-        """Make AdamW's missing state before the first pass, where the kernels do the update.
+        """Allocate AdamW's missing state before the first step, if the kernels do the update.
 
-        Made in the first update, it would lie between what the pass before took: later passes
-        would not find all of that memory in one piece, and take more.
+        In the first update it would fragment memory between the tensors of two micro-batches, and
+        later micro-batches would need more memory.
         """
         for optimizer in self.members:
             if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
                 self.kernels.make_state(optimizer)
 
     def keep_bf16_gradients(self, of: Iterable[nn.Parameter]) -> None:
-        """Keep the gradients of these parameters in bf16, where the kernels' AdamW trains them."""
-        # torch 2.8, which the extra `intel` has, keeps gradients in the weight's dtype alone.
+        """Keep the gradients of these parameters in bf16, if the kernels' AdamW trains them."""
+        # torch 2.8, used by the extra `intel`, keeps gradients in the weight's dtype only.
         if self.kernels is None or not hasattr(Tensor, "grad_dtype"):
             return
-        wanted = set(of)
+        selected = set(of)
         for optimizer in self.members:
             if isinstance(optimizer, torch.optim.AdamW):
                 for group in optimizer.param_groups:
-                    for parameter in wanted.intersection(group["params"]):
+                    for parameter in selected.intersection(group["params"]):
                         parameter.grad_dtype = torch.bfloat16
 
     def _scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,7 +112,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state, each tensor as `state_key.parameter_name`."""
+        """Return all state, each tensor as `state_key.parameter_name`."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.trained().items()}
         return {
             f"{key}.{names[parameter]}": value.detach()
@@ -125,9 +125,9 @@ class Optimizers:
     def load_state_tensors(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Put back what `state_tensors` gave, a tensor after another: this rank's parts.
+        """Set the tensors that `state_tensors` returned, one by one: this rank's shards.
 
-        The tensors are kept, not copied. Raises CheckpointError when one fits no parameter.
+        The tensors are kept, not copied. Raises CheckpointError if a tensor fits no parameter.
         """
         parameters = self.trained()
         owners = {
@@ -142,15 +142,15 @@ class Optimizers:
             parameter = parameters.get(name)
             is_count = key == "step" and value.dim() == 0
             if parameter is None or not (is_count or value.shape == parameter.shape):
-                raise unfit(full_name, value)
+                raise state_mismatch(full_name, value)
             owners[parameter].state[parameter][key] = value.to(parameter.device)
 
 
-def unfit(full_name: str, value: Tensor) -> CheckpointError:
-    """Return the error for optimizer state that no parameter has."""
+def state_mismatch(full_name: str, value: Tensor) -> CheckpointError:
+    """Return the error for optimizer state that fits no parameter."""
     return CheckpointError(
         f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no parameter of "
-        "this model: the checkpoint belongs to another one. Resume from the run's own checkpoint."
+        "this model: the checkpoint is another model's. Resume from the run's own checkpoint."
     )
 
 
@@ -161,9 +161,10 @@ def build_optimizers(
     *,
     parts: dict[str, nn.Parameter] | None = None,
 ) -> Optimizers:
-    """Make the optimizer of `settings.name`, and the one beside it for what it does not take.
+    """Create the optimizer of `settings.name`, and the second one for its remaining parameters.
 
-    Engines that change torch's own classes need those themselves. `parts` are trained instead of
+    Engines that patch torch's own classes need exactly those classes. `parts` replace the model's
+    parameters if a rank holds a shard of each. Raises ConfigError.
     the model's parameters, where a rank holds a part of each. Raises ConfigError.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
@@ -186,7 +187,7 @@ def build_optimizers(
 
 
 def _parameters(trained: list[nn.Parameter]) -> Parameters:
-    """Return the parameters of one optimizer, by whether they decay."""
+    """Divide the parameters of one optimizer by whether they have weight decay."""
     return Parameters(
         matrices=[each for each in trained if each.dim() >= 2],
         vectors=[each for each in trained if each.dim() < 2],

@@ -8,9 +8,9 @@ from payload.config.run_config import RunConfig
 
 
 def lr_at(step: int, config: RunConfig) -> float:
-    """Learning rate for the update number `step`, counted from 0.
+    """Return the learning rate of update number `step`, counted from 0.
 
-    Warm-up is linear and its first update is not at zero. Then `cosine` falls to min_lr at
+    Warm-up is linear and its first update is above zero. Then `cosine` falls to min_lr at
     decay_steps, `constant` stays, and `wsd` stays and falls linearly over its last decay_steps.
     """
     optimizer, schedule = config.optimizer, config.schedule

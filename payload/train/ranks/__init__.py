@@ -1,1 +1,1 @@
-"""This process as a rank: the world, its network interface, and commands of several ranks."""
+"""This process as a rank: the world, its network interface, and commands on several ranks."""

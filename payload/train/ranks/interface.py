@@ -1,4 +1,4 @@
-"""The name by which MPIJobs that `plan --export` wrote find the network interface of their node."""
+"""Network interface lookup, importable under the name that exported MPIJobs use."""
 
 from payload.machines.network_interface import interface_towards
 

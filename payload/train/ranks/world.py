@@ -1,4 +1,4 @@
-"""Which rank this process is, and the process group that the ranks form."""
+"""This process's rank, and the process group of all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.network_interface import interface_towards
 from payload.machines.rank_variables import TORCH, identify
 
-# What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.
+# Texts in gloo's and NCCL's exceptions for a lost peer.
 _PEER_LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -42,34 +42,34 @@ _PEER_LOST = (
 )
 
 _MAX_MESSAGE_BYTES = 2**22
-"""Largest value that a rank may send: the names of gpt2-xl's optimizer state are 0.2 MB."""
+"""Largest message of a rank: the names of gpt2-xl's optimizer state take 0.2 MB."""
 
-_FOREIGN_RANK = "Check that all nodes run the same release, and that nobody else can reach them."
+_FOREIGN_RANK = "Check that all nodes run the same release and accept no other connections."
 
 _NUMBER = re.compile(r"(-?\d{1,9})(?:\(x\d+\))?")
 
 _T = TypeVar("_T")
 
 DeviceKind = Literal["cpu", "cuda"]
-"""The devices that `device.kind` stands for."""
+"""The devices that `device.kind` resolves to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process's place among all ranks."""
+    """This process's position among all ranks."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     node: str
-    """Name of the node, as the inventory has it."""
+    """Name of the node in the inventory."""
     kind: DeviceKind = "cpu"
     """The device that this rank computes on."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
-        """Read what the launcher set; one process without a launcher is a world of one."""
+        """Read the launcher's variables; without a launcher, return a world of one process."""
         names = identify(env) or TORCH
         world = cls(
             rank=_number(env, names.rank, default=0),
@@ -80,7 +80,7 @@ class World:
         )
         if not 0 <= world.rank < world.world_size:
             raise ConfigError(
-                f"the launcher's environment says rank {world.rank} of {world.world_size}. Unset "
+                f"the environment has the invalid rank {world.rank} of {world.world_size}. Unset "
                 f"{names.rank} and {names.world_size}, or start through a launcher."
             )
         return world
@@ -91,15 +91,15 @@ class World:
         return self.rank == 0
 
     def on(self, settings: DeviceSection, *, deterministic: bool = False) -> World:
-        """Return the same place on the device that `device.kind` stands for here.
+        """Return the same rank on the device that `device.kind` resolves to.
 
-        This is where the device enters. Raises ConfigError where there is none.
+        The only place that selects the device. Raises ConfigError if the device is missing.
         """
         if settings.kind == "cpu" or not torch.cuda.is_available():
             if settings.kind == "cuda":
                 raise ConfigError(
-                    f"device.kind = 'cuda': torch {torch.__version__} sees no CUDA device. Install "
-                    "the driver and torch's CUDA build, or use device.kind = 'cpu'."
+                    f"device.kind = 'cuda': torch {torch.__version__} finds no CUDA device. "
+                    "Install the driver and torch's CUDA build, or use device.kind = 'cpu'."
                 )
             return self
         if self.local_world_size > torch.cuda.device_count():
@@ -110,46 +110,46 @@ class World:
                 f"{torch.cuda.device_count()} CUDA device(s), and each takes one rank. Lower it."
             )
         if deterministic:
-            # Read by cuBLAS when it starts: https://docs.nvidia.com/cuda/cublas, "reproducibility".
+            # Read when cuBLAS starts: https://docs.nvidia.com/cuda/cublas, "reproducibility".
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-            # Nothing is read before it is written; filling it would take a tenth of the step.
+            # No code reads memory before writing it; filling it would take a tenth of the step.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by the module's class
         torch.cuda.set_device(self.local_rank)
         return dataclasses.replace(self, kind="cuda")
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors are; no other module names a device."""
+        """Return the device of this rank's tensors; no other module names a device."""
         return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.local_rank)
 
     @property
     def is_cpu(self) -> bool:
-        """Return whether this rank computes on the CPU, which the project's kernels are for."""
+        """Return whether this rank computes on the CPU, as the project's kernels require."""
         return self.kind == "cpu"
 
     def require_fp8(self) -> None:
-        """Raise ConfigError where this rank's device does not multiply 8-bit floats."""
+        """Raise ConfigError if this rank's device cannot multiply 8-bit floats."""
         fix = "Set precision.fp8 to 'emulated' for the same rounding, or to 'off'."
         if self.is_cpu:
             raise ConfigError(f"precision.fp8 = 'on': this rank computes on a CPU. {fix}")
         found = torch.cuda.get_device_capability()
         if found < FP8_CAPABILITY:
-            least, here = (".".join(map(str, each)) for each in (FP8_CAPABILITY, found))
+            least, capability = (".".join(map(str, each)) for each in (FP8_CAPABILITY, found))
             raise ConfigError(
                 f"precision.fp8 = 'on': {torch.cuda.get_device_name()} has compute capability "
-                f"{here}, and {least} is needed. {fix}"
+                f"{capability}; {least} is needed. {fix}"
             )
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given; a CPU has."""
+        """Wait until the device has finished its queued work; returns immediately on a CPU."""
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return the memory that the ranks of this node could have, with what this one has of it.
+        """Return the memory available to the ranks of this node, including what they hold.
 
-        On CUDA it is this rank's device, times the node's ranks.
+        On CUDA it is this rank's device memory, times the node's ranks.
         """
         if self.kind == "cuda":
             free, _ = torch.cuda.mem_get_info()
@@ -157,15 +157,15 @@ class World:
         return psutil.virtual_memory().available + psutil.Process().memory_info().rss
 
     def nodes(self) -> int:
-        """Number of nodes, given that all run equally many ranks."""
+        """Return the number of nodes; all run equally many ranks."""
         return max(1, self.world_size // self.local_world_size)
 
     def join(self, settings: DistributedSection) -> None:
-        """Form the process group. Raises ConfigError for a backend that this machine lacks."""
+        """Initialize the process group. Raises ConfigError for a missing backend."""
         _load_backend(settings)
         if self.world_size == 1:
             return
-        # Accelerate and torch's env:// rendezvous read these names only.
+        # Accelerate and torch's env:// rendezvous read only these names.
         os.environ |= {
             TORCH.rank: str(self.rank),
             TORCH.world_size: str(self.world_size),
@@ -188,10 +188,10 @@ class World:
         )
 
     def name_interface(self) -> None:
-        """Have gloo, and NCCL on GPUs, take the interface that leads to rank 0's node.
+        """Make gloo, and NCCL on GPUs, use the interface that leads to rank 0's node.
 
-        gloo would take the address that this machine's own name stands for: 127.0.1.1 on Debian.
-        NCCL chooses by itself, which may be another one on each node; `=` is for exactly this name.
+        By default gloo uses the address of this machine's host name: 127.0.1.1 on Debian. NCCL
+        chooses an interface per node, not always the same; `=` selects exactly this name.
         """
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             towards = interface_towards(os.environ["MASTER_ADDR"])
@@ -205,12 +205,12 @@ class World:
         """Return torch's name of the backend. Raises ConfigError for nccl without CUDA."""
         if settings.backend == "nccl" and self.kind != "cuda":
             raise ConfigError(
-                "distributed.backend = 'nccl': it moves GPU tensors only, and the ranks compute on "
+                "distributed.backend = 'nccl': it moves only GPU tensors, and the ranks compute on "
                 "CPUs. Use gloo."
             )
         if settings.backend not in ("auto", "nccl"):
             return settings.backend
-        # What the ranks tell each other besides is on the CPU.
+        # Messages between ranks are CPU tensors.
         return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
 
     def leave(self) -> None:
@@ -219,13 +219,13 @@ class World:
             dist.destroy_process_group()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over all ranks, in place."""
+        """Sum `values` element-wise over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin the same; the returned call waits for it and gives it. All begin in one order."""
+        """Begin such a sum and return a call that waits for it. All ranks begin in one order."""
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:
@@ -236,15 +236,15 @@ class World:
         return finished
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.world_size > 1:
             dist.barrier()
 
     def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
-        """Return rank 0's `value`, of type `kind`, on every rank; the others' does not matter.
+        """Return rank 0's `value`, of type `kind`, on every rank; other ranks' values are ignored.
 
-        It travels as JSON and is checked on arrival: torch's collectives for objects unpickle what
-        another rank sent, which runs its code. Raises TrainingError when it is not a `kind`.
+        Sends JSON, validated on arrival: torch's collectives for objects unpickle what
+        another rank sent, which runs its code. Raises TrainingError for an invalid value.
         """
         if self.world_size == 1:
             return cast(_T, value)
@@ -259,7 +259,7 @@ class World:
     def gather(self, value: _T, kind: type[_T]) -> list[_T]:
         """Return every rank's `value`, of type `kind`, on every rank, in rank order.
 
-        As `broadcast` does it. Raises TrainingError when a rank's is not a `kind`.
+        Sends JSON like `broadcast`. Raises TrainingError for an invalid value of any rank.
         """
         if self.world_size == 1:
             return [value]
@@ -278,7 +278,7 @@ class World:
 
 
 def _encode(value: object) -> torch.Tensor:
-    """Return `value` as the bytes of its JSON."""
+    """Return the bytes of the value's JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -287,19 +287,21 @@ def _encode(value: object) -> torch.Tensor:
 def _checked_size(size: torch.Tensor, *, rank: int) -> int:
     count = int(size)
     if not 0 < count <= _MAX_MESSAGE_BYTES:
-        raise TrainingError(f"rank {rank} announced a message of {count} bytes. {_FOREIGN_RANK}")
+        raise TrainingError(
+            f"rank {rank} sent an invalid message size, {count} bytes. {_FOREIGN_RANK}"
+        )
     return count
 
 
 def _decode(message: torch.Tensor, kind: type[_T], *, rank: int) -> _T:
-    where = f"what rank {rank} sent"
+    where = f"the message from rank {rank}"
     content = message.numpy().tobytes()
     raw = parse_json(content, where=where, fix=_FOREIGN_RANK, error=TrainingError)
     return check_type(kind, raw, where=where, fix=_FOREIGN_RANK, error=TrainingError)
 
 
 def as_rank_lost(error: BaseException, *, world: World) -> RankLostError | None:
-    """The error as a lost peer if that is what gloo reports, else None."""
+    """Return the error as RankLostError if its text reports a lost peer; otherwise None."""
     text = str(error)
     gloo_spoke = isinstance(error, RuntimeError) and world.world_size > 1
     if not gloo_spoke or not any(hint in text.lower() for hint in _PEER_LOST):
@@ -324,5 +326,5 @@ def _number(env: Mapping[str, str], name: str, *, default: int) -> int:
     # Slurm writes "2(x3)" for two tasks on each of three nodes.
     found = _NUMBER.fullmatch(env[name])
     if found is None:
-        raise ConfigError(f"{name} = {env[name]!r} in the environment is no number.")
+        raise ConfigError(f"{name} = {env[name]!r} in the environment: must be a number.")
     return int(found[1])

@@ -1,6 +1,6 @@
 """`python -m payload.train.reference`: store a model's log-probabilities beside preference pairs.
 
-A run does the same at its start where nothing is stored. The command replaces another model's.
+A run does the same at its start if none are stored. The command replaces another model's values.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
-    # torch takes seconds to import; --help should not cost them.
+    # torch takes seconds to import; --help should not wait for it.
     from payload.train.ranks.multi_rank_cli import carry_out
 
     return carry_out(lambda world: _make(arguments, world), env)
@@ -70,7 +70,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.models.classifier import Classifier
     from payload.train.models.hf_weights import model_folder
     from payload.train.models.loading import load
-    from payload.train.models.lora import widen_base
+    from payload.train.models.lora import cast_base_to_fp32
     from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.evaluate import EvalPass
     from payload.train.tasks.pair_evaluation import reference_log_probs
@@ -90,11 +90,11 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     require_same_tokens(meta, data=folder, folder=weights, init=arguments.model, settings=names)
     model = load(weights, quantize=arguments.quantize)
     if arguments.dtype == "fp32":
-        widen_base(model)
+        cast_base_to_fp32(model)
     if isinstance(model, Classifier) or model.spec.context() < length:
         why = "is a classifier" if isinstance(model, Classifier) else "has a shorter context"
         raise ConfigError(
-            f"--model {arguments.model!r}: it {why}; the pairs have up to {length} tokens. Name "
+            f"--model {arguments.model!r}: it {why}; the pairs have up to {length} tokens. Choose "
             "the language model that the run starts from."
         )
     model.kernels = find_kernels()
@@ -111,12 +111,13 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
         found = reference_log_probs(model, (train, val), how)
     finally:
         world.leave()
-    assert found is not None, "nobody asks it to stop"
+    assert found is not None, "no stop was requested"
     if world.is_main:
         base = reference_model(identify(arguments.model, weights, quantize=arguments.quantize))
         store(folder, meta, base, dtype=arguments.dtype, values=found)
         print(
-            f"{folder}: the reference of {len(found):,} pairs is {base.name()} in {arguments.dtype}"
+            f"{folder}: stored the reference of {len(found):,} pairs ({base.name()}, "
+            f"{arguments.dtype})"
         )
 
 

@@ -1,4 +1,4 @@
-"""The seam between the training loop and how one model lives on many ranks."""
+"""The interface between the training loop and a model distributed over ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from payload.train.models.base import CausalLM
 from payload.train.models.stage import Stage
 from payload.train.optimizers.optimizer import Optimizers, build_optimizers
 from payload.train.ranks.world import World
-from payload.train.strategies.sync_check import require_sound_ranks
+from payload.train.strategies.sync_check import require_equal_ranks
 from payload.train.tensors.lazy_tensors import LazyTensors, Part
 
 
 class Strategy(ABC):
-    """One rank's side of a strategy, for one model.
+    """One rank's part in a strategy, for one model.
 
-    The calls come in this order: `wrap`, `optimizers`, `attach`; then for each step `begin`
-    and `finish`.
+    Call order: `wrap`, `optimizers`, `attach`; then for each step `begin` and `finish`.
     """
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
@@ -33,47 +32,47 @@ class Strategy(ABC):
         self.world = world
         self.mesh = settings.mesh(world.world_size)
         self.data_rank = self.mesh.data_rank(world.rank)
-        """Which of the mesh's `data_ranks` parts of each batch this rank trains on."""
+        """Index of this rank's share of each batch, among the mesh's `data_ranks`."""
 
     def has_results(self) -> bool:
-        """Say whether losses of this rank count: of each data rank's, one rank's do."""
+        """Return whether this rank's losses count: one rank's for each data rank do."""
         return True
 
     def stage(self) -> Stage | None:
-        """Return this rank's pipeline stage, or None where a rank computes whole passes."""
+        """Return this rank's pipeline stage, or None if a rank computes all layers."""
         return None
 
     def holds(self, name: str) -> bool:
-        """Say whether this rank has the parameter `name`, or a part of it."""
+        """Return whether this rank has the parameter `name`, or a part of it."""
         del name
         return True
 
     @abstractmethod
     def wrap(self, model: CausalLM) -> None:
-        """Place the model on the ranks, before optimizers and kernels are made for it."""
+        """Distribute the model to the ranks, before its optimizers and kernels are created."""
 
     def place(self, model: CausalLM) -> None:
-        """Leave this rank what it is to hold of a model that its data ranks have alike.
+        """Keep this rank's part of a model that is equal on its data ranks.
 
-        For a strategy within another one, in the place of `wrap`.
+        For a strategy inside another one, which calls this instead of `wrap`.
         """
         del model
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight as this rank computes with it, one at a time."""
+        """Yield each weight as used in this rank's computation, one at a time."""
         return model.named_parameters()
 
-    def held(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what this rank has of each weight, by name."""
+    def local_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return this rank's part of each weight, by name."""
         return dict(model.named_parameters())
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
-        """Return what this rank's optimizers train, by name; None = the model's own parameters."""
+        """Return the parameters of this rank's optimizers, by name; None = the model's own."""
         del model
         return None
 
     def optimizers(self, model: CausalLM, config: RunConfig, *, dtype: Dtype) -> Optimizers:
-        """Make what updates this rank's parameters; passes compute in `dtype`."""
+        """Create the optimizers of this rank's parameters; the model computes in `dtype`."""
         del dtype
         made = build_optimizers(model, config.optimizer, config.engine, parts=self.parts(model))
         made.norm_over_ranks, made.counts = self.norm_over_ranks(), self.counts()
@@ -81,26 +80,26 @@ class Strategy(ABC):
 
     @abstractmethod
     def attach(self, model: CausalLM) -> None:
-        """Have every rank train rank 0's weights; the model has its kernels by now, if any."""
+        """Set rank 0's weights on every rank; the model's kernels, if any, are set already."""
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:
-        """Take the coming backward pass as the last one of its step; it read `tokens` (B, T)."""
+        """Prepare for a step's last backward pass; its micro-batch has `tokens` (B, T)."""
 
     @abstractmethod
     def finish(self) -> float:
-        """Put the mean gradients of all ranks in place; return the seconds that this waited.
+        """Set the mean gradients of all ranks; return the seconds that this waited.
 
-        A parameter that no pass of the step used has a gradient of zeros. Raises RuntimeError when
+        A parameter that no micro-batch used gets a gradient of zeros. Raises RuntimeError when
         another rank vanished.
         """
 
     def holds_parts(self) -> bool:
-        """Say whether a rank holds parts of the model, of which it reads its own alone."""
+        """Return True if a rank holds parts of the model and reads only its own parts."""
         return False
 
     def own_rows(self, num_rows: int) -> tuple[int, int]:
-        """Return where this rank's rows of so many begin and end: all of them."""
+        """Return the (begin, end) of this rank's share of `num_rows` rows: all of them."""
         return 0, num_rows
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
@@ -119,25 +118,25 @@ class Strategy(ABC):
         return part
 
     def counts(self) -> Callable[[str], bool] | None:
-        """Return what says whether a parameter's gradient is in the norm of this rank's part.
+        """Return a function that says if a parameter counts in the norm of this rank's part.
 
-        Of ranks with the same gradient, one counts it. None = all are.
+        Of ranks with the same gradient, one counts it. None = all parameters count.
         """
         return None
 
     def norm_over_ranks(self) -> Callable[[float], float] | None:
-        """Return what makes the norm of all gradients from that of this rank's part.
+        """Return a function from the norm of this rank's part to the norm of all gradients.
 
-        None where each rank has all of them.
+        None if each rank has all gradients.
         """
         return None
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return the context in which an evaluation of the model computes."""
+        """Return the context in which the model is evaluated."""
         return torch.inference_mode() if model.takes_inference_mode else torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Say whether a rank can make a pass only while all others make one, too."""
+        """Return True if a rank can run a micro-batch only while all others run one."""
         return False
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
@@ -145,8 +144,8 @@ class Strategy(ABC):
 
         `passed_step` is the last step after which the check passed.
         """
-        require_sound_ranks(optimizers, self.world, step=step, passed_step=passed_step)
+        require_equal_ranks(optimizers, self.world, step=step, passed_step=passed_step)
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> Snapshot:
-        """Return the tensors of a checkpoint; all ranks ask for it after the same step."""
+        """Return the tensors of a checkpoint; all ranks call this after the same step."""
         return Snapshot.of(model, optimizers.state_tensors())

@@ -1,4 +1,4 @@
-"""Gradients in buckets: what travels together between the ranks."""
+"""Gradient buckets: the gradients that ranks exchange in one all-reduce."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ class Bucket:
         }
         self._missing = set(self.parameters)
 
-    def place(self, parameter: Tensor) -> Tensor:
-        """Where the gradient of one of `parameters` belongs; made there, it need not be moved."""
+    def gradient_view(self, parameter: Tensor) -> Tensor:
+        """Return the view for a parameter's gradient; a gradient made there needs no copy."""
         return self._views[parameter]
 
     def move(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient here, where autograd adds those of later passes to it."""
+        """Move a parameter's gradient into the bucket, where later micro-batches add to it."""
         assert parameter.grad is not None
-        view = self.place(parameter)
+        view = self.gradient_view(parameter)
         if parameter.grad is not view:
             view.copy_(parameter.grad)
             parameter.grad = view
 
     def take(self, parameter: nn.Parameter) -> bool:
-        """Move a parameter's whole gradient here; whether it was the last one missing."""
+        """Move a parameter's final gradient into the bucket; return True if none is missing."""
         self.move(parameter)
         self._missing.remove(parameter)
         return not self._missing
 
     def complete(self) -> None:
-        """Take what the last pass left out: a gradient of earlier passes, or one of zeros."""
+        """Move the gradients of parameters unused in the last micro-batch, or set zeros."""
         for parameter in tuple(self._missing):
             if parameter.grad is None:
-                parameter.grad = self.place(parameter).zero_()
+                parameter.grad = self.gradient_view(parameter).zero_()
             self.take(parameter)
 
     def reset(self) -> None:
-        """Every gradient is missing again."""
+        """Mark every gradient as missing again."""
         assert not self._missing, "complete() is called before"
         self._missing = set(self.parameters)
 
@@ -58,9 +58,9 @@ class Bucket:
 def make_buckets(
     parameters: Iterable[nn.Parameter], *, first: nn.Parameter | None = None
 ) -> list[Bucket]:
-    """All parameters, in the order in which a backward pass finishes them: the last one first.
+    """Return buckets of all parameters, in the order in which a backward pass finishes them.
 
-    `first` comes before all others, in a bucket of its own.
+    `first`, if given, gets a separate bucket before all others.
     """
     others = [parameter for parameter in parameters if parameter is not first]
     buckets = [Bucket(group) for group in _groups(reversed(others))]

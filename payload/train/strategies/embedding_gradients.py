@@ -1,4 +1,4 @@
-"""The token embedding's gradient between ranks: most of it travels while the layers go back."""
+"""Exchange of the token embedding's gradient: most of it overlaps with the layers' backward."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from payload.kernels.library import Library
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The gradient as embedding, with a row for each token that any rank read."""
+    """The gradient of the embedding lookup, with a row for each token that any rank read."""
 
     weight: nn.Parameter
     indices: Tensor
     """(U,) tokens, the same on every rank."""
     gradient: Tensor
-    """(U, C), this rank's; to be summed over all."""
+    """(U, C), this rank's; a sum over all ranks is still needed."""
 
     def add(self) -> None:
-        """To the weight's gradient."""
+        """Add the rows to the weight's gradient."""
         assert self.weight.grad is not None
         self.weight.grad.index_add_(0, self.indices, self.gradient)
 
 
 class TokenExchange(TokenGradient):
-    """Keeps the gradient's two parts apart in a step's last pass.
+    """Keeps the gradient's two parts separate in a step's last micro-batch.
 
-    As output head the weight (V, C) has its gradient before the layers' backward pass begins, and
-    that travels meanwhile. As embedding it has one for tokens that were read only: these rows come
-    when all else is done, and are few.
+    The gradient of the weight (V, C) as output head is ready before the layers' backward pass, and
+    its exchange overlaps with that pass. The gradient as embedding has rows only for tokens that
+    were read; these few rows are exchanged last.
     """
 
     def __init__(
@@ -50,32 +50,32 @@ class TokenExchange(TokenGradient):
         self._weight = weight
         self._place = place
         self._place_is_taken = False
-        """By a pass that has yet to go back."""
+        """True until a micro-batch has added its head gradient."""
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
-        """(V,) which tokens some rank read, in a last pass."""
+        """(V,) marks the tokens that some rank read, in a last micro-batch."""
         self._asked: Any = None
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, tokens: Tensor) -> None:
-        """The step's last pass, which read `tokens`, goes back: ask which the others read."""
+        """Begin the step's last backward pass: exchange which of `tokens` the ranks read."""
         self._was_read = torch.zeros(len(self._weight), dtype=torch.uint8)
         self._was_read[tokens.flatten()] = 1
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
-    def head_place(self, weight: Tensor) -> Tensor:
-        """For a step's first pass where it travels from; other passes' are added to that.
+    def head_gradient(self, weight: Tensor) -> Tensor:
+        """Return the exchange buffer for a step's first micro-batch; later ones are added to it.
 
-        It serves one pass at a time. A loss that is not taken back keeps it: then others' are
-        copied.
+        One micro-batch at a time uses it. A loss without a backward pass keeps it reserved; then
+        later gradients are copied.
         """
         if weight.grad is not None or self._place_is_taken:
-            return super().head_place(weight)
+            return super().head_gradient(weight)
         self._place_is_taken = True
         return self._place
 
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
-        """As ever; in a last pass all that the weight's gradient holds is given away."""
+        """Add the gradient; in a last micro-batch, start the exchange of the whole gradient."""
         if gradient.data_ptr() == self._place.data_ptr():
             self._place_is_taken = False
         super().add_head(weight, gradient, scale)
@@ -83,14 +83,14 @@ class TokenExchange(TokenGradient):
             self._head_is_done()
 
     def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """As ever; in a last pass they are kept, since the weight's gradient is on its way."""
+        """Add the rows; in a last micro-batch, keep them: the gradient is being exchanged."""
         if self._was_read is None:
             super().add_rows(weight, indices, rows)
         else:
             self._parts.append((indices, rows))
 
     def rows(self) -> Rows:
-        """Return what was kept, when the last pass is over."""
+        """Return the kept rows after the last micro-batch."""
         assert self._was_read is not None, "begin() comes first"
         self._asked.wait()
         places = self._was_read.cumsum(0) - 1

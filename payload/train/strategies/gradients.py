@@ -1,4 +1,4 @@
-"""How gradients become one: buckets, summed over ranks while the backward pass goes on."""
+"""Averages gradients over ranks in buckets, overlapped with the backward pass."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from payload.train.strategies.embedding_gradients import TokenExchange
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """Numbers on their way between the ranks."""
+class _PendingSum:
+    """An all-reduce in progress."""
 
-    numbers: Tensor
+    elements: Tensor
     sent: Tensor
     """The same tensor, or its bf16 copy."""
     work: Any
 
     def finish(self) -> None:
         self.work.wait()
-        if self.sent is not self.numbers:
-            self.numbers.copy_(self.sent)
+        if self.sent is not self.elements:
+            self.elements.copy_(self.sent)
 
 
 class GradientExchange:
-    """Averages the gradients of all ranks, in fp32 or bf16; alone it does nothing.
+    """Averages the gradients of all ranks, in fp32 or bf16; does nothing on one rank.
 
-    Not torch's DDP: it imports torch.compile's machinery, over a second of CPU time a rank, and
-    regroups its buckets after the first pass, which makes a resumed run round differently unless it
-    spends a pass on that. Buckets are the same on all ranks and start in one order.
+    Not torch's DDP: it imports torch.compile's machinery, over a second of CPU time a rank. It also
+    regroups its buckets after the first micro-batch, so a resumed run rounds differently unless it
+    spends an extra micro-batch. Buckets here are the same on all ranks and start in one order.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GradientExchange:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Exchange over `group`: ranks that have the same part of a model; None = all ranks."""
+        """Exchange over `group`, the ranks with the same part of a model; None = all ranks."""
         self._group = group
         self._num_ranks = world.world_size if group is None else dist.get_world_size(group)
         self._as_bf16 = settings.grad_dtype == "bf16"
@@ -57,18 +57,18 @@ class GradientExchange:
         """The trainable parameters of a rank that exchanges nothing."""
         self._buckets: list[Bucket] = []
         self._nodes: list[object] = []
-        """Autograd's, which hold the hooks: they have to live."""
+        """Autograd's nodes, which hold the hooks: this reference keeps them alive."""
         self._tokens: TokenExchange | None = None
-        """With the kernels, which know the two parts of the token embedding's gradient."""
+        """Set if the kernels handle the two parts of the token embedding's gradient."""
         self._full: set[Bucket] = set()
-        self._under_way: list[_UnderWay] = []
+        self._pending: list[_PendingSum] = []
         self._is_last_pass = False
 
     def attach(self, model: CausalLM) -> None:
-        """Give every rank rank 0's parameters, and average the gradients of the trainable ones.
+        """Set rank 0's parameters on every rank, and average the gradients of the trainable ones.
 
-        The model has its kernels by now, if it is to have any. Ranks of a group have their part of
-        rank 0's parameters already.
+        The model's kernels, if any, must be set. Ranks of a group have their part of rank 0's
+        parameters already.
         """
         if self._num_ranks == 1:
             self._alone = [parameter for _, parameter in trainable(model)]
@@ -85,57 +85,57 @@ class GradientExchange:
             self._tokens = model.kernels.token_gradient = TokenExchange(
                 weight,
                 model.kernels.token_gradient.library,
-                place=first.place(weight),
+                place=first.gradient_view(weight),
                 head_is_done=lambda: self._take(weight, first),
             )
         if model.kernels is not None:
             places: dict[Tensor, Tensor] = {
-                each: bucket.place(each) for bucket in hooked for each in bucket.parameters
+                each: bucket.gradient_view(each) for bucket in hooked for each in bucket.parameters
             }
             model.kernels.make_gradients_at(places.__getitem__)
         for bucket in hooked:
             for parameter in bucket.parameters:
-                self._nodes.append(_call_after_gradient(parameter, bucket, self._come))
+                self._nodes.append(_call_after_gradient(parameter, bucket, self._on_gradient))
 
     def begin(self, tokens: Tensor) -> None:
-        """The coming backward pass is the last of its step: its gradients are to be averaged.
+        """Average the gradients in the coming backward pass, the last one of its step.
 
-        `tokens` are those that the pass read.
+        `tokens` are the micro-batch's.
         """
         self._is_last_pass = True
         if self._tokens is not None:
             self._tokens.begin(tokens)
 
     def finish(self) -> float:
-        """Put the averages in the gradients' place; return the seconds that this waited.
+        """Set the averaged gradients; return the seconds that this waited.
 
-        A parameter that no pass of the step used, such as an expert that no token went through, has
-        a gradient of zeros, on any number of ranks. Raises RuntimeError when another rank vanished.
+        A parameter that no micro-batch used, such as an expert without tokens, gets a gradient of
+        zeros, on any number of ranks. Raises RuntimeError when another rank vanished.
         """
         began_s = time.perf_counter()
         for parameter in self._alone:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
-        for bucket in self._buckets[len(self._under_way) :]:
+        for bucket in self._buckets[len(self._pending) :]:
             bucket.complete()
             self._full.add(bucket)
         self._send_in_order()
         rows = None if self._tokens is None else self._tokens.rows()
         if rows is not None:
             self._send(rows.gradient)
-        for each in self._under_way:
+        for each in self._pending:
             each.finish()
         if rows is not None:
             rows.add()
         for bucket in self._buckets:
             bucket.reset()
         self._full.clear()
-        self._under_way.clear()
+        self._pending.clear()
         self._is_last_pass = False
         return time.perf_counter() - began_s if self._buckets else 0.0
 
-    def _come(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Put a pass's gradient into its bucket: a step of several would hold all of them twice."""
+    def _on_gradient(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """Move a micro-batch's gradient into its bucket, so that a step holds only one copy."""
         if self._is_last_pass:
             self._take(parameter, bucket)
         elif parameter.grad is not None:
@@ -147,27 +147,27 @@ class GradientExchange:
             self._send_in_order()
 
     def _send_in_order(self) -> None:
-        """gloo adds up what comes at the same turn, so a full bucket waits for those before it."""
-        while len(self._under_way) < len(self._buckets):
-            bucket = self._buckets[len(self._under_way)]
+        """Send full buckets in order: gloo matches all-reduces of ranks by their order."""
+        while len(self._pending) < len(self._buckets):
+            bucket = self._buckets[len(self._pending)]
             if bucket not in self._full:
                 return
             self._send(bucket.flat)
 
-    def _send(self, numbers: Tensor) -> None:
-        sent = numbers.to(torch.bfloat16) if self._as_bf16 else numbers
+    def _send(self, elements: Tensor) -> None:
+        sent = elements.to(torch.bfloat16) if self._as_bf16 else elements
         sent.div_(self._num_ranks)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
-        self._under_way.append(_UnderWay(numbers, sent, work))
+        self._pending.append(_PendingSum(elements, sent, work))
 
 
 def _call_after_gradient(
     parameter: nn.Parameter, bucket: Bucket, call: Callable[[nn.Parameter, Bucket], None]
 ) -> object:
-    """Call when a backward pass is done with the parameter; what has to live for that.
+    """Call after the parameter's backward pass; return an object to keep alive for it.
 
-    The parameter's own hook does not run where backward functions have added to its gradient
-    themselves and return none, as the kernels' do; its node in autograd's graph does.
+    The parameter's own hook does not run if backward functions add to its gradient themselves and
+    return none, like the kernels'. Its node in autograd's graph runs in both cases.
     """
     view = parameter.view_as(parameter)
     assert view.grad_fn is not None

@@ -12,20 +12,20 @@ from payload.machines.rank_mesh import Dimension, Mesh
 def group_along(
     mesh: Mesh, rank: int, *dimensions: Dimension, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Return the group of the ranks that differ from `rank` in these dimensions at most.
+    """Return the group of the ranks that differ from `rank` only in these dimensions.
 
     All ranks call this for all groups in one order.
     """
     every = [mesh.along(each, *dimensions) for each in range(mesh.world_size)]
     found = _own_group(every, rank, timeout_s=timeout_s)
-    assert found is not None, "every rank is in the group of its own place"
+    assert found is not None, "every rank is in one of the groups"
     return found
 
 
 def group_of_ends(mesh: Mesh, rank: int, *, timeout_s: float) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last stage's ranks that pass activations on.
+    """Return the group of the first and the last stage's ranks that form one pipeline.
 
-    None on the ranks of stages between. All ranks call this, as the other.
+    Return None on other stages' ranks. All ranks call this in one order.
     """
     lines = [mesh.along(each, "pipeline") for each in range(mesh.world_size)]
     return _own_group([(line[0], line[-1]) for line in lines], rank, timeout_s=timeout_s)

@@ -1,6 +1,6 @@
-"""Reading of a model's files by the ranks of a mesh: each reads its part of each weight.
+"""Loading of a model on a mesh of ranks: each reads its part of each weight.
 
-A rank's part is that of its tensor rank (`Split`), and of these rows its shard's.
+A rank's part is its tensor rank's (`Split`), and with sharding its rows of that part.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from payload.train.tensors.lazy_tensors import LazyTensors, Part, PlannedTensors
 
 
 class PartsReader:
-    """The files of a whole model, from which a rank's parameters are read."""
+    """The files of a whole model, from which a rank reads its parameters."""
 
     def __init__(self, model: CausalLM, folder: Path) -> None:
-        """Note where each parameter of the whole `model` is; its values are never touched.
+        """Record where each parameter of `model` is in the files, without reading values.
 
-        Raises CheckpointError where the files in `folder` are not the model's.
+        Raises CheckpointError if the files in `folder` are not the model's.
         """
         planned = PlannedTensors(folder)
         model.load_tensors(planned, where=str(folder))
@@ -31,14 +31,14 @@ class PartsReader:
         self._tensors = LazyTensors(folder)
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         self._stored: dict[str, tuple[str, bool]] = {}
-        """Name in the files of each parameter, and whether it is transposed there."""
+        """Each parameter's name in the files, and whether it is stored transposed."""
         for name, parameter in model.named_parameters():
             stored_name, target = stored[parameter.data_ptr()]
             is_transposed = parameter.dim() == 2 and target.stride() != parameter.stride()
             self._stored[name] = stored_name, is_transposed
 
     def read(self, model: nn.Module, splits: dict[str, Split], *, index: int, size: int) -> None:
-        """Set the parameters that `model` has on this rank, of tensor rank `index` of `size`."""
+        """Set this rank's parameters of `model`, for tensor rank `index` of `size`."""
         for name, parameter in model.named_parameters():
             local, first = _rows(parameter)
             stored, is_transposed = self._stored[name]
@@ -60,7 +60,7 @@ def read_part(
     size: int,
     own_rows: Callable[[int], tuple[int, int]],
 ) -> Tensor:
-    """Read the part of a file's tensor that tensor rank `index` of `size` holds: its `own_rows`."""
+    """Read the `own_rows` of tensor rank `index` of `size` from a file's tensor."""
     shape = tensors.shape(stored)
     split_shape = shape if split is None else split.part_shape(shape, index=index, size=size)
     start, end = own_rows(split_shape[0])
@@ -71,7 +71,7 @@ def read_part(
 
 
 def _rows(parameter: Any) -> tuple[Tensor, int]:
-    """Return the rows of a parameter that are here, and the number of the first one."""
+    """Return this rank's rows of a parameter, and the index of the first one."""
     if not hasattr(parameter, "placements"):
         return parameter.detach(), 0
     return parameter.to_local().detach(), part_of(parameter).first
@@ -80,9 +80,9 @@ def _rows(parameter: Any) -> tuple[Tensor, int]:
 def _pieces(
     local: Tensor, first: int, split: Split | None, shape: tuple[int, ...], *, index: int, size: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield views of `local`, and which parts of the whole tensor of `shape` belong there.
+    """Yield views of `local`, each with its position in the whole tensor of `shape`.
 
-    `local` has the rows from `first` on of the part that tensor rank `index` holds.
+    `local` has the rows from `first` on of tensor rank `index`'s part.
     """
     if split is None:
         yield local, Part(dim=0, first=first)

@@ -1,7 +1,7 @@
-"""A checkpoint of a model in parts on a mesh of ranks: rank 0 gathers tensor by tensor.
+"""A checkpoint of a model on a mesh of ranks: rank 0 gathers it tensor by tensor.
 
-A tensor is on the ranks of one pipeline stage; there it is split over tensor ranks, and each of
-these parts over shards.
+A tensor is on the ranks of one pipeline stage; it is split over that stage's tensor ranks, and
+each of their parts over shards.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from payload.train.tensors.tensor_file import in_file_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """How the mesh holds one tensor of a parameter's shape."""
+class Distribution:
+    """Distribution of one parameter, or its optimizer state, over the mesh."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,26 +31,26 @@ class Held:
     stage: int
 
     def placeholder(self, *, transposed: bool = False) -> Tensor:
-        """Return a tensor of the whole one's size, without memory."""
+        """Return a tensor of the whole size that uses no memory."""
         shape = reversed(self.shape) if transposed else self.shape
         return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A tensor of the checkpoint's file, and the parameter that it is."""
+class SavedTensor:
+    """A tensor of the checkpoint's file, and its parameter."""
 
     parameter: str
     transposed: bool
 
 
 class Layout:
-    """Layout of the whole model's checkpoint, noted before the ranks share the model out."""
+    """Layout of the whole model's checkpoint, recorded before the ranks divide the model."""
 
     def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
-        """Note the model's parameters; `stages` has each one's pipeline stage, or 0."""
+        """Record the model's parameters; `stages` maps each to its pipeline stage, or 0."""
         self.parameters = {
-            name: Held(
+            name: Distribution(
                 shape=tuple(each.shape),
                 dtype=each.dtype,
                 split=splits.parts.get(name),
@@ -59,35 +59,35 @@ class Layout:
             for name, each in model.named_parameters()
         }
         owners = {each.data_ptr(): (name, each) for name, each in model.named_parameters()}
-        self.saved: dict[str, Saved] = {}
+        self.saved: dict[str, SavedTensor] = {}
         self.constants: dict[str, Tensor] = {}
-        """Tensors of the file that are no parameters, such as biases of zeros."""
+        """Tensors of the file that are not parameters, such as biases of zeros."""
         for name, tensor in model.hf_tensors().items():
             if tensor.data_ptr() not in owners:
                 self.constants[name] = tensor
                 continue
             owner, parameter = owners[tensor.data_ptr()]
             is_transposed = tensor.dim() == 2 and tensor.stride() != parameter.stride()
-            self.saved[name] = Saved(parameter=owner, transposed=is_transposed)
+            self.saved[name] = SavedTensor(parameter=owner, transposed=is_transposed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A tensor that is still to be gathered."""
+    """A tensor whose gather is pending."""
 
     whole: Tensor
-    """Placeholder until then."""
-    held: Held
+    """A placeholder until the gather."""
+    distribution: Distribution
     transposed: bool
     own: Tensor | None
-    """This rank's part of it."""
+    """This rank's part."""
 
 
 class MeshSnapshot(Snapshot):
-    """The parts that this rank holds.
+    """This rank's parts of a checkpoint.
 
-    A thread gathers them while training goes on, over a process group of its own: on rank 0 as the
-    file is written, elsewhere in `finish`. Both take the tensors in the order of the file.
+    A thread gathers them during training, over a separate process group: on rank 0 while it writes
+    the file, on other ranks in `finish`. Both take the tensors in the order of the file.
     """
 
     def __init__(
@@ -100,27 +100,29 @@ class MeshSnapshot(Snapshot):
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Take this rank's parts of `parameters` by name, and of their `state` by its key, too.
+        """Take this rank's parts of `parameters` by name, and of their `state` by key and name.
 
-        `group` is of the ranks that hold the first replica.
+        `group` has the ranks of the first replica.
         """
         self._mesh, self._rank, self._group = mesh, rank, group
         weights, pending = dict(layout.constants), {}
         for name, saved in layout.saved.items():
-            held = layout.parameters[saved.parameter]
-            weights[name] = held.placeholder(transposed=saved.transposed)
+            distribution = layout.parameters[saved.parameter]
+            weights[name] = distribution.placeholder(transposed=saved.transposed)
             own = parameters.get(saved.parameter)
-            pending[id(weights[name])] = _Pending(weights[name], held, saved.transposed, own)
+            pending[id(weights[name])] = _Pending(
+                weights[name], distribution, saved.transposed, own
+            )
         optimizer = {}
         for key, sample in _by_key(state).items():
-            for name, held in layout.parameters.items():
+            for name, distribution in layout.parameters.items():
                 full_name = f"{key}.{name}"
                 if sample.dim() == 0:
                     optimizer[full_name] = sample
                     continue
-                optimizer[full_name] = held.placeholder()
+                optimizer[full_name] = distribution.placeholder()
                 pending[id(optimizer[full_name])] = _Pending(
-                    optimizer[full_name], held, False, state.get(full_name)
+                    optimizer[full_name], distribution, False, state.get(full_name)
                 )
         super().__init__(weights, optimizer)
         ordered = [each for _, each in (*in_file_order(weights), *in_file_order(optimizer))]
@@ -130,7 +132,7 @@ class MeshSnapshot(Snapshot):
         )
 
     def is_shared(self) -> bool:
-        """Say whether this rank holds parts of what rank 0 writes."""
+        """Return whether this rank holds parts that rank 0 writes."""
         return bool(self._pending)
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -141,36 +143,44 @@ class MeshSnapshot(Snapshot):
         return self._gather(self._pending.popleft())
 
     def finish(self) -> None:
-        """Gather or send what is left."""
+        """Gather or send the remaining tensors."""
         while self._pending:
             self._gather(self._pending.popleft())
 
     def _gather(self, each: _Pending) -> Tensor:
-        """Return the whole tensor on rank 0, and send this rank's part of it elsewhere."""
+        """Return the whole tensor on rank 0; on other ranks send this rank's part."""
         with torch.no_grad():
             own = each.own
             if self._rank:
-                if own is not None and own.numel() and self._sends(each.held):
+                if own is not None and own.numel() and self._sends(each.distribution):
                     dist.send(own.detach().contiguous(), dst=0, group=self._group)
                 return each.whole
-            whole = torch.empty(each.held.shape, dtype=each.held.dtype)
-            for tensor in range(self._mesh.tensor if each.held.split else 1):
-                self._receive(each.held, whole, own, tensor=tensor)
+            whole = torch.empty(each.distribution.shape, dtype=each.distribution.dtype)
+            for tensor in range(self._mesh.tensor if each.distribution.split else 1):
+                self._receive(each.distribution, whole, own, tensor=tensor)
             return whole.t() if each.transposed else whole
 
-    def _sends(self, held: Held) -> bool:
-        """Say whether rank 0 takes this rank's part, and not that of one that has the same."""
+    def _sends(self, distribution: Distribution) -> bool:
+        """Return whether rank 0 receives this rank's part: one of several equal copies."""
         place = self._mesh.place(self._rank)
-        return place.pipeline == held.stage and (held.split is not None or place.tensor == 0)
+        return place.pipeline == distribution.stage and (
+            distribution.split is not None or place.tensor == 0
+        )
 
-    def _receive(self, held: Held, whole: Tensor, own: Tensor | None, *, tensor: int) -> None:
-        """Put the part of one tensor rank in its place in `whole`."""
+    def _receive(
+        self, distribution: Distribution, whole: Tensor, own: Tensor | None, *, tensor: int
+    ) -> None:
+        """Receive the part of one tensor rank into `whole`."""
         size = self._mesh.tensor
-        part = whole if held.split is None else held.split.part(whole, index=tensor, size=size)
+        part = (
+            whole
+            if distribution.split is None
+            else distribution.split.part(whole, index=tensor, size=size)
+        )
         for shard in range(self._mesh.shard):
             start, end = bounds(len(part), index=shard, size=self._mesh.shard)
             rows = part[start:end]
-            place = Place(pipeline=held.stage, replicate=0, shard=shard, tensor=tensor)
+            place = Place(pipeline=distribution.stage, replicate=0, shard=shard, tensor=tensor)
             source = self._mesh.rank(place)
             if not rows.numel():
                 continue
@@ -179,12 +189,12 @@ class MeshSnapshot(Snapshot):
                 rows.copy_(own)
             else:
                 dist.recv(rows, src=source, group=self._group)
-        if held.split is not None:
-            held.split.put(part, whole, index=tensor, size=size)
+        if distribution.split is not None:
+            distribution.split.put(part, whole, index=tensor, size=size)
 
 
 def _by_key(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return one tensor for each kind of state: of AdamW's steps and of its two moments."""
+    """Return one tensor for each kind of state: AdamW's step count and its two moments."""
     found: dict[str, Tensor] = {}
     for name, value in state.items():
         found.setdefault(name.partition(".")[0], value)

@@ -1,4 +1,4 @@
-"""Comparison of ranks that each hold a part of a model: which have to hold the same."""
+"""Comparison of ranks that each hold a part of a model: parts with copies must be equal."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from payload.train.strategies.sync_check import (
 class _MeshState:
     """State of one rank after a step: digests of its weights and of its optimizer state.
 
-    The weights are those that the rank computes with; the state is of its shard of them.
+    The weights are as used in the rank's computation; the state is of its shard.
     """
 
     own: RankState
-    """All of it. Equal on the ranks of its replicas; of these, shards have equal weights."""
+    """Everything. Equal on the ranks of its replicas; their shards have equal weights."""
     whole: RankState
-    """Digest of the parameters that tensor ranks do not split: equal on these, too."""
+    """Digest of the parameters that tensor ranks do not split: equal on the tensor ranks, too."""
     tied: RankState
-    """The embedding that is the output head: equal on the first and the last pipeline stage."""
+    """The tied embedding and output head: equal on the first and the last pipeline stage."""
 
 
 def require_one_mesh(
@@ -44,18 +44,17 @@ def require_one_mesh(
     step: int,
     passed_step: int | None,
 ) -> None:
-    """Compare what all ranks hold; raise what `require_sound_ranks` raises, on every rank.
+    """Compare the ranks' weights and state; raise the errors of `require_equal_ranks` on all.
 
-    `weights` are those that this rank computes with, `state` its optimizers'. Tensor ranks have
-    parts of the parameters in `split`; the first and the last stage both have the one that is
-    `tied`.
+    `weights` are those that this rank computes with, `state` its optimizers'. The parameters in
+    `split` are divided over tensor ranks. The first and the last stage both have the `tied` one.
     """
     digests, bad_weight = digest_each(weights)
     of_state, bad_state = digest_each(state.items())
 
-    def of(is_wanted: Callable[[str], bool]) -> RankState:
-        chosen = {name: each for name, each in digests.items() if is_wanted(name)}
-        found = {name: each for name, each in of_state.items() if is_wanted(_parameter(name))}
+    def of(is_included: Callable[[str], bool]) -> RankState:
+        chosen = {name: each for name, each in digests.items() if is_included(name)}
+        found = {name: each for name, each in of_state.items() if is_included(_parameter(name))}
         return RankState(weights=digest_of(chosen), optimizer=digest_of(found), not_finite=None)
 
     states = world.gather(
@@ -75,7 +74,7 @@ def require_one_mesh(
 def _require_equal_copies(
     states: Sequence[_MeshState], mesh: Mesh, *, is_tied: bool, step: int, passed_step: int | None
 ) -> None:
-    """Require that ranks which hold the same have the same digests of it."""
+    """Raise RanksDifferError unless ranks with copies of a part have equal digests."""
     owns, wholes = [each.own for each in states], [each.whole for each in states]
     for rank in range(mesh.world_size):
         line = mesh.along(rank, "pipeline")
@@ -91,10 +90,10 @@ def _require_equal_copies(
 
 
 def _parameter(of_state: str) -> str:
-    """Return the name of the parameter that a tensor of optimizer state belongs to."""
+    """Return the parameter's name for the name of its optimizer state."""
     return of_state.partition(".")[2]
 
 
 def _weights(states: Sequence[RankState]) -> list[RankState]:
-    """Return the states without what may differ between shards."""
+    """Return the states without the parts that can differ between shards."""
     return [replace(each, optimizer="", not_finite=None) for each in states]

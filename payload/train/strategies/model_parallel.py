@@ -1,7 +1,7 @@
-"""Several ranks make one pass together: each has a part of every layer, or some of the layers.
+"""Several ranks compute one model: each has a part of every layer, or some of the layers.
 
-What is left of the mesh is data parallel: ranks with the same part of the model exchange its
-gradients (`replicate`), or share that part out among themselves (`shard`).
+The rest of the mesh is data parallel: ranks with the same part of the model exchange its
+gradients (`replicate`), or shard that part (`shard`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from payload.machines.rank_mesh import Dimension
 from payload.models.stages import stage_layers
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import SplitModule, Splits, TensorRanks
-from payload.train.models.stage import Elsewhere, Stage
+from payload.train.models.stage import OtherStageModule, Stage
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
@@ -32,44 +32,46 @@ from payload.train.tensors.lazy_tensors import LazyTensors
 
 
 class ModelParallel(Strategy):
-    """Tensor ranks that compute each layer together, pipeline stages, and data ranks of these."""
+    """Tensor ranks that split each layer, pipeline stages, and data ranks over both."""
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
         self._place = self.mesh.place(world.rank)
         timeout_s = settings.timeout_s
-        here = (self.mesh, world.rank)
+        position = (self.mesh, world.rank)
         self._data = _data_strategy(settings, world)
         self._tensor = TensorRanks(
-            group_along(*here, "tensor", timeout_s=timeout_s),
+            group_along(*position, "tensor", timeout_s=timeout_s),
             index=self._place.tensor,
             size=self.mesh.tensor,
         )
-        self._line = group_along(*here, "pipeline", timeout_s=timeout_s)
-        self._ends = group_of_ends(*here, timeout_s=timeout_s)
+        self._line = group_along(*position, "pipeline", timeout_s=timeout_s)
+        self._ends = group_of_ends(*position, timeout_s=timeout_s)
         self._stage: Stage | None = None
         self._tied: str | None = None
-        """The embedding's name where the last stage has it as well, as its head."""
+        """The embedding's name if the last stage has a copy as its output head."""
         of_model: tuple[Dimension, ...] = ("pipeline", "shard", "tensor")
-        self._model = group_along(*here, *of_model, timeout_s=timeout_s)
-        """The ranks that hold one model together."""
-        self._saving = group_along(*here, *of_model, timeout_s=timeout_s)
-        """The same, for the thread that writes checkpoints."""
+        self._model = group_along(*position, *of_model, timeout_s=timeout_s)
+        """The ranks that hold one copy of the model."""
+        self._saving = group_along(*position, *of_model, timeout_s=timeout_s)
+        """The same ranks, for the thread that writes checkpoints."""
         self._splits = Splits({})
         self._layout: Layout
         self._trained: dict[str, nn.Parameter] = {}
 
     def wrap(self, model: CausalLM) -> None:
-        """Give every rank its part of rank 0's weights, one whole parameter at a time.
+        """Set this rank's part of rank 0's weights, one whole parameter at a time.
 
-        Where all ranks have the weights' files, each reads its part, and nothing is sent.
+        If all ranks can read the weights' files, each reads its part, and nothing is sent.
         """
         splits = model.splits()
-        assert splits is not None, "require_split refused every other model"
+        assert splits is not None, "require_split rejects every other model"
         self._splits = splits = splits if self._tensor.size > 1 else Splits({})
         stages = self._stages(model)
         self._layout = Layout(model, splits, stages)
-        reader = None if model.unread is None else PartsReader(model, model.unread)
+        reader = (
+            None if model.deferred_weights is None else PartsReader(model, model.deferred_weights)
+        )
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         for path, module in model.named_modules():
@@ -77,7 +79,7 @@ class ModelParallel(Strategy):
                 if reader is None:
                     dist.broadcast(parameter.detach(), src=0)
                 name = f"{path}.{key}"
-                if not self._is_here(name, stages):
+                if not self._is_on_stage(name, stages):
                     module.register_parameter(key, None)
                 elif name in splits.parts:
                     part = self._tensor_part(name, parameter, is_read=reader is None)
@@ -85,21 +87,21 @@ class ModelParallel(Strategy):
             if isinstance(module, SplitModule) and self._tensor.size > 1:
                 module.ranks = self._tensor
         if self.mesh.pipeline > 1:
-            self._leave_to_others(model)
+            self._drop_other_stages(model)
         self._data.place(model)
         if reader is not None:
             reader.read(model, splits.parts, index=self._tensor.index, size=self._tensor.size)
-            model.unread = None
+            model.deferred_weights = None
 
     def _tensor_part(self, name: str, whole: Tensor, *, is_read: bool) -> Tensor:
-        """Return this tensor rank's part of a parameter, or memory for it."""
+        """Return this tensor rank's part of a parameter, or uninitialised memory for it."""
         split, index, size = self._splits.parts[name], self._tensor.index, self._tensor.size
         if is_read:
             return split.part(whole.detach(), index=index, size=size)
         return whole.new_empty(split.part_shape(tuple(whole.shape), index=index, size=size))
 
     def _stages(self, model: CausalLM) -> dict[str, int]:
-        """Return each parameter's pipeline stage, by its name, and note what is tied."""
+        """Return each parameter's pipeline stage by name, and record the tied embedding."""
         if self.mesh.pipeline == 1:
             return {}
         of_layers, outer = stage_layers(model.spec, self.mesh.pipeline), model.outer_modules()
@@ -124,43 +126,43 @@ class ModelParallel(Strategy):
         )
         return found
 
-    def _is_here(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Say whether this rank's stage has a parameter; the last one has what is tied, too."""
+    def _is_on_stage(self, name: str, stages: Mapping[str, int]) -> bool:
+        """Return whether this rank's stage has a parameter; the last one has tied weights, too."""
         if self._stage is None:
             return True
         is_head = name == self._tied and self._stage.is_last()
         return stages[name] == self._stage.index or is_head
 
-    def _leave_to_others(self, model: CausalLM) -> None:
-        """Replace the modules of other stages."""
+    def _drop_other_stages(self, model: CausalLM) -> None:
+        """Replace the modules of other stages by placeholders."""
         stage, outer = self._stage, model.outer_modules()
         assert stage is not None
         tied = None if self._tied is None else self._tied.rpartition(".")[0]
         for path in (*outer.first, *outer.last):
             is_here = stage.is_first() if path in outer.first else stage.is_last()
             if not is_here and not (path == tied and stage.is_last()):
-                model.set_submodule(path, Elsewhere())
+                model.set_submodule(path, OtherStageModule())
         for number in range(model.spec.num_layers()):
             if number not in stage.layers:
-                model.set_submodule(f"{outer.layers}.{number}", Elsewhere())
+                model.set_submodule(f"{outer.layers}.{number}", OtherStageModule())
         model.stage = stage
 
     def stage(self) -> Stage | None:
-        """Return this rank's pipeline stage, or None where a rank computes whole passes."""
+        """Return this rank's pipeline stage, or None if a rank computes all layers."""
         return self._stage
 
     def holds(self, name: str) -> bool:
-        """Say whether this rank has the parameter `name`, or a part of it."""
+        """Return whether this rank has the parameter `name`, or a part of it."""
         return name in self._trained or name not in self._layout.parameters
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
-        """Return what this rank's optimizers train: the model's own parameters, parts by now."""
+        """Return this rank's part of the model, which its optimizers train."""
         found = self._data.parts(model)
         self._trained = dict(trainable(model)) if found is None else found
         return found
 
     def attach(self, model: CausalLM) -> None:
-        """Average the gradients over the replicas of this rank's part."""
+        """Start to average the gradients over the replicas of this rank's part."""
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
@@ -168,7 +170,7 @@ class ModelParallel(Strategy):
         self._data.begin(tokens)
 
     def finish(self) -> float:
-        """Put the mean gradients in place; return the seconds that this rank waited for others."""
+        """Set the mean gradients; return the seconds that this rank waited for others."""
         waited_s = self._data.finish()
         self._add_tied()
         if self._tensor.size > 1:
@@ -186,7 +188,7 @@ class ModelParallel(Strategy):
         return self._data.own_part(name, tensor)
 
     def holds_parts(self) -> bool:
-        """Say that a rank holds its stage's layers, or its part of each layer."""
+        """Return True: a rank holds its stage's layers, or its part of each layer."""
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
@@ -201,11 +203,11 @@ class ModelParallel(Strategy):
         )
 
     def has_results(self) -> bool:
-        """Say whether this is the first of the ranks that compute the same losses."""
+        """Return whether this is the first of the ranks that compute the same losses."""
         return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
-        """Return what says whether this rank counts a parameter: one of those that have it does."""
+        """Return a function that is True on one of the ranks with copies of a parameter."""
 
         def is_counted(name: str) -> bool:
             if name == self._tied and self._place.pipeline:
@@ -215,7 +217,7 @@ class ModelParallel(Strategy):
         return is_counted
 
     def norm_over_ranks(self) -> Callable[[float], float]:
-        """Return what adds up the squares of the parts' norms."""
+        """Return a function that combines the norms of all parts into one."""
 
         def whole(norm: float) -> float:
             squares = torch.tensor(norm**2, dtype=torch.float64, device=self.world.device)
@@ -225,15 +227,15 @@ class ModelParallel(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return the context in which an evaluation of the model computes."""
+        """Return the context in which the model is evaluated."""
         return self._data.without_gradients(model)
 
     def computes_together(self) -> bool:
-        """Say that the ranks of a model make a pass together."""
+        """Return True: the ranks of a model run a micro-batch together."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare replicas and shards of a part, and over tensor ranks what is not split."""
+        """Compare the copies of each part, and unsplit parameters over tensor ranks."""
         require_one_mesh(
             self.world,
             self.mesh,
@@ -246,10 +248,10 @@ class ModelParallel(Strategy):
         )
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> MeshSnapshot:
-        """Return the parts of a checkpoint's tensors."""
+        """Return this rank's parts of a checkpoint's tensors."""
         return MeshSnapshot(
             self._layout,
-            self._data.held(model),
+            self._data.local_weights(model),
             optimizers.state_tensors(),
             mesh=self.mesh,
             rank=self.world.rank,
@@ -257,7 +259,7 @@ class ModelParallel(Strategy):
         )
 
     def _add_tied(self) -> None:
-        """Add up the gradients of the embedding and of the head that it is, on both stages."""
+        """Add the gradients of the tied embedding and head, which are on two stages."""
         stage = self._stage
         if stage is None or self._tied is None:
             return
@@ -267,10 +269,10 @@ class ModelParallel(Strategy):
             dist.all_reduce(gradient, group=self._ends)
 
     def _agree_on_whole(self) -> None:
-        """Give the tensor ranks one gradient of each parameter that is not split.
+        """Set equal gradients of unsplit parameters on the tensor ranks.
 
-        They have computed the same one, but perhaps with other threads; the norms of heads are the
-        sum of what each rank's heads make of them.
+        The ranks computed the same gradient, but rounding can differ by thread count. The norms of
+        heads get the sum over the ranks' own heads.
         """
         found = list(self._not_split())
         if not found:
@@ -292,9 +294,9 @@ class ModelParallel(Strategy):
 
 
 def _data_strategy(settings: DistributedSection, world: World) -> Strategy:
-    """Return how ranks that have the same part of the model train it."""
+    """Return the strategy of ranks that have the same part of the model."""
     if settings.strategy == "shard":
-        # Loaded where it is used: FSDP2 takes a second to import.
+        # Imported here: FSDP2 takes a second to import.
         from payload.train.strategies.shard import Shard
 
         return Shard(settings, world)

@@ -1,8 +1,9 @@
-"""The order of a stage's passes in a step.
+"""The order of a stage's forward and backward passes in a step.
 
-Not torch.distributed.pipelining: its schedules cut one batch into equal pieces, so that passes of
-other lengths (conversations), packed documents, a loss with weights, dropout seeds by pass and
-evaluation do not fit; and its stages exchange shapes by pickle, which runs what another rank sends.
+Not torch.distributed.pipelining. Its schedules cut one batch into equal pieces, which excludes
+micro-batches of different lengths (conversations), packed documents, weighted losses, dropout
+seeds per micro-batch and evaluation. Its stages also exchange shapes by pickle, which runs code
+that another rank sends.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ PipelineSchedule = Literal["1f1b", "gpipe"]
 Pass = tuple[Literal["forward", "backward"], int]
 
 
-def order(schedule: PipelineSchedule, *, stage: int, stages: int, passes: int) -> Iterator[Pass]:
-    """Yield the forward and backward passes of one stage, in the order in which it makes them.
+def schedule_order(
+    schedule: PipelineSchedule, *, stage: int, stages: int, passes: int
+) -> Iterator[Pass]:
+    """Yield one stage's forward and backward passes in order.
 
-    GPipe makes all forward passes first. 1F1B (https://arxiv.org/abs/2006.09503) begins a backward
-    pass as soon as it can: a stage keeps the activations of so many passes as stages follow it, and
-    its own, at most.
+    GPipe runs all forward passes first. 1F1B (https://arxiv.org/abs/2006.09503) begins a backward
+    pass as soon as it can: a stage keeps activations of at most one micro-batch for itself and one
+    for each stage that follows.
     """
     ahead = passes if schedule == "gpipe" else min(passes, stages - stage)
     for number in range(ahead):
@@ -35,18 +38,18 @@ def order(schedule: PipelineSchedule, *, stage: int, stages: int, passes: int) -
             yield "forward", ahead + number
 
 
-def run_passes(
+def run_schedule(
     stage: Stage,
     passes: Iterator[Pass],
     *,
     forward: Callable[[int], Tensor],
     backward: Callable[[Tensor, Tensor | None], None],
 ) -> None:
-    """Make a step's passes on this stage.
+    """Run a step's forward and backward passes on this stage.
 
-    `forward` makes the pass of that number and returns the stage's result, which is the loss on the
-    last one; `backward` gets it again, with its gradient unless it is the loss. Gradients are added
-    up in the order of the passes.
+    `forward` runs the micro-batch of that number and returns the stage's result, the loss on the
+    last stage. `backward` gets this result again, with its gradient unless it is the loss.
+    Gradients are accumulated in the order of the backward passes.
     """
     results: deque[Tensor] = deque()
     for kind, number in passes:

@@ -1,4 +1,4 @@
-"""Which strategy a run trains by."""
+"""Selects a run's strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def choose_strategy(settings: DistributedSection, world: World) -> Strategy:
         from payload.train.strategies.zero3 import Zero3
 
         return Zero3(settings, world)
-    # Loaded where it is used: FSDP2 takes a second to import.
+    # Imported here: FSDP2 takes a second to import.
     from payload.train.strategies.shard import Shard
 
     return Shard(settings, world)

@@ -13,7 +13,7 @@ from payload.train.strategies.gradients import GradientExchange
 
 
 class Replicate(Strategy):
-    """Data parallelism: an all-reduce of gradients in buckets, while the backward pass goes on."""
+    """Data parallelism: an all-reduce of gradients in buckets, during the backward pass."""
 
     def __init__(
         self,
@@ -22,15 +22,15 @@ class Replicate(Strategy):
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Exchange over `group`: ranks that have the same part of a model; None = all ranks."""
+        """Exchange over `group`, the ranks with the same part of a model; None = all ranks."""
         super().__init__(settings, world)
         self._exchange = GradientExchange(settings, world, group=group)
 
     def wrap(self, model: CausalLM) -> None:
-        """Leave the model as it is: every rank has all of it."""
+        """Do nothing: every rank has the whole model."""
 
     def attach(self, model: CausalLM) -> None:
-        """Give every rank rank 0's weights, and average the gradients of the trainable ones."""
+        """Set rank 0's weights on every rank, and average the gradients of the trainable ones."""
         self._exchange.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
@@ -38,5 +38,5 @@ class Replicate(Strategy):
         self._exchange.begin(tokens)
 
     def finish(self) -> float:
-        """Put the means in the gradients' place; return the seconds that this waited."""
+        """Set the mean gradients; return the seconds that this waited."""
         return self._exchange.finish()

@@ -1,8 +1,8 @@
-"""Each rank holds a part of every weight, gradient and optimizer state: FSDP2 over gloo.
+"""Each rank holds a shard of every weight, gradient and optimizer state: FSDP2 over gloo.
 
 A layer's weights are gathered for its forward pass and again for its backward pass, and its
-gradients are summed right after that; nothing is whole but one layer, and what belongs to no layer
-(embeddings, the last norm, the head). Optimizers and their kernels work on this rank's parts, as
+gradients are summed right after that. Whole at one time are only one layer and the weights outside
+the layers (embeddings, last norm, head). Optimizers and kernels work on this rank's shards, as
 plain tensors.
 """
 
@@ -33,19 +33,19 @@ from payload.train.models.split import bounds
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
-from payload.train.strategies.shard_comms import Buffers, Gather, SumOfParts, Waiting
+from payload.train.strategies.shard_comms import Buffers, CollectiveTimer, Gather, SumOfParts
 from payload.train.strategies.shard_snapshot import ShardSnapshot
 from payload.train.strategies.sync_check import RankState, inspect_each, require_one_model
 from payload.train.tensors.lazy_tensors import LazyTensors
 
-# A model's own ways into a forward pass, besides `forward`.
+# Methods of a model that run a forward pass, in addition to `forward`.
 _ENTRIES = ("token_losses", "class_logits")
 
 
 class Shard(Strategy):
     """Fully sharded data parallelism; with fewer shards than ranks, in groups that replicate.
 
-    Ranks of one group are neighbours, so that a group shares a node where it can.
+    Ranks of one group are neighbours, so that a group shares a node if possible.
     """
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
@@ -54,37 +54,39 @@ class Shard(Strategy):
         self._mesh = _data_mesh(world, self.mesh)
         self._group = self._mesh.get_group("shard")
         self._saving: dist.ProcessGroup | None = None
-        self._waiting = Waiting()
+        self._timer = CollectiveTimer()
         self._buffers = Buffers()
         self._pairs: list[tuple[DTensor, nn.Parameter]] = []
-        """Each trained parameter of the model, and this rank's part as the optimizers have it."""
+        """Each trained parameter of the model, and this rank's shard in the optimizers."""
 
     def wrap(self, model: CausalLM) -> None:
-        """Give every rank its part of rank 0's weights, layer by layer: one is whole at a time.
+        """Set this rank's shard of rank 0's weights, layer by layer: one is whole at a time.
 
-        Where all ranks have the weights' files, each reads its part, and nothing is sent.
+        If all ranks can read the weights' files, each reads its shard, and nothing is sent.
         """
         self._saving = dist.new_group(list(range(self._shards)))
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         for module in (*model.layers(), model):
             for parameter in module.parameters():
-                if model.unread is None and not isinstance(parameter, DTensor):
+                if model.deferred_weights is None and not isinstance(parameter, DTensor):
                     dist.broadcast(parameter.detach(), src=0)
-            self._share_out(module)
-        if model.unread is not None:
-            model.load_tensors(LazyTensors(model.unread), where=str(model.unread))
-            model.unread = None
+            self._shard_module(module)
+        if model.deferred_weights is not None:
+            model.load_tensors(
+                LazyTensors(model.deferred_weights), where=str(model.deferred_weights)
+            )
+            model.deferred_weights = None
         self._enter_by_hooks(model)
 
     def place(self, model: CausalLM) -> None:
-        """Leave this rank its part of the weights, which all of its group have alike."""
+        """Keep this rank's shard of weights that are equal on all ranks of its group."""
         for module in (*model.layers(), model):
-            self._share_out(module)
+            self._shard_module(module)
         self._enter_by_hooks(model)
 
-    def _share_out(self, module: nn.Module) -> None:
-        # Gradients that travel as bf16 are rounded for that alone; on CPUs each rank adds in fp32.
+    def _shard_module(self, module: nn.Module) -> None:
+        # Gradients sent as bf16 are rounded only for that; on CPUs each rank adds in fp32.
         reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
         before, kind = _num_hooks(module), type(module)
         fully_shard(module, mesh=self._mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced))
@@ -99,7 +101,7 @@ class Shard(Strategy):
                 register_fsdp_forward_method(model, name)
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter]:
-        """Return this rank's part of each trained parameter, sharing its memory."""
+        """Return this rank's shard of each trained parameter, sharing its memory."""
         found = {}
         for name, parameter in trainable(model):
             assert isinstance(parameter, DTensor)
@@ -109,15 +111,15 @@ class Shard(Strategy):
         return found
 
     def attach(self, model: CausalLM) -> None:
-        """Have the kernels hold nothing of a layer's weights beyond its passes."""
+        """Make the kernels drop a layer's weights after its forward and backward passes."""
         if model.kernels is not None:
             model.kernels.keep_no_copies()
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every pass sums its gradients, so that no rank ever holds all of them."""
+        """Do nothing: every micro-batch sums its gradients, so no rank ever holds all of them."""
 
     def finish(self) -> float:
-        """Hand the gradients to the optimizers' parts; return the seconds spent in collectives."""
+        """Set the gradients of the optimizers' shards; return the seconds spent in collectives."""
         for whole, part in self._pairs:
             gradient = whole.grad
             if gradient is None:
@@ -126,18 +128,18 @@ class Shard(Strategy):
                 assert isinstance(gradient, DTensor)
                 part.grad = gradient.to_local()
             whole.grad = None
-        return self._waiting.take()
+        return self._timer.take()
 
     def holds_parts(self) -> bool:
-        """Say that a rank holds rows of each weight."""
+        """Return True: a rank holds rows of each weight."""
         return True
 
     def own_rows(self, num_rows: int) -> tuple[int, int]:
-        """Return where this rank's rows of so many begin and end."""
+        """Return the (begin, end) of this rank's share of `num_rows` rows."""
         return bounds(num_rows, index=dist.get_rank(self._group), size=self._shards)
 
     def norm_over_ranks(self) -> Callable[[float], float]:
-        """Return what adds up the squares of the parts' norms."""
+        """Return a function that combines the norms of all shards into one."""
 
         def whole(norm: float) -> float:
             squares = torch.tensor(norm**2, dtype=torch.float64, device=self.world.device)
@@ -147,24 +149,24 @@ class Shard(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context whose gathered weights a later training pass can take, too."""
+        """Return a context whose gathered weights a later training step can use, too."""
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Say that all ranks make a pass together: they gather the weights from each other."""
+        """Return True: all ranks run a micro-batch together, to gather each other's weights."""
         return True
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, as the ranks of a group gather it, one at a time."""
-        # An evaluation leaves some whole.
+        """Yield each weight whole, as gathered by the ranks of a group, one at a time."""
+        # An evaluation leaves some weights gathered.
         cast(FSDPModule, model).reshard()
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             with torch.no_grad():
                 yield name, parameter.full_tensor()
 
-    def held(self, model: nn.Module) -> dict[str, Tensor]:
+    def local_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return this rank's rows of each weight, by name."""
         cast(FSDPModule, model).reshard()
         parameters = cast(Iterable[tuple[str, DTensor]], model.named_parameters())
@@ -172,9 +174,9 @@ class Shard(Strategy):
             return {name: each.to_local() for name, each in parameters}
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare the weights that each rank gathers, and the optimizer state of replicas.
+        """Compare the weights gathered by each rank, and the optimizer state of replicas.
 
-        State that only one rank holds has nothing to be compared with.
+        State that only one rank holds has no copy to compare.
         """
         weights, bad_weight = inspect_each(self.weights(optimizers.model))
         state, bad_state = inspect_each(optimizers.state_tensors().items())
@@ -183,7 +185,7 @@ class Shard(Strategy):
         require_one_model(states, step=step, passed_step=passed_step, shards=self._shards)
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> ShardSnapshot:
-        """Return the parts of a checkpoint's tensors."""
+        """Return this rank's shards of a checkpoint's tensors."""
         assert self._saving is not None, "wrap() comes first"
         cast(FSDPModule, model).reshard()
         owners = {part: whole for whole, part in self._pairs}
@@ -200,22 +202,22 @@ class Shard(Strategy):
         )
 
     def _set_collectives(self, module: FSDPModule) -> None:
-        # gloo has no mean; and a sum is what the parts' own collective makes.
+        # gloo has no mean; our own reduce-scatter returns a sum.
         module.set_force_sum_reduction_for_comms(True)
         if not self.world.is_cpu:
-            # NCCL's own run beside the computation; its sends and receives, one by one in a
-            # stream, would wait for each other.
+            # NCCL's own collectives overlap with the computation; our sends and receives, which
+            # one stream runs in order, would not.
             return
-        # Of what belongs to no layer, a kept buffer would be as large as an embedding.
+        # For weights outside the layers, a reused buffer would be as large as an embedding.
         buffers = None if isinstance(module, CausalLM) else self._buffers
-        gather, sums = Gather(self._waiting, buffers), SumOfParts(self._waiting, buffers)
-        # They have the methods of FSDP2's base classes, which are in a private module.
+        gather, sums = Gather(self._timer, buffers), SumOfParts(self._timer, buffers)
+        # They implement FSDP2's base classes, which are in a private module.
         module.set_custom_all_gather(gather)  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
 
 
 def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:
-    """Return torch's mesh of the ranks that have this rank's part of the model, or parts of it."""
+    """Return torch's mesh of the ranks that hold or share this rank's part of the model."""
     sizes = {
         "pipeline": mesh.pipeline,
         "replicate": mesh.replicate,
@@ -228,7 +230,7 @@ def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:
 
 
 def _as_part(value: Tensor, owner: DTensor) -> Tensor:
-    """Return optimizer state of a part of `owner` as a part of state of its shape."""
+    """Return optimizer state of a shard of `owner` as a DTensor of the shape of `owner`."""
     if value.dim() == 0:
         return value
     return DTensor.from_local(

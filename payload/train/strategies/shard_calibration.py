@@ -1,4 +1,4 @@
-"""Speeds of sharded ranks' collectives and copies, measured on a layer before a run starts."""
+"""Speeds of sharded ranks' collectives and copies, measured on a layer before training."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from payload.machines.rank_mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.train.ranks.world import World
 from payload.train.strategies.groups import group_along
-from payload.train.strategies.shard_comms import Buffers, Gather, SumOfParts, Waiting
+from payload.train.strategies.shard_comms import Buffers, CollectiveTimer, Gather, SumOfParts
 
 _BUDGET_S = 0.3
-# A layer of GPT-2 124M, where the model's own is not known.
+# A layer of GPT-2 124M, for models whose layer sizes are unknown.
 _TYPICAL_BLOCKS = (2304 * 768, 768 * 768, 3072 * 768, 3072 * 768)
-# 128 MB of weights; a round has 4.5 times as much at once. Copies of more are as fast.
+# 128 MB of weights; a round needs 4.5 times as much. Larger copies have the same speed.
 _MOST_ELEMENTS = 2**25
-# A layer would take minutes at 1 Mbit/s; so much of it is sent as takes this time.
+# A layer would take minutes at 1 Mbit/s; the sent part is limited to about this time.
 _SENDING_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded:
-    """Setting of the measurement: what ranks share out, and among whom."""
+class ShardingSetup:
+    """Setting of the measurement: sharded sizes and the mesh."""
 
     mesh: Mesh
     by_gloo: bool
-    """True under DeepSpeed: gloo's own collectives run, not this project's."""
+    """True under DeepSpeed, which uses gloo's own collectives, not this project's."""
     blocks: tuple[int, ...]
     """Elements of each matrix of a layer."""
     timeout_s: float
 
     @classmethod
-    def of(cls, settings: DistributedSection, spec: ModelSpec, *, world: World) -> Sharded | None:
-        """Return it for a run's ranks, or None where they shard nothing."""
+    def of(
+        cls, settings: DistributedSection, spec: ModelSpec, *, world: World
+    ) -> ShardingSetup | None:
+        """Return the setting for a run's ranks, or None if they shard nothing."""
         mesh = settings.mesh(world.world_size)
         if mesh.shard == 1:
             return None
@@ -53,18 +55,20 @@ class Sharded:
 
 
 def layer_blocks(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the elements of each matrix of a layer, scaled down where all would take too much."""
+    """Return the elements of each matrix of a layer, scaled down to a total limit."""
     linears = spec.linears()
     blocks = [each.inputs * each.outputs for each in linears[: len(linears) // spec.num_layers()]]
     scale = min(1.0, _MOST_ELEMENTS / max(1, sum(blocks)))
     return tuple(int(each * scale) for each in blocks) or _TYPICAL_BLOCKS
 
 
-def measure_shards(world: World, sharded: Sharded, *, all_reduce_bytes_per_s: float) -> ShardTimes:
+def measure_shards(
+    world: World, sharded: ShardingSetup, *, all_reduce_bytes_per_s: float
+) -> ShardTimes:
     """Return the rates of a rank's collectives and the time of its copies: the ranks' mean.
 
-    All ranks work at once, as they share a machine's memory and its network. The copies are what
-    FSDP2 does before and after a collective, into memory that is taken and given back as in a step.
+    All ranks run at the same time, as they share a machine's memory and network. The copies are
+    FSDP2's before and after a collective, into memory that is allocated and freed as in a step.
     """
     layer = _Layer(sharded)
     group = group_along(sharded.mesh, world.rank, "shard", timeout_s=sharded.timeout_s)
@@ -88,12 +92,12 @@ def measure_shards(world: World, sharded: Sharded, *, all_reduce_bytes_per_s: fl
 
 
 def _collective_times(
-    world: World, sharded: Sharded, group: dist.ProcessGroup, *, elements: int
+    world: World, sharded: ShardingSetup, group: dist.ProcessGroup, *, elements: int
 ) -> tuple[float, float]:
-    """Return the seconds of a gather and of a sum of so many elements of each rank."""
+    """Return the seconds of a gather and of a reduce-scatter of `elements` of each rank."""
     whole, part = torch.ones(sharded.mesh.shard * elements), torch.ones(elements)
-    waiting, buffers = Waiting(), Buffers()
-    gather, sums = Gather(waiting, buffers), SumOfParts(waiting, buffers)
+    timer, buffers = CollectiveTimer(), Buffers()
+    gather, sums = Gather(timer, buffers), SumOfParts(timer, buffers)
 
     def by_gloo() -> None:
         dist.all_gather_single(whole, part, group=group)
@@ -112,15 +116,15 @@ def _collective_times(
 
 
 def _quartiles(world: World, calls: list[Callable[[], object]]) -> list[float]:
-    """Call all of them in turn until the time is up; return the seconds of each.
+    """Call the functions in turn until the time is up; return each one's seconds.
 
-    They are the lower quartile: the fastest may have found memory that was there by luck, and
-    another program slows others down.
+    Returns the lower quartile: the fastest call can have reused memory by chance, and other
+    programs slow some calls down.
     """
     took_s: list[list[float]] = [[] for _ in calls]
     world.barrier()
     started_s = time.perf_counter()
-    # The ranks' clocks differ: rank 0 decides for all.
+    # The ranks' clocks differ: rank 0 decides for all ranks.
     while world.broadcast(time.perf_counter() - started_s < _BUDGET_S or not took_s[0], bool):
         for call, each in zip(calls, took_s, strict=True):
             before_s = time.perf_counter()
@@ -130,21 +134,21 @@ def _quartiles(world: World, calls: list[Callable[[], object]]) -> list[float]:
 
 
 class _Layer:
-    """A layer's copies, without what the ranks send each other."""
+    """A layer's copies, without the exchange between ranks."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: ShardingSetup) -> None:
         self._shards = sharded.mesh.shard
         self.sizes = [-(-each // self._shards) for each in sharded.blocks]
         self.num_bytes = sum(self.sizes) * self._shards * BYTES_PER_WEIGHT
         self._parts = [torch.ones(size) for size in self.sizes]
         self._total = torch.ones(sum(self.sizes))
         buffers = Buffers()
-        self._gather = Gather(Waiting(), buffers)
-        self._sum = SumOfParts(Waiting(), buffers)
+        self._gather = Gather(CollectiveTimer(), buffers)
+        self._sum = SumOfParts(CollectiveTimer(), buffers)
         self._weights: list[Tensor] = []
 
     def gather(self) -> None:
-        """Copy this rank's parts into the collective's buffer, and all of it into the weights."""
+        """Copy this rank's shards into the collective's buffer, and its output to the weights."""
         buffer = self._empty(self._gather, self._shards)
         for place, part in zip(torch.split(buffer[0], self.sizes), self._parts, strict=True):
             place.copy_(part)
@@ -152,19 +156,19 @@ class _Layer:
         torch.split_with_sizes_copy(buffer, self.sizes, dim=1, out=self._weights)
 
     def sum(self) -> None:
-        """Take gradients, copy them into the collective's buffer, and add up and keep a part."""
+        """Allocate gradients, copy them into the collective's buffer, and keep a shard."""
         gradients = [torch.zeros(self._shards, size) for size in self.sizes]
         given = self._empty(self._sum, self._shards)
         places = torch.split(given, self.sizes, dim=1)
         for place, gradient in zip(places, gradients, strict=True):
             place.copy_(gradient)
         kept = self._empty(self._sum, 1)[0]
-        # The sum itself is part of the collective, and is measured there.
+        # The sum itself belongs to the collective and is measured there.
         kept.copy_(given[0])
         self._total.add_(kept.div_(self._shards))
 
     def release(self) -> None:
-        """Free the weights, as after a layer's pass."""
+        """Free the weights, as after a layer's forward or backward pass."""
         self._weights = []
 
     def _empty(self, comm: Gather | SumOfParts, parts: int) -> Tensor:

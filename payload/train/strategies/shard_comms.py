@@ -1,4 +1,4 @@
-"""The collectives of sharded ranks in a pass, and how long they wait for them."""
+"""The collectives of sharded ranks during training, and the time spent waiting for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Waiting:
-    """Counts the seconds that collectives take, which no computing hides."""
+class CollectiveTimer:
+    """Counts the seconds that collectives take without overlapping computation."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -27,42 +27,42 @@ class Waiting:
 
 
 class Buffers:
-    """Hands out memory for collectives, the same again once no tensor is in it any more.
+    """Reuses memory for collectives: a buffer is free once no tensor refers to it.
 
-    Layers are of one size, and at most two are under way. Fresh memory from the kernel costs more
-    than the copy into it: a page fault for each page, and zeros in all of it.
+    Layers have one size, and at most two are in progress. Newly mapped memory costs more
+    than the copy into it: a page fault and zeroing for each page.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[np.ndarray[Any, Any], weakref.ref[Any]]] = []
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of so many elements, with anything in it."""
+        """Return an uninitialised tensor of `elements` elements."""
         if elements == 0:  # numpy's empty array has no bytes to view as another dtype
             return torch.empty(0, dtype=dtype)
         num_bytes = elements * dtype.itemsize
         place = next(
             (
                 index
-                for index, (memory, lent) in enumerate(self._kept)
-                if lent() is None and memory.nbytes == num_bytes
+                for index, (memory, view) in enumerate(self._kept)
+                if view() is None and memory.nbytes == num_bytes
             ),
             len(self._kept),
         )
         memory = np.empty(num_bytes, np.uint8) if place == len(self._kept) else self._kept[place][0]
-        # A tensor's storage, and every view of it, keeps this object alive, and nothing else does.
-        lent = memory.view()
-        self._kept[place : place + 1] = [(memory, weakref.ref(lent))]
-        return torch.from_numpy(lent).view(dtype)
+        # A tensor's storage and its views refer to this object, and no other object does.
+        view = memory.view()
+        self._kept[place : place + 1] = [(memory, weakref.ref(view))]
+        return torch.from_numpy(view).view(dtype)
 
 
 class _Comm:
-    """The parts that FSDP2 asks of a collective: a buffer, and the call."""
+    """FSDP2's interface of a collective: a buffer, and the call."""
 
-    def __init__(self, waiting: Waiting, buffers: Buffers | None = None) -> None:
-        self._waiting = waiting
+    def __init__(self, timer: CollectiveTimer, buffers: Buffers | None = None) -> None:
+        self._timer = timer
         self._buffers = buffers
-        """Kept memory for a layer's collectives. None takes fresh memory at each call."""
+        """Reused memory for a layer's collectives. None allocates memory at each call."""
 
     def _empty(self, elements: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._buffers is None:
@@ -71,7 +71,7 @@ class _Comm:
 
 
 class Gather(_Comm):
-    """An all-gather of weights: each rank sends its part to every other one, all at once.
+    """An all-gather of weights: each rank sends its shard to all others at the same time.
 
     gloo's own took three times as long between two ranks (2026-11-25, two cores).
     """
@@ -79,7 +79,7 @@ class Gather(_Comm):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer for the output, of which the input is a slice."""
+        """Return a buffer for the output; the input is a slice of it."""
         return self._empty(math.prod(map(int, size)), dtype=dtype, device=device)
 
     def __call__(
@@ -89,15 +89,15 @@ class Gather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Put the ranks' inputs behind each other into the output; wait for it."""
+        """Concatenate the ranks' inputs in the output, and wait for it."""
         del async_op
         began_s = time.perf_counter()
         gather(output_tensor, input_tensor, group=group)
-        self._waiting.seconds += time.perf_counter() - began_s
+        self._timer.seconds += time.perf_counter() - began_s
 
 
 def gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """Put the ranks' parts, all of one size, behind each other into `output`."""
+    """Concatenate the ranks' parts, all of one size, in `output`."""
     parts, rank = output.view(dist.get_world_size(group), -1), dist.get_rank(group)
     others = _others(group)
     works = [dist.irecv(parts[other], group=group, group_src=other) for other in others]
@@ -108,9 +108,9 @@ def gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = No
 
 
 def _exchange(parts: Tensor, buffer: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
-    """Send every other rank its part; return all ranks' parts for this one, in their order.
+    """Send every other rank its part; return all ranks' parts for this one, in rank order.
 
-    The other ranks' arrive in `buffer`.
+    `buffer` receives the other ranks' parts.
     """
     others = _others(group)
     received = dict(zip(others, buffer, strict=True))
@@ -128,20 +128,20 @@ def _others(group: dist.ProcessGroup | None) -> list[int]:
 
 def _wait(works: Sequence[dist.Work | None]) -> None:
     for work in works:
-        assert work is not None, "every rank is one of its own group"
+        assert work is not None, "every rank is in its own group"
         work.wait()
 
 
 class SumOfParts(_Comm):
     """A reduce-scatter of gradients: each rank sends every other one its part, and adds up.
 
-    gloo's own is a whole all-reduce, of which all but a part is dropped
+    gloo's own runs a whole all-reduce and drops all other parts
     (https://github.com/pytorch/pytorch/issues/149869). This one sends half as much. Sums are fp32,
     in the order of the ranks.
     """
 
-    def __init__(self, waiting: Waiting, buffers: Buffers | None = None) -> None:
-        super().__init__(waiting, buffers)
+    def __init__(self, timer: CollectiveTimer, buffers: Buffers | None = None) -> None:
+        super().__init__(timer, buffers)
         self._has_input = False
 
     def allocate(
@@ -149,7 +149,7 @@ class SumOfParts(_Comm):
     ) -> Tensor:
         """Return a buffer for the input, and at the next call one for the output.
 
-        The output becomes the gradient, and stays until the update: it is no buffer to keep.
+        The output becomes the gradient and is kept until the update, so its buffer is not reused.
         """
         self._has_input = not self._has_input
         if self._has_input:
@@ -164,9 +164,9 @@ class SumOfParts(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Put the sum of the ranks' inputs, this rank's part of it, into the output."""
+        """Set the output to this rank's part of the sum of all ranks' inputs."""
         del async_op
-        assert op == dist.ReduceOp.SUM, "the strategy has FSDP2 divide, not the collective"
+        assert op == dist.ReduceOp.SUM, "FSDP2 divides, not the collective"
         began_s = time.perf_counter()
         parts = input_tensor.view(dist.get_world_size(group), -1)
         others = input_tensor.numel() - parts.shape[1]
@@ -181,4 +181,4 @@ class SumOfParts(_Comm):
             total.add_(part)
         if total is not output_tensor:
             output_tensor.copy_(total)
-        self._waiting.seconds += time.perf_counter() - began_s
+        self._timer.seconds += time.perf_counter() - began_s

@@ -1,4 +1,4 @@
-"""A checkpoint of a sharded model: rank 0 gathers tensor by tensor what it writes."""
+"""A checkpoint of a sharded model, which rank 0 gathers tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from payload.train.tensors.tensor_file import in_file_order
 
 
 class ShardSnapshot(Snapshot):
-    """The parts that this rank holds.
+    """This rank's shards of a checkpoint.
 
-    A thread gathers them while training goes on, over a process group of its own: on rank 0 as the
-    file is written, elsewhere in `finish`. Both take the tensors in the order of the file.
+    A thread gathers them during training, over a separate process group: on rank 0 while it writes
+    the file, on other ranks in `finish`. Both take the tensors in the order of the file.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ShardSnapshot(Snapshot):
         group: dist.ProcessGroup,
         takes_part: bool,
     ) -> None:
-        """Take the tensors; `takes_part` says that this rank is in rank 0's `group`."""
+        """Take the tensors; `takes_part` is True if this rank is in rank 0's `group`."""
         super().__init__(weights, optimizer)
         ordered = [each for _, each in (*in_file_order(weights), *in_file_order(optimizer))]
         shared = [each for each in ordered if isinstance(each, DTensor)] if takes_part else []
@@ -38,7 +38,7 @@ class ShardSnapshot(Snapshot):
         self._pending = deque(shared)
 
     def is_shared(self) -> bool:
-        """Say whether this rank holds parts of what rank 0 writes."""
+        """Return whether this rank holds shards that rank 0 writes."""
         return bool(self._pending)
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -49,16 +49,16 @@ class ShardSnapshot(Snapshot):
         return self._gather(self._pending.popleft())
 
     def finish(self) -> None:
-        """Gather or send what is left."""
+        """Gather or send the remaining tensors."""
         while self._pending:
             self._gather(self._pending.popleft())
 
     def _gather(self, tensor: DTensor) -> Tensor:
-        """Return the whole tensor on rank 0, and send this rank's part of it elsewhere."""
+        """Return the whole tensor on rank 0; on other ranks send this rank's shard."""
         with torch.no_grad():
             dims = [each.dim for each in tensor.placements if isinstance(each, Shard)]
             if not dims:
-                # Joined in memory by transformers, such as experts: taken apart, it is whole.
+                # A slice of weights that transformers joins in memory, such as an expert's: whole.
                 return tensor.to_local()
             (dim,) = dims
             part = tensor.to_local().cpu().movedim(dim, 0)
@@ -79,6 +79,6 @@ class ShardSnapshot(Snapshot):
 
 
 def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of a tensor, as FSDP2 shares them out: the last ranks may have fewer."""
+    """Return a rank's rows of a tensor, as divided by FSDP2: the last ranks can have fewer."""
     start, end = bounds(whole.shape[0], index=rank, size=ranks)
     return whole[start:end]

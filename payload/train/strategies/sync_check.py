@@ -1,4 +1,4 @@
-"""Proof that the ranks train one model: hashes of weights and optimizer state, compared."""
+"""Verifies that all ranks train the same model, by hashes of weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.core.errors import RanksDifferError, TrainingError
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World
 
-_CHUNK_BYTES = 2**20  # Summed while it is still in the cache that hashing brought it to.
+_CHUNK_BYTES = 2**20  # Small enough that the sum finds in cache what the hash has read.
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -25,20 +25,20 @@ class RankState:
     """State of one rank after a step."""
 
     weights: str
-    """sha256 over all parameters; empty where there is nobody to compare with."""
+    """sha256 over all parameters; empty on a single rank."""
     optimizer: str
-    """The same over the optimizer's state."""
+    """sha256 over the optimizer's state."""
     not_finite: str | None
-    """The first tensor with a NaN or an infinity."""
+    """Name of the first tensor with a NaN or an infinity."""
 
 
-def require_sound_ranks(
+def require_equal_ranks(
     optimizers: Optimizers, world: World, *, step: int, passed_step: int | None
 ) -> None:
-    """Compare weights and optimizer state of all ranks, and look for NaN in them.
+    """Compare weights and optimizer state of all ranks, and search them for NaN.
 
-    `passed_step` is the last step after which this found nothing. Raises, on every rank,
-    RanksDifferError or TrainingError: what the ranks hold must not be saved then.
+    `passed_step` is the last step after which this check passed. Raises, on every rank,
+    RanksDifferError or TrainingError: this state must not be saved then.
     """
     states = world.gather(rank_state(optimizers, is_alone=world.world_size == 1), RankState)
     require_one_model(states, step=step, passed_step=passed_step)
@@ -47,10 +47,10 @@ def require_sound_ranks(
 def require_one_model(
     states: Sequence[RankState], *, step: int, passed_step: int | None, shards: int = 1
 ) -> None:
-    """Compare what the ranks hold, in their order; raise what `require_sound_ranks` raises.
+    """Compare the ranks' states in rank order; raise the errors of `require_equal_ranks`.
 
-    All have the same weights. Those whose numbers are equal modulo `shards` have the same optimizer
-    state, too.
+    All have the same weights. Ranks whose numbers are equal modulo `shards` also have the same
+    optimizer state.
     """
     of_weights = [replace(each, optimizer="", not_finite=None) for each in states]
     if shards > 1 and len(set(of_weights)) > 1:
@@ -64,7 +64,7 @@ def require_one_model(
 def require_equal(
     states: Sequence[RankState], peers: Sequence[int], *, step: int, passed_step: int | None
 ) -> None:
-    """Raise RanksDifferError unless the ranks `peers` hold the same; `states` are of all ranks."""
+    """Raise RanksDifferError unless the ranks `peers` are equal; `states` are of all ranks."""
     of_peers = [states[rank] for rank in peers]
     if len(set(of_peers)) > 1:
         raise RanksDifferError(
@@ -73,18 +73,18 @@ def require_equal(
 
 
 def require_finite(states: Sequence[RankState], *, step: int, passed_step: int | None) -> None:
-    """Raise TrainingError where a rank found a NaN or an infinity."""
+    """Raise TrainingError if a rank found a NaN or an infinity."""
     not_finite = next((each.not_finite for each in states if each.not_finite is not None), None)
     if not_finite is not None:
         raise TrainingError(
             f"after step {step} {not_finite} holds NaN or infinity, though loss and "
-            f"gradients were finite. It is not saved. {_resume(passed_step)} with a lower "
+            f"gradients were finite. The state is not saved. {_resume(passed_step)} with a lower "
             'optimizer.lr, or precision.dtype = "fp32".'
         )
 
 
 def rank_state(optimizers: Optimizers, *, is_alone: bool = False) -> RankState:
-    """Read all of this rank's weights and optimizer state once; a rank alone hashes nothing."""
+    """Read all of this rank's weights and optimizer state once; a single rank hashes nothing."""
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sync check") as pool:
         weights, bad_weight = _inspect(
             dict(optimizers.model.named_parameters()), pool, hashes=not is_alone
@@ -96,7 +96,7 @@ def rank_state(optimizers: Optimizers, *, is_alone: bool = False) -> RankState:
 def inspect_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str | None]:
     """Return the sha256 over names and contents, and the first name with a NaN or infinity.
 
-    Takes one tensor after the other and holds none of them.
+    Holds only one tensor at a time.
     """
     digests, not_finite = digest_each(tensors)
     return digest_of(digests), not_finite
@@ -105,7 +105,7 @@ def inspect_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str | None
 def digest_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, str], str | None]:
     """Return each tensor's sha256 by name, and the first name with a NaN or infinity.
 
-    Takes one tensor after the other and holds none of them.
+    Holds only one tensor at a time.
     """
     digests, not_finite = {}, None
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sync check") as pool:
@@ -127,7 +127,7 @@ def _difference(
     passed_step: int | None,
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Say which ranks differ, in what, and what to do; `states` are those of `ranks`."""
+    """Return which ranks differ, in what, and the fix; `states` are those of `ranks`."""
     numbers = range(len(states)) if ranks is None else ranks
     common, votes = Counter(states).most_common(1)[0]
     if votes * 2 > len(states):
@@ -152,7 +152,7 @@ def _difference(
 
 
 def _resume(passed_step: int | None) -> str:
-    """Say where training can go on. Every checkpoint was saved right after a check that passed."""
+    """Return where to resume: each checkpoint was saved right after a check that passed."""
     if passed_step is None:
         return "Resume from the last checkpoint"
     return f"Resume from the last checkpoint, of step {passed_step} or before"
@@ -193,7 +193,7 @@ def _chunk_size(tensor: Tensor) -> int:
 
 
 def _sha256(chunk: Tensor) -> bytes:
-    # As integers, since numpy has no bf16. hashlib frees Python's lock meanwhile.
+    # As integers, since numpy has no bf16. hashlib releases Python's lock.
     return hashlib.sha256(chunk.view(_INTEGERS[chunk.element_size()]).numpy().data).digest()
 
 
@@ -204,5 +204,5 @@ def _is_finite(chunk: Tensor) -> bool:
         return bool(torch.isfinite(chunk).all())
     values = chunk.numpy()
     with np.errstate(all="ignore"):
-        # A sum is NaN or infinite where one of its terms is, and rarely otherwise.
+        # A sum is NaN or infinite if one of its terms is, and rarely otherwise.
         return bool(np.isfinite(values.sum()) or np.isfinite(values).all())

@@ -1,8 +1,8 @@
-"""Each rank holds a part of every weight, gradient and optimizer state: DeepSpeed's ZeRO stage 3.
+"""Each rank holds a shard of every weight, gradient and optimizer state: DeepSpeed's ZeRO stage 3.
 
-DeepSpeed gathers a module's weights by hooks on its passes, sums gradients to parts, clips and
-updates. It is called directly: Accelerate's plugin would make the update inside the backward pass,
-before a checkpoint's writer has read the weights, and would turn the weights to bf16.
+DeepSpeed's hooks gather a module's weights and reduce-scatter gradients; it also clips and updates.
+It is called directly: Accelerate's plugin would update inside the backward pass, before a
+checkpoint's writer has read the weights, and would convert the weights to bf16.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from payload.train.tensors.lazy_tensors import LazyTensors
 log = logging.getLogger(__name__)
 
 _ENTRIES = ("forward", "token_losses", "class_logits")
-"""A model's own ways into a forward pass."""
+"""Methods of a model that run a forward pass."""
 
 
-class _Entered(nn.Module):
-    """A model's modules with one way in, around which DeepSpeed puts its hooks.
+class _EntryModule(nn.Module):
+    """A model's modules with a single entry point, around which DeepSpeed puts its hooks.
 
-    The model itself is not among them: it is called from outside, by several ways.
+    The model itself is not one of them: other code calls it by several methods.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -58,7 +58,7 @@ class _Entered(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, entry: Callable[..., Any], *inputs: Any) -> Any:
-        """Call one of the model's ways in."""
+        """Call one of the model's entry methods."""
         return entry(*inputs)
 
 
@@ -72,19 +72,19 @@ class Zero3(Strategy):
         self._engine: Any = None
 
     def wrap(self, model: CausalLM) -> None:
-        """Give every rank rank 0's buffers; DeepSpeed sends the weights as it takes them apart."""
+        """Set rank 0's buffers on every rank; DeepSpeed sends the weights when it shards them."""
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
     def optimizers(self, model: CausalLM, config: RunConfig, *, dtype: Dtype) -> Optimizers:
-        """Give every rank its part of rank 0's weights, and DeepSpeed the optimizer of the run."""
+        """Set this rank's shard of rank 0's weights; give DeepSpeed the run's optimizer."""
         if config.engine.wants_kernels():
-            log.info("model     without kernels: DeepSpeed gathers weights for modules alone")
+            log.info("model     without our kernels: DeepSpeed gathers weights only around modules")
         made = build_optimizers(model, config.optimizer, config.engine)
         (optimizer,) = made.members
         names = {parameter: name for name, parameter in trainable(model)}
         self._engine = _initialize(
-            _Entered(model), optimizer, deepspeed_config(config, dtype=dtype), self.world
+            _EntryModule(model), optimizer, deepspeed_config(config, dtype=dtype), self.world
         )
         for name in _ENTRIES:
             if hasattr(model, name):
@@ -92,17 +92,17 @@ class Zero3(Strategy):
         return Zero3Optimizers(model, made.members, engine=self._engine, names=names)
 
     def attach(self, model: CausalLM) -> None:
-        """Do nothing: the ranks have rank 0's weights since the optimizer was made."""
+        """Do nothing: the ranks have rank 0's weights since the optimizer was created."""
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every pass sums its gradients, so that no rank ever holds all of them."""
+        """Do nothing: every micro-batch sums its gradients, so no rank ever holds all of them."""
 
     def finish(self) -> float:
-        """Return 0: DeepSpeed waits within the passes, and its mean gradients are in place."""
+        """Return 0: DeepSpeed waits in forward and backward, and sets the mean gradients."""
         return 0.0
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's run of a whole tensor's elements, with zeros up to the parts' size."""
+        """Return this rank's range of a whole tensor's elements, padded with zeros."""
         del name
         start, end, size = self._own_elements(tensor.numel())
         part = tensor.new_zeros(size)
@@ -110,11 +110,11 @@ class Zero3(Strategy):
         return part
 
     def holds_parts(self) -> bool:
-        """Say that a rank holds some elements of each weight."""
+        """Return True: a rank holds some elements of each weight."""
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
-        """Read this rank's part of the tensor `stored`."""
+        """Read this rank's shard of the tensor `stored`."""
         del name
         start, end, size = self._own_elements(math.prod(tensors.shape(stored)))
         part = torch.zeros(size, dtype=tensors.dtype(stored))
@@ -122,24 +122,24 @@ class Zero3(Strategy):
         return part
 
     def _own_elements(self, count: int) -> tuple[int, int, int]:
-        """Return where this rank's elements of so many begin and end, and the size of its part."""
+        """Return the (begin, end) of this rank's share of `count` elements, and its padded size."""
         ranks = self.world.world_size
         start, end = bounds(count, index=self.world.rank, size=ranks)
         return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context whose gathered weights a later training pass can take, too."""
+        """Return a context whose gathered weights a later training step can use, too."""
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Say that all ranks make a pass together: they gather the weights from each other."""
+        """Return True: all ranks run a micro-batch together, to gather each other's weights."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare the weights that each rank gathers.
+        """Compare the weights gathered by each rank.
 
-        A part of the optimizer state is one rank's alone, and is checked for NaN.
+        A shard of the optimizer state is on one rank only; it is checked for NaN.
         """
         self._engine.empty_partition_cache()
         weights, bad_weight = inspect_each(_gathered(optimizers.model))
@@ -149,11 +149,11 @@ class Zero3(Strategy):
         require_one_model(states, step=step, passed_step=passed_step, shards=self.world.world_size)
 
     def snapshot(self, model: CausalLM, optimizers: Optimizers) -> ShardSnapshot:
-        """Return the rows of a checkpoint's tensors that are this rank's."""
+        """Return this rank's rows of a checkpoint's tensors."""
         parameters = dict(model.named_parameters())
         saved = parameters if model.adapter is None else dict(trainable(model))
         rows = {each: self._rows(vars(each)["ds_tensor"], each) for each in saved.values()}
-        with _replaced(model, rows):
+        with _replaced_parameters(model, rows):
             weights = checkpoint_weights(model)
         state = {
             name: self._rows(value, parameters[name.partition(".")[2]]) if value.dim() else value
@@ -162,10 +162,10 @@ class Zero3(Strategy):
         return ShardSnapshot(weights, state, group=self._saving, takes_part=True)
 
     def _rows(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return rows of a tensor of the shape of `parameter`, of which `part` is this rank's part.
+        """Return this rank's rows of a tensor shaped like `parameter`; `part` is its shard.
 
-        DeepSpeed shares out elements. Where the ranks divide the rows, that is the same, and the
-        rows are a view of `part`; elsewhere all ranks gather the tensor for a moment.
+        DeepSpeed shards by elements. If the ranks divide the rows evenly, the rows are a view of
+        `part`; otherwise all ranks gather the tensor for a moment.
         """
         shape = torch.Size(vars(parameter)["ds_shape"])
         ranks, part = self.world.world_size, part.detach()
@@ -183,42 +183,45 @@ class Zero3(Strategy):
 
 
 def _initialize(
-    entered: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], world: World
+    entry_module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    world: World,
 ) -> Any:
     """Return DeepSpeed's engine for the modules."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    # DeepSpeed calls what torch 2.13 has given other names.
+    # DeepSpeed calls functions that torch 2.13 has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    with _nothing_compiled():
-        return _deepspeed_engine(entered, optimizer, settings)
+    with _without_compile_decorators():
+        return _deepspeed_engine(entry_module, optimizer, settings)
 
 
 def _deepspeed_engine(
-    entered: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+    entry_module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
 ) -> Any:
     import deepspeed
 
-    # That it does not know the optimizer's class, which is torch's own less the compiler's marks.
+    # It would log an unknown optimizer class: torch's own without torch.compile's wrappers.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # An all-reduce through shared memory, for inference alone: ranks would wait for its compiler.
+    # An all-reduce through shared memory, only for inference: ranks would wait for its compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     engine, *_ = deepspeed.initialize(
-        model=entered, optimizer=optimizer, config=settings, dist_init_required=False
+        model=entry_module, optimizer=optimizer, config=settings, dist_init_required=False
     )
     return engine
 
 
 @contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Have torch's marks for its compiler do nothing, and so not import it.
+def _without_compile_decorators() -> Iterator[None]:
+    """Disable torch.compile's decorators, and so the import of the compiler.
 
-    DeepSpeed puts them on its hooks and its Muon; a run with `engine.compile` is refused. The
+    DeepSpeed puts them on its hooks and its Muon; `engine.compile` is rejected with it. The
     import takes several seconds of CPU time a rank.
     """
     places: tuple[tuple[Any, str], ...] = ((torch, "compile"), (torch.compiler, "disable"))
     before = [getattr(module, name) for module, name in places]
     for module, name in places:
-        setattr(module, name, _unmarked)
+        setattr(module, name, _undecorated)
     try:
         yield
     finally:
@@ -226,13 +229,13 @@ def _nothing_compiled() -> Iterator[None]:
             setattr(module, name, marked)
 
 
-def _unmarked(function: Any = None, **_: Any) -> Any:
-    """Return the function, as it is or by a decorator."""
+def _undecorated(function: Any = None, **_: Any) -> Any:
+    """Return the function itself, or a decorator that does."""
     return (lambda each: each) if function is None else function
 
 
 def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter whole, one at a time."""
+    """Yield each parameter gathered, one at a time."""
     from deepspeed.runtime.zero import GatheredParameters
 
     for name, parameter in model.named_parameters():
@@ -241,9 +244,9 @@ def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _replaced(model: nn.Module, found: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Have other tensors in the place of the model's parameters meanwhile."""
-    places = list(_places(model, found))
+def _replaced_parameters(model: nn.Module, found: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Temporarily replace the model's parameters by the tensors in `found`."""
+    places = list(_find_parameters(model, found))
     for parameters, name, parameter in places:
         parameters[name] = found[parameter]
     try:
@@ -253,10 +256,10 @@ def _replaced(model: nn.Module, found: Mapping[nn.Parameter, Tensor]) -> Iterato
             parameters[name] = parameter
 
 
-def _places(
+def _find_parameters(
     model: nn.Module, found: Mapping[nn.Parameter, Tensor]
 ) -> Iterable[tuple[dict[str, Any], str, nn.Parameter]]:
-    """Yield each module's parameters with the name and value of each that is in `found`."""
+    """Yield the parameter dict, name and parameter of each parameter in `found`."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in found:

@@ -1,4 +1,4 @@
-"""DeepSpeed's update and clipping, as the training loop and the checkpoints ask for them."""
+"""DeepSpeed's update and clipping behind the interface of `Optimizers`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from payload.train.optimizers.optimizer import Optimizers, unfit
+from payload.train.optimizers.optimizer import Optimizers, state_mismatch
 
 
 class _Part(NamedTuple):
-    """Where a parameter's part lies in one of DeepSpeed's flat tensors."""
+    """Position of a parameter's shard in one of DeepSpeed's flat tensors."""
 
     flat: Tensor
     first: int
     size: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor that is laid out as `flat` is."""
+        """Return this shard of a tensor with the layout of `flat`."""
         return tensor.narrow(0, self.first, self.size)
 
 
 class Zero3Optimizers(Optimizers):
-    """The run's optimizer on this rank's parts, which DeepSpeed keeps in a few flat tensors."""
+    """The run's optimizer on this rank's shards, which DeepSpeed keeps in a few flat tensors."""
 
     def __init__(
         self,
@@ -35,40 +35,40 @@ class Zero3Optimizers(Optimizers):
         engine: Any,
         names: Mapping[nn.Parameter, str],
     ) -> None:
-        """`names` has the trained parameters, as `engine` was given them in `members`."""
+        """`names` maps the trained parameters in `members` of `engine` to names."""
         super().__init__(model, members)
         self._engine = engine
         self._stage = engine.optimizer
         self._parts = dict(_parts(self._stage, names))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return this rank's part of each trained parameter."""
+        """Return this rank's shard of each trained parameter."""
         return {
             name: nn.Parameter(part.of(part.flat.detach())) for name, part in self._parts.items()
         }
 
     def clip(self, limit: float) -> float:
-        """Have DeepSpeed bring gradients down to `limit` in the coming update; return the norm."""
+        """Limit the norm of all gradients in the next update; return the norm before clipping."""
         self._stage.clip_grad = 0.0 if math.isinf(limit) else limit
         norms = [float(each) for each in self._stage._get_norm_groups()]
-        # It returns -1 for an infinity or NaN, and will not make the update.
+        # It returns -1 for infinity or NaN, and then skips the update.
         return math.hypot(*norms) if min(norms) >= 0 else math.nan
 
     def step(self) -> None:
-        """One update of all parameters, after which no gradients are left."""
+        """Update all parameters once and drop all gradients."""
         self._engine.step()
         self.zero_grad()
 
     def make_state(self) -> None:
-        """Do nothing: state of flat tensors leaves no gaps."""
+        """Do nothing: state in flat tensors does not fragment memory."""
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also those that DeepSpeed would use again where no pass makes one."""
+        """Drop all gradients, also those that DeepSpeed reuses if no micro-batch makes new ones."""
         self._stage.zero_grad(set_to_none=True)
         self._stage.grad_partitions_flat_buffer.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's part of all state, each tensor as `state_key.parameter_name`."""
+        """Return this rank's shards of all state, each tensor as `state_key.parameter_name`."""
         (optimizer,) = self.members
         return {
             f"{key}.{name}": part.of(value.detach()) if value.dim() else value.detach()
@@ -80,7 +80,7 @@ class Zero3Optimizers(Optimizers):
     def load_state_tensors(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Put this rank's parts of the state in their place. Raises CheckpointError."""
+        """Set this rank's shards of the state. Raises CheckpointError."""
         (optimizer,) = self.members
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
         for full_name, value in pairs:
@@ -88,7 +88,7 @@ class Zero3Optimizers(Optimizers):
             part = self._parts.get(name)
             is_count = key == "step" and value.dim() == 0
             if part is None or not (is_count or value.numel() == part.size):
-                raise unfit(full_name, value)
+                raise state_mismatch(full_name, value)
             state = optimizer.state[part.flat]
             if is_count:
                 state[key] = value
@@ -97,7 +97,7 @@ class Zero3Optimizers(Optimizers):
 
 
 def _parts(stage: Any, names: Mapping[nn.Parameter, str]) -> Iterator[tuple[str, _Part]]:
-    """Yield the name of each trained parameter and where DeepSpeed has this rank's part of it."""
+    """Yield the name of each trained parameter and the position of this rank's shard."""
     for group, flat in zip(stage.fp16_groups, stage.fp32_partitioned_groups_flat, strict=True):
         first = 0
         for parameter in group:

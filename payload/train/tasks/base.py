@@ -1,4 +1,4 @@
-"""The interface of a training task: samples, their batches, and an evaluation."""
+"""The interface of a training task: samples, batches and evaluation."""
 
 from __future__ import annotations
 
@@ -23,23 +23,20 @@ from payload.train.models.classifier import Classifier
 from payload.train.tasks.evaluate import EvalPass
 
 _MEASURED = 4096
-"""Samples whose tokens are counted for their mean."""
+"""Samples in the estimate of the mean number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The samples of one pass.
-
-    B samples, T tokens.
-    """
+    """The samples of one micro-batch."""
 
     inputs: tuple[Tensor, ...]
     """Arguments of the model's forward pass, which returns the batch's mean loss."""
     tokens: Tensor
-    """(B, T) int64, what the token embedding looks up."""
+    """(B, T) int64, the indices for the token embedding."""
     weight: float
-    """Weight of the batch's mean loss, such as its number of targets: a step's loss is the mean of
-    its batches' losses, each with this weight."""
+    """Weight of the batch's mean loss, such as its number of targets: a step's loss is the weighted
+    mean of its batches' losses."""
 
 
 class Samples(ABC):
@@ -56,80 +53,80 @@ class Samples(ABC):
         """Return the batch of these samples. Raises DataError for damaged files."""
 
     @abstractmethod
-    def expect(self, chosen: Indices) -> None:
-        """Have the system read these samples from the disk meanwhile."""
+    def prefetch(self, chosen: Indices) -> None:
+        """Prefetch these samples from disk."""
 
     @abstractmethod
     def counts(self, chosen: Indices) -> Counts:
         """Return the counts of a batch of these samples, without reading its tokens."""
 
     def weight(self, chosen: Indices) -> float:
-        """Return the weight that the loss of a batch of these samples has."""
+        """Return the weight of the loss of a batch of these samples."""
         return self.loss.weight(self.counts(chosen))
 
     @abstractmethod
     def num_tokens(self, chosen: Indices) -> int:
-        """Return the number of tokens of these samples, padding left out."""
+        """Return the number of tokens of these samples, without padding."""
 
-    def arranged(self, chosen: Indices) -> Indices:
-        """Return a step's samples in the order in which its passes and ranks divide them."""
+    def arrange_samples(self, chosen: Indices) -> Indices:
+        """Return a step's samples in the order in which micro-batches and ranks divide them."""
         return chosen
 
 
 class Task(ABC):
-    """A prepared data folder as a run trains on it."""
+    """A run's prepared data folder, with its samples and its evaluation."""
 
     folder: Path
     meta: DataMeta
     train: Samples
     loss: Loss
     keeps_base: ClassVar[bool] = False
-    """True if checkpoints say which weights the run started from, also without an adapter."""
+    """True if checkpoints record the initial weights' identity, also without an adapter."""
 
-    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model with what the task needs of it; `init` names it in messages.
+    def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+        """Return the model adapted to the task; `init` names it in messages.
 
         Raises CheckpointError for a model that was trained for another task.
         """
         if isinstance(model, Classifier):
             raise CheckpointError(
-                f"model.init = {init!r}: it is a classifier. Set task.kind=classify, or name a "
+                f"model.init = {init!r}: a classifier. Set task.kind=classify, or choose a "
                 "language model."
             )
         model.objective = None if self.loss.is_mean else self.loss
         return model
 
-    def require_own(self, checkpoint: Path) -> None:  # noqa: B027 - few tasks ask
-        """Raise CheckpointError where the run's `checkpoint` suits other data."""
+    def require_matching_checkpoint(self, checkpoint: Path) -> None:  # noqa: B027 - few tasks override it
+        """Raise CheckpointError if the run's `checkpoint` does not fit the data."""
 
-    def take_base(self, base: BaseModel, *, resumes: bool) -> None:  # noqa: B027 - few tasks ask
-        """Take what a run with `keeps_base` starts from; on rank 0, before anything is written.
+    def set_base(self, base: BaseModel, *, resumes: bool) -> None:  # noqa: B027 - few tasks override it
+        """Record the initial weights of a run with `keeps_base`, on rank 0 before any write.
 
-        Raises CheckpointError for weights that do not suit the data.
+        Raises CheckpointError for weights that do not fit the data.
         """
 
-    def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Make what the steps need of the model as the run starts from it.
+    def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
+        """Prepare what the steps need from the initial model, before the first step.
 
-        Returns False when a rank was asked to stop meanwhile.
+        Return False if a rank requested a stop before the end.
         """
-        del model, how, dtype, resumes
+        del model, eval_pass, dtype, resumes
         return True
 
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return the tokenizer's files for the checkpoints, with what the task needs in them."""
+        """Return the tokenizer's files for the checkpoints, completed for the task."""
         return files
 
     def mean_tokens(self) -> float:
-        """Return the mean number of tokens of a training sample, padding left out."""
+        """Return the mean number of tokens of a training sample, without padding."""
         count = self.train.num_samples()
         some = np.linspace(0, count - 1, min(count, _MEASURED), dtype=np.int64)
         return self.train.num_tokens(some) / len(some)
 
     @abstractmethod
     def has_range_hashes(self) -> bool:
-        """Say whether what training reads is compared with meta.json."""
+        """Return whether meta.json has range hashes, by which reads are verified."""
 
     @abstractmethod
-    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Evaluate the model on the validation set; None when it was asked to stop."""
+    def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
+        """Evaluate the model on the validation set; None after a request to stop."""

@@ -1,4 +1,4 @@
-"""The assistant's tokens of conversations, in packed blocks that keep these apart."""
+"""Conversations in packed blocks that keep them separate; the assistant's tokens are trained."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class PackedSamples(Samples):
         inputs = self._blocks.gather(chosen)
         return Batch(inputs=inputs, tokens=inputs[0], weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
-        """Have the system read these blocks meanwhile."""
+    def prefetch(self, chosen: Indices) -> None:
+        """Prefetch these blocks from disk."""
         self._blocks.expect(chosen)
 
     def counts(self, chosen: Indices) -> Counts:
-        """Return the number of blocks and of their trained tokens."""
+        """Return the number of blocks and of trained tokens."""
         return Counts(samples=len(chosen), targets=self._blocks.num_targets(chosen))
 
     def num_tokens(self, chosen: Indices) -> int:
-        """Return the number of tokens, padding left out."""
+        """Return the number of tokens, without padding."""
         return self._blocks.num_tokens(chosen)
 
 
 class Chat(Task):
-    """A folder of packed conversations with marks of the trained tokens."""
+    """A folder of packed conversations in which the trained tokens are marked."""
 
     def __init__(
         self, folder: Path, meta: DataMeta, train: PackedBlocks, val: PackedBlocks, loss: Loss
@@ -64,9 +64,9 @@ class Chat(Task):
         self._blocks = train, val
 
     def has_range_hashes(self) -> bool:
-        """Say whether what training reads is compared with meta.json."""
+        """Return whether meta.json has range hashes, by which reads are verified."""
         return all(blocks.is_checked() for blocks in self._blocks)
 
-    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Return the loss of the trained validation tokens; None when asked to stop."""
-        return evaluate(model, self._blocks[1], how, self.loss)
+    def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
+        """Return the loss of the trained validation tokens; None after a request to stop."""
+        return evaluate(model, self._blocks[1], eval_pass, self.loss)

@@ -1,4 +1,4 @@
-"""Classification: a label for each text, and a validation that does not depend on the ranks.
+"""Classification: one label for each text, with an evaluation independent of the rank count.
 
 K labels.
 """
@@ -56,7 +56,7 @@ def open_task(config: RunConfig) -> Task:
 
 
 class TextSamples(Samples):
-    """Labelled texts; a batch is as long as its longest one."""
+    """Labelled texts; a batch is padded to its longest text."""
 
     def __init__(self, texts: LabelledTexts, loss: Loss) -> None:
         self._texts, self.loss = texts, loss
@@ -70,32 +70,32 @@ class TextSamples(Samples):
         tokens, labels = self._texts.gather(chosen)
         return Batch(inputs=(tokens, labels), tokens=tokens, weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
-        """Do nothing: a text is a few hundred bytes, which the system has read ahead."""
+    def prefetch(self, chosen: Indices) -> None:
+        """Do nothing: a text has a few hundred bytes, which the system has read ahead."""
 
     def counts(self, chosen: Indices) -> Counts:
-        """Return the number of texts, and their labels."""
+        """Return the number of texts and their labels."""
         labels = self._texts.labels[chosen]
         return Counts(samples=len(chosen), targets=len(chosen), labels=labels)
 
     def num_tokens(self, chosen: Indices) -> int:
-        """Return the number of tokens, padding left out."""
+        """Return the number of tokens, without padding."""
         return int(self._texts.lengths[chosen].sum())
 
-    def arranged(self, chosen: Indices) -> Indices:
-        """Return a step's texts by length, so that a pass has texts of about the same length."""
+    def arrange_samples(self, chosen: Indices) -> Indices:
+        """Return a step's texts by length: a micro-batch has texts of about the same length."""
         return chosen[np.argsort(self._texts.lengths[chosen], kind="stable")]
 
 
 class Classify(Task):
-    """A folder that `prepare --task classify` wrote."""
+    """A folder written by `prepare --task classify`."""
 
     def __init__(self, folder: Path, meta: DataMeta, *, sequence_length: int, loss: Loss) -> None:
         assert meta.classify is not None
         self.folder, self.meta, self.loss = folder, meta, loss
         self._labels = meta.classify
         self._start_note: str | None = None
-        """A new classifier's start of `score`, for the log; None for one that was loaded."""
+        """How a new classifier's `score` was initialised, for the log; None for a loaded one."""
         texts, self._val = (
             open_labelled(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)
@@ -105,15 +105,15 @@ class Classify(Task):
         if truncated:
             log.info(
                 f"data      {truncated:,} of {texts.num_texts() + self._val.num_texts():,} texts "
-                f"are longer than data.sequence_length = {sequence_length} and lose their end"
+                f"are longer than data.sequence_length = {sequence_length} and are cut off"
             )
 
     def has_range_hashes(self) -> bool:
-        """Say whether what training reads is compared with meta.json."""
+        """Return whether meta.json has range hashes, by which reads are verified."""
         return self._val.check is not None
 
-    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model as a classifier. Raises CheckpointError for one of other labels."""
+    def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
+        """Return the model as a classifier. Raises CheckpointError for other labels."""
         labels = self._labels
         if not isinstance(model, Classifier):
             self._start_note = start_note(model, self._labels, folder=self.folder, init=init)
@@ -129,25 +129,25 @@ class Classify(Task):
         model.objective = self.loss
         return model
 
-    def require_own(self, checkpoint: Path) -> None:
-        """Raise CheckpointError where the run's `checkpoint` has other labels than the data.
+    def require_matching_checkpoint(self, checkpoint: Path) -> None:
+        """Raise CheckpointError if the labels of the run's `checkpoint` are not the data's.
 
-        Its weights fit any labels of the same number.
+        The weights' shapes can be equal: they depend only on the number of labels.
         """
         config, where = read_config(checkpoint), str(checkpoint / CONFIG_FILE)
         labels = saved_labels(config, where=where, is_own=True)
         pad_token = saved_pad_token(config, where=where)
         _require_same(labels, pad_token, self._labels, where=where, resumes=True)
 
-    def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Log what a new classifier starts from; a resumed run's adapter has it trained already."""
-        del model, how, dtype
+    def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
+        """Log how a new classifier was initialised; a resumed adapter's is trained already."""
+        del model, eval_pass, dtype
         if self._start_note is not None and not resumes:
             log.info(f"score     {self._start_note}")
         return True
 
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return the tokenizer's files with the token that pads, as transformers needs for it."""
+        """Return the tokenizer's files with the padding token that transformers needs."""
         named = special_tokens(tokenizer_config(files, folder=self.folder))
         if "eos_token" not in named or "pad_token" in named:
             return files
@@ -155,10 +155,10 @@ class Classify(Task):
         padded = json.dumps({**raw, "pad_token": named["eos_token"]}, ensure_ascii=False, indent=2)
         return {**files, _TOKENIZER_CONFIG: padded.encode()}
 
-    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Return loss, accuracy, F1 and confusion matrix; None when asked to stop."""
+    def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
+        """Return loss, accuracy, F1 and confusion matrix; None after a request to stop."""
         assert isinstance(model, Classifier)
-        return evaluate_texts(model, self._val, how, self.loss)
+        return evaluate_texts(model, self._val, eval_pass, self.loss)
 
 
 def _require_same(
@@ -169,49 +169,48 @@ def _require_same(
     where: str,
     resumes: bool = False,
 ) -> None:
-    """Raise CheckpointError where a model's labels or its padding are not the data's."""
-    same = "Resume with the data that the run was started with." if resumes else ""
+    """Raise CheckpointError if a model's labels or its padding token are not the data's."""
+    same = "Resume with the data of the run's start." if resumes else ""
     if labels != data.labels:
-        fix = "Prepare the data with the same labels, or start from a model without them."
+        fix = "Prepare the data with the same labels, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: it classifies into {', '.join(labels[:8])}, the data's labels are "
+            f"{where}: its labels are {', '.join(labels[:8])}, the data's "
             f"{', '.join(data.labels[:8])}. {same or fix}"
         )
     if pad_token != data.pad_token:
         fix = "Prepare the data with the model's tokenizer, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: it pads texts with token {pad_token}, the data with {data.pad_token}. "
-            f"{same or fix}"
+            f"{where}: its padding token is {pad_token}, the data's {data.pad_token}. {same or fix}"
         )
 
 
 def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:
-    """Return what `score` of a new classifier with this body starts from."""
+    """Return how `score` of a new classifier with this body is initialised, as log text."""
     if init == "scratch":
-        return "starts from random numbers, like the whole model (model.init = 'scratch')"
+        return "starts from random values, like the whole model (model.init = 'scratch')"
     if not labels.label_tokens:
         return (
-            f"starts from random numbers: {folder} has no tokens of the labels' names. Either an "
-            "older version prepared it, or its tokenizer has none for a name"
+            f"starts from random values: {folder} has no tokens of the labels' names. Either an "
+            "older version prepared it, or its tokenizer has no token for a name"
         )
     if body.head_weight() is None:
         return (
-            "starts from random numbers: the model's output head has a bias, or its logits are "
+            "starts from random values: the model's output head has a bias, or its logits are "
             "scaled or capped"
         )
     return "starts from the labels' names"
 
 
 def evaluate_texts(
-    model: Classifier, texts: LabelledTexts, how: EvalPass, loss: Loss
+    model: Classifier, texts: LabelledTexts, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Classify the texts, shared by the ranks in batches that do not depend on their number.
+    """Classify the texts, which the ranks share in batches that do not depend on their number.
 
-    Ranks exchange counts, and each batch's sum of losses in float64 at a place of its own, so the
-    result is equal to the last bit. None when a rank was asked to stop.
+    Ranks exchange counts, and each batch's sum of losses in float64 separately, so the result is
+    bitwise equal on any number of ranks. Return None after a request to stop.
     """
-    size, count = how.micro_batch_size, len(model.labels)
-    chosen = np.arange(_num_texts(texts, how.max_tokens))
+    size, count = eval_pass.micro_batch_size, len(model.labels)
+    chosen = np.arange(_num_texts(texts, eval_pass.max_tokens))
     chosen = chosen[np.argsort(texts.lengths[chosen], kind="stable")]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     confusion = torch.zeros(count * count, dtype=torch.float64)
@@ -219,23 +218,23 @@ def evaluate_texts(
 
     def compute(batch: Indices) -> Tensor:
         tokens, labels = texts.gather(batch)
-        return loss.sums(model.class_logits(tokens.to(how.world.device)).cpu(), labels)
+        return loss.sums(model.class_logits(tokens.to(eval_pass.world.device)).cpu(), labels)
 
     def keep(number: int, sums: Tensor) -> None:
         confusion.add_(sums[:-1])
         losses[number] = sums[-1]
 
-    if not compute_batches(model, batches, how, compute, keep):
+    if not compute_batches(model, batches, eval_pass, compute, keep):
         return None
     total = torch.cat((confusion, losses))
-    how.sum(total)
+    eval_pass.sum(total)
     sums = torch.cat((total[: len(confusion)], total[len(confusion) :].sum().view(1)))
     tokens = int(texts.lengths[chosen].sum())
-    return loss.metrics(sums, step=how.step, samples=len(chosen), tokens=tokens)
+    return loss.metrics(sums, step=eval_pass.step, samples=len(chosen), tokens=tokens)
 
 
 def _num_texts(texts: LabelledTexts, max_tokens: int | None) -> int:
-    """Return how many of the first texts hold `max_tokens`, or all."""
+    """Return the number of first texts that hold `max_tokens`, or of all."""
     if max_tokens is None:
         return texts.num_texts()
     before = int(np.searchsorted(np.cumsum(texts.lengths), max_tokens))

@@ -28,99 +28,100 @@ class EvalPass:
     """Evaluate the first samples that hold this many tokens; None = all."""
     autocast: Callable[[], AbstractContextManager[None]]
     should_stop: Callable[[int, int], bool]
-    """Asked after every pass, with the number done and of all; the answer is the same on all
-    ranks."""
+    """Called after every batch with the numbers done and total; returns the same on all ranks."""
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
-    """The context that a pass computes in, besides `autocast`."""
+    """The context that a batch computes in, in addition to `autocast`."""
     computes_together: bool = False
-    """A rank can make a pass only while all others make one: those with nothing to do repeat
-    another pass's work and drop the result."""
+    """True if a rank can compute a batch only while all others do: a rank without work repeats a
+    batch and drops the result."""
     share: tuple[int, int] | None = None
-    """Which part of the samples this rank evaluates, and of how many; None = one for each rank."""
+    """(index, count): this rank evaluates share `index` of `count`; None = one for each rank."""
     has_results: bool = True
-    """True on the one of the ranks with the same samples that adds its losses to the sum."""
+    """True on exactly one of the ranks that evaluate the same samples; its losses are summed."""
 
-    def part(self) -> tuple[int, int]:
-        """Return which part of the samples this rank evaluates, and of how many."""
+    def own_share(self) -> tuple[int, int]:
+        """Return this rank's (index, count) of the samples."""
         return (self.world.rank, self.world.world_size) if self.share is None else self.share
 
     def sum(self, values: Tensor) -> None:
-        """Add up what the ranks found, in place."""
+        """Sum the ranks' results in place."""
         if not self.has_results:
             values.zero_()
         self.world.sum(values)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Enter what a pass computes in."""
+        """Enter the context that a batch computes in."""
         with self.without_gradients(), self.autocast():
             yield
 
 
-def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass, loss: Loss) -> EvalMetrics | None:
+def evaluate(
+    model: CausalLM, blocks: Blocks, eval_pass: EvalPass, loss: Loss
+) -> EvalMetrics | None:
     """Return the loss over the first validation tokens, or all of them.
 
-    Sums are added up in float64, so that the number of ranks does not weigh on the result. None
-    when it was asked to stop.
+    Sums are float64, so the number of ranks does not affect the result. Return None after a request
+    to stop.
     """
-    size, num_blocks = how.micro_batch_size, blocks.num_blocks()
-    index, parts = how.part()
-    if how.max_tokens is not None:
-        num_blocks = min(num_blocks, -(-how.max_tokens // blocks.sequence_length))
+    size, num_blocks = eval_pass.micro_batch_size, blocks.num_blocks()
+    index, parts = eval_pass.own_share()
+    if eval_pass.max_tokens is not None:
+        num_blocks = min(num_blocks, -(-eval_pass.max_tokens // blocks.sequence_length))
     mine = np.arange(index, num_blocks, parts, dtype=np.int64)
     total = torch.zeros(2, dtype=torch.float64)
     stopped = False
 
     def sums(chosen: Indices) -> Tensor:
-        inputs, targets, *rest = (each.to(how.world.device) for each in blocks.gather(chosen))
+        inputs, targets, *rest = (each.to(eval_pass.world.device) for each in blocks.gather(chosen))
         return loss.sums(model.token_losses(inputs, targets, *rest), targets)
 
     model.eval()
-    with how.computing():
-        # Every rank makes as many passes, the last perhaps with nothing to do.
+    with eval_pass.computing():
+        # Every rank runs the same number of batches; its last one can be empty.
         starts = range(0, -(-num_blocks // parts), size)
         for done, start in enumerate(starts, 1):
             chosen = mine[start : start + size]
             if len(chosen):
                 total += sums(chosen)
-            elif how.computes_together:
+            elif eval_pass.computes_together:
                 sums(np.zeros(1, dtype=np.int64))
-            stopped = how.should_stop(done, len(starts))
+            stopped = eval_pass.should_stop(done, len(starts))
             if stopped:
                 break
     model.train()
     if stopped:
         return None
-    how.sum(total)
+    eval_pass.sum(total)
     tokens = num_blocks * blocks.sequence_length
-    return loss.metrics(total, step=how.step, samples=num_blocks, tokens=tokens)
+    return loss.metrics(total, step=eval_pass.step, samples=num_blocks, tokens=tokens)
 
 
 def compute_batches(
     model: CausalLM,
     batches: Sequence[Indices],
-    how: EvalPass,
+    eval_pass: EvalPass,
     compute: Callable[[Indices], Tensor],
     keep: Callable[[int, Tensor], None],
 ) -> bool:
-    """Compute this rank's share of the batches, and keep each result under its batch's number.
+    """Compute this rank's share of the batches; pass each result to `keep` with its batch number.
 
-    The batches do not depend on the number of ranks, so neither does a result. Returns False when
-    a rank was asked to stop.
+    The batches do not depend on the number of ranks, so neither does a result. Return False after
+    a request to stop.
     """
-    index, parts = how.part()
+    index, parts = eval_pass.own_share()
     passes = -(-len(batches) // parts)
     stopped = False
     model.eval()
-    with how.computing():
+    with eval_pass.computing():
         for done in range(passes):
             mine = done * parts + index
-            # Every rank makes as many passes, the last perhaps with nothing to do.
+            # Every rank runs the same number of batches; its last one can be empty.
             if mine < len(batches):
                 keep(mine, compute(batches[mine]))
-            elif how.computes_together:
+            elif eval_pass.computes_together:
                 compute(batches[0])
-            stopped = how.should_stop(done + 1, passes)
+            stopped = eval_pass.should_stop(done + 1, passes)
             if stopped:
                 break
     model.train()

@@ -1,4 +1,4 @@
-"""The log-probabilities of preference pairs' answers, and the evaluation of pairs by them.
+"""Log-probabilities of preference pairs' answers, and the evaluation of pairs with them.
 
 P pairs, T tokens.
 """
@@ -19,15 +19,15 @@ from payload.train.tasks.evaluate import EvalPass, compute_batches
 
 
 def reference_log_probs(
-    model: CausalLM, splits: tuple[Pairs, Pairs], how: EvalPass
+    model: CausalLM, splits: tuple[Pairs, Pairs], eval_pass: EvalPass
 ) -> Tensor | None:
-    """Return the log-probabilities of both splits' answers, one below the other.
+    """Return the log-probabilities of both splits' answers, concatenated.
 
-    None when a rank was asked to stop.
+    Return None after a request to stop.
     """
     found = []
     for pairs in splits:
-        part = answer_log_probs(model, pairs, how)
+        part = answer_log_probs(model, pairs, eval_pass)
         if part is None:
             return None
         found.append(part)
@@ -35,49 +35,49 @@ def reference_log_probs(
 
 
 def answer_log_probs(
-    model: CausalLM, pairs: Pairs, how: EvalPass, *, most: int | None = None
+    model: CausalLM, pairs: Pairs, eval_pass: EvalPass, *, most: int | None = None
 ) -> Tensor | None:
     """Return log-probabilities (N, 2) float64 of the first N pairs' answers, on every rank.
 
-    The ranks share batches that do not depend on their number, so the result is equal to the last
-    bit. None when a rank was asked to stop.
+    The ranks share batches that do not depend on their number, so the result is bitwise equal on
+    any number of ranks. Return None after a request to stop.
     """
-    size = how.micro_batch_size
+    size = eval_pass.micro_batch_size
     chosen = np.arange(pairs.num_pairs() if most is None else most)
     chosen = chosen[np.argsort(pairs.longest(chosen), kind="stable")]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     found = torch.zeros(len(chosen), 2, dtype=torch.float64)
 
     def compute(batch: Indices) -> Tensor:
-        inputs = (each.to(how.world.device) for each in pairs.gather(batch))
+        inputs = (each.to(eval_pass.world.device) for each in pairs.gather(batch))
         return log_probs(model.token_losses(*inputs)).cpu()
 
     def keep(number: int, values: Tensor) -> None:
         found[torch.from_numpy(batches[number])] = values
 
-    if not compute_batches(model, batches, how, compute, keep):
+    if not compute_batches(model, batches, eval_pass, compute, keep):
         return None
-    how.sum(found)
+    eval_pass.sum(found)
     return found
 
 
 def evaluate_pairs(
-    model: CausalLM, pairs: Pairs, reference: Tensor, how: EvalPass, loss: Loss
+    model: CausalLM, pairs: Pairs, reference: Tensor, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Return the result over the first pairs that hold `how.max_tokens`, or all.
+    """Return the metrics over the first pairs that hold `eval_pass.max_tokens`, or all.
 
-    Equal to the last bit for any number of ranks. None when a rank was asked to stop.
+    Bitwise equal on any number of ranks. Return None after a request to stop.
     """
-    count = _num_pairs(pairs, how.max_tokens)
-    found = answer_log_probs(model, pairs, how, most=count)
+    count = _num_pairs(pairs, eval_pass.max_tokens)
+    found = answer_log_probs(model, pairs, eval_pass, most=count)
     if found is None:
         return None
     tokens = pairs.num_tokens(np.arange(count))
-    return loss.metrics(found, reference[:count], step=how.step, samples=count, tokens=tokens)
+    return loss.metrics(found, reference[:count], step=eval_pass.step, samples=count, tokens=tokens)
 
 
 def _num_pairs(pairs: Pairs, max_tokens: int | None) -> int:
-    """Return how many of the first pairs hold `max_tokens`, or all."""
+    """Return the number of first pairs that hold `max_tokens`, or of all."""
     if max_tokens is None:
         return pairs.num_pairs()
     before = int(np.searchsorted(np.cumsum(pairs.lengths.sum(axis=1)), max_tokens))

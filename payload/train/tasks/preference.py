@@ -1,4 +1,4 @@
-"""Direct preference optimization: the better of two answers, against the model as it began."""
+"""Direct preference optimization: train on the better of two answers, against a reference."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def open_task(config: RunConfig) -> Task:
 
 
 class PairSamples(Samples):
-    """Preference pairs; a batch is as long as its longest conversation."""
+    """Preference pairs; a batch is padded to its longest conversation."""
 
     def __init__(self, pairs: Pairs, loss: Loss) -> None:
         self._pairs, self.loss = pairs, loss
         self.reference: Tensor | None = None
-        """(pairs, 2) float64, once it is known."""
+        """(pairs, 2) float64; None before `Preference.begin`."""
 
     def num_samples(self) -> int:
         """Return the number of pairs."""
         return self._pairs.num_pairs()
 
     def batch(self, chosen: Indices) -> Batch:
-        """Return tokens, targets and starts of both conversations, and the reference's numbers.
+        """Return tokens, targets and starts of both conversations, and the reference's values.
 
         Raises DataError.
         """
@@ -69,24 +69,24 @@ class PairSamples(Samples):
         known = self.reference[torch.from_numpy(chosen)]
         return Batch(inputs=(*inputs, known), tokens=inputs[0], weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
-        """Do nothing: a pair is a few kilobytes, which the system has read ahead."""
+    def prefetch(self, chosen: Indices) -> None:
+        """Do nothing: a pair has a few kilobytes, which the system has read ahead."""
 
     def counts(self, chosen: Indices) -> Counts:
         """Return the number of pairs."""
         return Counts(samples=len(chosen), targets=len(chosen))
 
     def num_tokens(self, chosen: Indices) -> int:
-        """Return the number of tokens of both conversations, padding left out."""
+        """Return the number of tokens of both conversations, without padding."""
         return self._pairs.num_tokens(chosen)
 
-    def arranged(self, chosen: Indices) -> Indices:
-        """Return a step's pairs by length, so that a pass has pairs of about the same length."""
+    def arrange_samples(self, chosen: Indices) -> Indices:
+        """Return a step's pairs by length: a micro-batch has pairs of about the same length."""
         return chosen[np.argsort(self._pairs.longest(chosen), kind="stable")]
 
 
 class Preference(Task):
-    """A folder that `prepare --task preference` wrote."""
+    """A folder written by `prepare --task preference`."""
 
     keeps_base = True
 
@@ -98,64 +98,64 @@ class Preference(Task):
         self._val_reference: Tensor | None = None
 
     def has_range_hashes(self) -> bool:
-        """Say whether what training reads is compared with meta.json."""
+        """Return whether meta.json has range hashes, by which reads are verified."""
         return all(pairs.is_checked() for pairs in self._pairs)
 
-    def take_base(self, base: BaseModel, *, resumes: bool) -> None:
-        """Take what the run starts from; on rank 0.
+    def set_base(self, base: BaseModel, *, resumes: bool) -> None:
+        """Record the run's initial weights, on rank 0.
 
-        Raises CheckpointError when the stored reference is of another model, or is gone.
+        Raises CheckpointError if the stored reference is another model's or missing at a resume.
         """
         self._model = reference_model(base)
         if self._own_reference() is None and resumes:
             raise CheckpointError(
-                f"{self.folder}: the reference that the run began with is not stored there any "
-                f"more. Make it again with: {how_to_make(self.folder, self._model)}"
+                f"{self.folder}: the run's stored reference is missing. "
+                f"Make it again with: {how_to_make(self.folder, self._model)}"
             )
 
-    def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
+    def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
         """Read the reference's log-probabilities, or compute and store them before the first step.
 
-        Returns False when a rank was asked to stop meanwhile. Raises DataError, CheckpointError.
+        Return False after a request to stop. Raises DataError, CheckpointError.
         """
-        stored = self._stored(dtype) if how.world.is_main else None
-        is_there = how.world.broadcast(stored is not None, bool)
+        stored = self._stored(dtype) if eval_pass.world.is_main else None
+        is_there = eval_pass.world.broadcast(stored is not None, bool)
         found: Tensor | None
         if is_there:
             count = sum(pairs.num_pairs() for pairs in self._pairs)
             mine = torch.zeros(count, 2, dtype=torch.float64)
-            found = how.world.sum(mine if stored is None else torch.from_numpy(stored))
+            found = eval_pass.world.sum(mine if stored is None else torch.from_numpy(stored))
         elif resumes:
             raise CheckpointError(
-                f"{self.folder}: no reference in {dtype} is stored there, and the run goes on "
-                f"from trained weights. Make it with: {self._again(dtype)}"
+                f"{self.folder}: no reference in {dtype} is stored, and the resumed run has "
+                f"trained weights. Make it with: {self._again(dtype)}"
             )
         else:
-            found = self._compute(model, how, dtype=dtype)
+            found = self._compute(model, eval_pass, dtype=dtype)
         if found is None:
             return False
         train = self._pairs[0].num_pairs()
         self.train.reference, self._val_reference = found[:train], found[train:]
         return True
 
-    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Return loss, accuracy, margin and rewards; None when asked to stop."""
+    def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
+        """Return loss, accuracy, margin and rewards; None after a request to stop."""
         assert self._val_reference is not None, "begin comes first"
-        return evaluate_pairs(model, self._pairs[1], self._val_reference, how, self.loss)
+        return evaluate_pairs(model, self._pairs[1], self._val_reference, eval_pass, self.loss)
 
     def _own_reference(self) -> Reference | None:
-        """Return what is stored. Raises CheckpointError where it is another model's.
+        """Return the stored reference. Raises CheckpointError if it is another model's.
 
-        It is compared whenever it is read: a run that started at the same time may have stored its
-        own meanwhile.
+        Every read compares it: a run that started at the same time can have stored its own in
+        between.
         """
-        assert self._model is not None, "take_base comes first"
+        assert self._model is not None, "set_base comes first"
         found = read_reference(self.folder, self.meta)
         if found is not None and not found.model.is_same(self._model):
             raise CheckpointError(
-                f"{self.folder}: the reference stored there is of {_told(found.model)}, and the "
-                f"run starts from {_told(self._model)}. Give each run a copy of the folder, or "
-                f"replace it with: {how_to_make(self.folder, self._model)}"
+                f"{self.folder}: the stored reference is {_described(found.model)}, but the run "
+                f"starts from {_described(self._model)}. Give each run a copy of the folder, or "
+                f"replace the reference with: {how_to_make(self.folder, self._model)}"
             )
         return found
 
@@ -163,11 +163,11 @@ class Preference(Task):
         found = self._own_reference()
         return None if found is None else read_values(self.folder, self.meta, found, dtype)
 
-    def _compute(self, model: CausalLM, how: EvalPass, *, dtype: Dtype) -> Tensor | None:
+    def _compute(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype) -> Tensor | None:
         log.info(f"reference computing the log-probabilities of {self.folder}'s answers ({dtype})")
-        found = reference_log_probs(model, self._pairs, how)
-        if found is not None and how.world.is_main:
-            assert self._model is not None, "rank 0 took the base"
+        found = reference_log_probs(model, self._pairs, eval_pass)
+        if found is not None and eval_pass.world.is_main:
+            assert self._model is not None, "set_base comes first on rank 0"
             self._own_reference()
             store(self.folder, self.meta, self._model, dtype=dtype, values=found)
         return found
@@ -179,17 +179,17 @@ class Preference(Task):
 def store(
     folder: Path, meta: DataMeta, model: ReferenceModel, *, dtype: Dtype, values: Tensor
 ) -> None:
-    """Write log-probabilities beside the data. Raises DataError, CheckpointError for NaN."""
+    """Write log-probabilities next to the data. Raises DataError, CheckpointError for NaN."""
     if not bool(torch.isfinite(values).all()):
         raise CheckpointError(
-            f"{model.name()}: it gives an answer of {folder} no finite probability. Use other "
+            f"{model.name()}: not a finite probability for an answer in {folder}. Use other "
             "weights, or --dtype fp32."
         )
     write_reference(folder, meta, model=model, dtype=dtype, values=values.numpy())
 
 
 def reference_model(base: BaseModel) -> ReferenceModel:
-    """Return the base of a run as reference.json has it."""
+    """Return the run's base model as stored in reference.json."""
     return ReferenceModel(
         source=base.source,
         revision=base.revision,
@@ -202,9 +202,9 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return what is stored, and the validation pairs' part of it: in `dtype` if it is there.
+    """Return the stored reference, its dtype (`dtype` if stored) and the validation pairs' values.
 
-    Raises DataError when nothing is.
+    Raises DataError if none is stored.
     """
     found = read_reference(folder, meta)
     others: tuple[Dtype, ...] = ("bf16", "fp32")
@@ -212,12 +212,10 @@ def stored_reference(
         values = None if found is None else read_values(folder, meta, found, each)
         if found is not None and values is not None:
             return found, each, torch.from_numpy(values[meta.train_documents :])
-    raise DataError(
-        f"{folder}: no reference is stored there. Make it with: {how_to_make(folder, None)}"
-    )
+    raise DataError(f"{folder}: no reference is stored. Make it with: {how_to_make(folder, None)}")
 
 
-def _told(model: ReferenceModel) -> str:
+def _described(model: ReferenceModel) -> str:
     quantized = "" if model.quantize == "none" else f" in {model.quantize}"
     config = f", config.json {model.config_sha256[:12]}" if model.config_sha256 else ""
     return f"{model.name()}{quantized} (sha256 {model.sha256[:12]}{config})"

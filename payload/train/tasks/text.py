@@ -1,4 +1,4 @@
-"""Next-token prediction on blocks of text that do not overlap."""
+"""Next-token prediction on non-overlapping blocks of text."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class BlockSamples(Samples):
         tokens, targets = self._blocks.gather(chosen)
         return Batch(inputs=(tokens, targets), tokens=tokens, weight=self.weight(chosen))
 
-    def expect(self, chosen: Indices) -> None:
-        """Have the system read these blocks meanwhile."""
+    def prefetch(self, chosen: Indices) -> None:
+        """Prefetch these blocks from disk."""
         self._blocks.expect(chosen)
 
     def counts(self, chosen: Indices) -> Counts:
@@ -55,9 +55,9 @@ class Text(Task):
         self._data = data
 
     def has_range_hashes(self) -> bool:
-        """Say whether what training reads is compared with meta.json."""
+        """Return whether meta.json has range hashes, by which reads are verified."""
         return self._data.has_range_hashes()
 
-    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Return the loss of the validation tokens; None when asked to stop."""
-        return evaluate(model, self._data.val, how, self.loss)
+    def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
+        """Return the loss of the validation tokens; None after a request to stop."""
+        return evaluate(model, self._data.val, eval_pass, self.loss)

@@ -1,1 +1,1 @@
-"""Files with tensors: reading, writing, and tensors that are read when they are needed."""
+"""Tensor files: writing them, and reading single tensors on demand."""

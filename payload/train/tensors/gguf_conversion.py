@@ -1,7 +1,7 @@
-"""GGUF files of the Llama family, as a folder in the Hugging Face layout.
+"""Converts GGUF files of the Llama family to a folder in the Hugging Face layout.
 
-transformers' reader makes fp32 weights and the tokenizer of the file. They are kept in the user's
-cache, so that everything that reads a model reads the same folder, and a file is converted once.
+transformers' reader extracts fp32 weights and the tokenizer. The folder is kept in the user's
+cache, so all readers of a model read the same layout and a file is converted only once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from payload.models.gguf import gguf_config, read_gguf
 from payload.models.gguf_header import read_header
 from payload.train.tensors.tensor_file import write_tensors
 
-_FIX = "Name a folder in the Hugging Face layout, with safetensors."
+_FIX = "Use a folder in the Hugging Face layout, with safetensors."
 
 
 def folder_of_gguf(path: Path, *, cache: Path | None = None) -> Path:
-    """Return a folder with the file's weights, config and tokenizer; made if it is not there.
+    """Return a folder with the file's weights, config and tokenizer; create it if missing.
 
-    `cache` is as in `converted`. Raises CheckpointError for a file that is damaged or of another
-    family.
+    `cache` is as in `converted`. Raises CheckpointError for a damaged file or another model family.
     """
     num_params = read_gguf(path).num_params()
 
@@ -46,7 +45,7 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # transformers' progress bar: a log would keep every step of it.
+    # Hide transformers' progress bar in logs, which would keep every state of it.
     bar = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:
         with bar, alone(path) as link:
@@ -59,8 +58,10 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
         ) from None
     tensors = dict(model.named_parameters())
     if sum(each.numel() for each in tensors.values()) != num_params:
-        raise CheckpointError(f"{path}: transformers reads other sizes than it has. {_FIX}")
+        raise CheckpointError(
+            f"{path}: transformers reads other tensor sizes than the header has. {_FIX}"
+        )
     write_tensors(folder / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
-    # Ours: transformers' leaves out the scaling of positions, and says how the file was quantised.
+    # Our own config: transformers' omits RoPE scaling and includes the file's quantisation.
     config = gguf_config(read_header(path), where=str(path))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reading weights tensor by tensor, so that loading takes little more memory than the model has."""
+"""Reads weights tensor by tensor, so that loading takes little more memory than the model."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ _DTYPES = {
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _TAIL_BYTES = 2**16
 _CHUNK_BYTES = 4 * 2**20
-"""Read at once where a tensor changes its dtype on the way."""
+"""Bytes per read when a tensor's dtype is converted."""
 
 
 class Part(NamedTuple):
-    """The part of a tensor that begins at `first` along `dim`, which is 0 or another one."""
+    """The part of a tensor that begins at `first` along dimension `dim`."""
 
     dim: int
     first: int
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a folder's weights, or of one file; each is read when it is asked for.
+    """The tensors of a folder's weights, or of one file; each is read on access.
 
-    Raises CheckpointError for files that are missing, damaged or in another format, when it is made
-    and when a tensor is read.
+    Raises CheckpointError for missing, damaged or unsupported files, on construction and when a
+    tensor is read.
     """
 
     def __init__(self, path: Path, *, fix: str = "Download the model again.") -> None:
-        """Read the headers of `path`; `fix` is what an error tells the user to do."""
+        """Read the headers of `path`; `fix` is the advice in error messages."""
         self._headers = tensor_headers(path) if path.is_dir() else file_headers(path, fix=fix)
         self._fix = fix
-        # One for all reads: glibc would keep some of those freed, and the peak be a matter of luck.
+        # One buffer for all reads: glibc keeps some freed buffers, and the peak would vary.
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -81,23 +81,23 @@ class LazyTensors(Mapping[str, Tensor]):
         return _dtype(name, self._headers[name])
 
     def kind(self, name: str) -> str:
-        """Return the format's name of a tensor's dtype: F32, BF16, I8, ..."""
+        """Return the file format's name of a tensor's dtype: F32, BF16, I8, ..."""
         return self._headers[name].dtype
 
     def without(self, name: str) -> Self:
-        """Return the same tensors but one."""
+        """Return the same tensors without `name`."""
         others = copy.copy(self)
         others._headers = {each: self._headers[each] for each in self._headers if each != name}
         return others
 
     def num_elements(self) -> int:
-        """Return how many elements all tensors have."""
+        """Return the number of elements of all tensors."""
         return sum(header.num_elements() for header in self._headers.values())
 
     def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
         """Copy one tensor, or a part of it, into `target`, of any dtype and strides.
 
-        `parts` say where the part begins, in one dimension or in several.
+        `parts` select the beginning of the part, in one dimension or in several.
         """
         header = self._headers[name]
         dtype = _dtype(name, header, trained=target.is_floating_point())
@@ -126,18 +126,18 @@ class LazyTensors(Mapping[str, Tensor]):
                 some.copy_(chunk)
 
     def copy_elements(self, name: str, target: Tensor, *, first: int) -> None:
-        """Copy elements of one tensor, from that index on, into a contiguous `target` of its dtype.
+        """Copy a tensor's elements from index `first` into a contiguous `target` of its dtype.
 
-        They follow each other in the file, whatever the tensor's shape.
+        The index counts elements in file order, whatever the tensor's shape.
         """
         header = self._headers[name]
-        assert target.dtype == _dtype(name, header), "the caller makes it for the file's dtype"
+        assert target.dtype == _dtype(name, header), "the caller allocates the file's dtype"
         with self._opened(header, at_byte=first * target.element_size()) as file:
             _read(file, target)
 
     @contextmanager
     def _opened(self, header: TensorHeader, *, at_byte: int) -> Iterator[io.BufferedReader]:
-        """Open a tensor's file at one of the tensor's bytes; make every OSError ours."""
+        """Open a tensor's file at one of its bytes; turn every OSError into CheckpointError."""
         try:
             with open_regular(header.path) as file:
                 file.seek(header.start + at_byte)
@@ -149,30 +149,29 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class PlannedTensors(LazyTensors):
-    """Tensors of which none is read: `copy_in` notes where each would go."""
+    """Tensors that are not read: `copy_in` records where each would be copied."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """The tensors that would be set, by the names of those in the files that they would get."""
+        """The tensors that would be set, by the names of their sources in the files."""
 
 
-def seen_by_all(path: Path | None, world: World) -> Path | None:
-    """Return rank 0's folder of weights, or file, where all ranks see the same one; else None.
+def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
+    """Return rank 0's `path`, a file or folder of weights, if all ranks see it; otherwise None.
 
-    They do on a shared disk, or where each node has a copy. `path` is rank 0's; the others' does
-    not matter.
+    All ranks see it on a shared disk, or if each node has a copy. Other ranks' `path` is ignored.
     """
-    wanted = world.broadcast(str(path.resolve()) if path else "", str)
-    found = world.gather(files_identity(Path(wanted)) if wanted else "", str)
-    return Path(wanted) if found[0] and len(set(found)) == 1 else None
+    main_path = world.broadcast(str(path.resolve()) if path else "", str)
+    found = world.gather(files_identity(Path(main_path)) if main_path else "", str)
+    return Path(main_path) if found[0] and len(set(found)) == 1 else None
 
 
 def files_identity(path: Path) -> str:
-    """Return a hash of what tells a folder's weights, or one file, from others; "" for neither.
+    """Return a hash that identifies a folder's weights, or one file; "" if neither exists.
 
-    It is of the headers, of each file's size and last 64 KiB, and of a checkpoint's manifest, which
-    has the hash of every byte: the files themselves would take as long to read as the model.
+    It covers the headers, each file's size and last 64 KiB, and a checkpoint's manifest, which has
+    the hash of every byte. Hashing whole files would take as long as reading the model.
     """
     try:
         headers = tensor_headers(path) if path.is_dir() else file_headers(path)
@@ -190,28 +189,28 @@ def files_identity(path: Path) -> str:
 
 
 def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor, without reading it where that can be."""
+    """Return the shape of a tensor, without reading it if possible."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
 
 
 def kind_in(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return the format's name of a tensor's dtype, without reading it where that can be."""
+    """Return the file format's name of a tensor's dtype, without reading it if possible."""
     if isinstance(tensors, LazyTensors):
         return tensors.kind(name)
     return _KINDS.get(tensors[name].dtype, str(tensors[name].dtype))
 
 
 def without(tensors: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    """Return the same tensors but one, of the same kind."""
+    """Return the same mapping without `name`."""
     if isinstance(tensors, LazyTensors):
         return tensors.without(name)
     return {each: value for each, value in tensors.items() if each != name}
 
 
 def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
-    """Set `target` to a tensor, in parts where it is read from a file.
+    """Copy a tensor into `target`, in chunks if it comes from a file.
 
-    Of a tensor that is shared out over ranks, a rank reads the part that it holds.
+    For a tensor sharded over ranks, copy only this rank's shard.
     """
     shared: Any = target
     if isinstance(tensors, PlannedTensors):
@@ -225,7 +224,7 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
 
 
 def part_of(shared: Any) -> Part:
-    """Return which part of a DTensor this rank holds; torch takes a second to import its class."""
+    """Return the part of a DTensor on this rank; avoids the import of its class, a second."""
     ((axis, dim),) = (
         (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
     )
@@ -238,17 +237,17 @@ def _dtype(name: str, header: TensorHeader, *, trained: bool = False) -> torch.d
     dtype = _DTYPES.get(header.dtype)
     if dtype is None or (trained and not header.is_weight()):
         raise CheckpointError(
-            f"{header.path}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
+            f"{header.path}: {name} is {header.dtype}: quantised weights cannot be trained. Use "
             "the model in bf16 or fp32."
         )
     return dtype
 
 
 def _read(file: io.BufferedReader, target: Tensor) -> None:
-    """Fill a contiguous tensor with the file's next bytes, little-endian as torch has them."""
+    """Fill a contiguous tensor with the file's next bytes, little-endian as in torch."""
     if not target.numel():
         return
-    # As bytes, since numpy has no bf16; a scalar has no dimension to be viewed by.
+    # As bytes, since numpy has no bf16; flattened, since a scalar has no dimension to view by.
     content: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)

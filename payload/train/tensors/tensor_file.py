@@ -1,7 +1,7 @@
-"""A safetensors file, written tensor by tensor and hashed in the same pass.
+"""Writes a safetensors file tensor by tensor and hashes it in the same pass.
 
-Written here and not by the library, so that a checkpoint's bytes are touched once, no copy of it is
-made, and Python's lock is free meanwhile: training goes on. It is the library that reads it.
+The library's writer would copy the checkpoint, read its bytes twice and hold Python's lock, which
+stops training. Reading uses the library.
 Format: https://github.com/huggingface/safetensors#format.
 """
 
@@ -38,7 +38,7 @@ def write_tensors(
 ) -> str:
     """Write the file and return its sha256; `progressed` is called after each chunk.
 
-    `whole` returns the elements of one of `tensors`, in the order of `in_file_order`.
+    `whole` returns all elements of one of `tensors`, in the order of `in_file_order`.
     Tensors that are not contiguous are copied, one at a time. Raises OSError.
     """
     ordered = in_file_order(tensors)
@@ -55,9 +55,9 @@ def write_tensors(
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Return names and tensors in the order of a file that has them.
+    """Return names and tensors in the order of their file.
 
-    The widest elements come first: each tensor then lies at a multiple of its element's size.
+    The widest elements come first, which aligns each tensor to its element size.
     """
     return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
@@ -79,8 +79,8 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the tensor's bytes, little-endian as on every machine that torch runs on."""
-    # As integers, since numpy has no bf16; by numpy, which takes one core where torch takes all.
+    """Yield the tensor's bytes, little-endian like all platforms of torch."""
+    # As integers, since numpy has no bf16; copied by numpy, which uses one core and not all.
     numbers = tensor.detach().cpu().view(_INTEGERS[tensor.element_size()]).numpy()
     content = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
     for start in range(0, len(content), _CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Models of transformers, for comparison."""
+"""Fixtures for comparisons with transformers' models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def quiet_transformers() -> None:
 
 @pytest.fixture(autouse=True)
 def bases_are_own(own_bases: None) -> None:
-    """Adapters are made without runs."""
+    """Accept bases without a run: these tests make adapters without runs."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def as_the_ranks_compute(one_thread: None) -> None:
-    """Take one thread in this process, too."""
+    """Use one thread in this process, too."""

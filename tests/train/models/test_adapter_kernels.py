@@ -1,4 +1,4 @@
-"""A pass with an adapter over the kernels: as near to fp32 as the reference, or refused by name."""
+"""Adapters with the kernels: as near to fp32 as the reference, or rejected by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.kernels.library import Library
 from payload.models.registry import spec_of
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.loading import build
-from payload.train.models.lora import LoraLinear, add_adapter, merge_adapter, shrink_base
+from payload.train.models.lora import LoraLinear, add_adapter, cast_base_to_bf16, merge_adapter
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
@@ -26,10 +26,10 @@ Batch = tuple[Tensor, ...]
 
 
 def adapted(name: str, **settings: Any) -> CausalLM:
-    """A small model of that family whose adapter, norms and biases all do something."""
+    """Return a small model of that family whose adapter, norms and biases all have an effect."""
     torch.manual_seed(1)
     model = build(spec_of(CASES[name], where="config.json"))
-    # alpha / rank is no power of two.
+    # alpha / rank is not a power of two.
     add_adapter(model, AdapterSection(kind="lora", **({"rank": 6, "alpha": 8} | settings)), seed=1)
     with torch.no_grad():
         for each in model.parameters():
@@ -38,8 +38,8 @@ def adapted(name: str, **settings: Any) -> CausalLM:
 
 
 def with_kernels(model: CausalLM, library: Library) -> CausalLM:
-    """The same with the base in bf16, as a run has it."""
-    shrink_base(model)
+    """Return the model with kernels and its base in bf16, as in a run."""
+    cast_base_to_bf16(model)
     model.kernels = Kernels(library)
     assert model.speed_notes() == []
     return model
@@ -48,7 +48,7 @@ def with_kernels(model: CausalLM, library: Library) -> CausalLM:
 def gradients(model: CausalLM, batch: Batch, *, passes: int = 1) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     for _ in range(passes):
-        # Dropout of every pass draws the same masks.
+        # Dropout draws the same masks in each forward pass.
         torch.manual_seed(2)
         loss = model.train()(*batch)
         (loss / passes).backward()
@@ -63,7 +63,7 @@ def in_bf16(model: CausalLM, batch: Batch, *, passes: int = 1) -> tuple[float, d
 
 
 def documents(batch: Batch) -> Tensor:
-    """Two documents a row: the first token of each one's own."""
+    """Return the starts of two documents a row."""
     length = batch[0].shape[1]
     starts = torch.zeros(batch[0].shape, dtype=torch.int64)
     starts[:, length // 3 :] = length // 3
@@ -93,8 +93,8 @@ def test_a_pass_is_as_near_to_fp32_as_the_reference_s(
     batch: Batch = random_tokens(model.spec.vocab_size)
     if packed:
         batch = (*batch, documents(batch))
-    # Of the weights as bf16 has them, which is what all three train beside.
-    shrink_base(model)
+    # The weights in bf16, which all three models use as their base.
+    cast_base_to_bf16(model)
     exact_model = copy.deepcopy(model).float()
     exact = gradients(exact_model, batch)
     reference = in_bf16(copy.deepcopy(model), batch)
@@ -189,7 +189,7 @@ def test_a_base_in_bf16_merges_to_the_sum(library: Library) -> None:
 
 
 class _Dora(LoraLinear):
-    """Another kind of adapter."""
+    """An unsupported kind of adapter."""
 
 
 def _another_kind(model: CausalLM) -> None:
@@ -213,7 +213,7 @@ def _trained(model: CausalLM) -> None:
 
 def _wrapped(model: CausalLM) -> None:
     class Quantised(nn.Parameter):
-        """A weight that is no plain tensor."""
+        """A weight that is not a plain tensor."""
 
     layer = model.get_submodule("model.layers.1.mlp.up_proj")
     assert isinstance(layer, LoraLinear)
@@ -226,8 +226,8 @@ def _wrapped(model: CausalLM) -> None:
         (_another_kind, "modules of another kind: _Dora"),
         (_magnitude, "more than LoRA's two matrices"),
         (_dropout, "unlike dropout"),
-        (_trained, "1 weights besides the adapter's are trained"),
-        (_wrapped, "1 weights of type Quantised, layers.1.mlp.up_proj.weight"),
+        (_trained, "1 weights other than the adapter's are trained"),
+        (_wrapped, "1 weights of type Quantised, such as layers.1.mlp.up_proj.weight"),
     ],
 )
 def test_an_adapter_that_the_kernels_do_not_know_is_refused_by_name(
@@ -240,10 +240,10 @@ def test_an_adapter_that_the_kernels_do_not_know_is_refused_by_name(
 
 def test_dora_is_refused_by_name_and_computed_by_the_reference(library: Library) -> None:
     model, alone = (adapted("llama", dora=True) for _ in range(2))
-    shrink_base(model)
+    cast_base_to_bf16(model)
     model.kernels = Kernels(library)
     assert any("modules of another kind: DoraLinear" in note for note in model.speed_notes())
-    shrink_base(alone)
+    cast_base_to_bf16(alone)
     batch = random_tokens(CASES["llama"]["vocab_size"])
     with bf16():
         assert model(*batch).item() == pytest.approx(alone(*batch).item(), rel=1e-2)

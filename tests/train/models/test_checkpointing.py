@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same loss and gradients from a fraction of the kept tensors."""
+"""Activation checkpointing: equal loss and gradients with a fraction of the kept tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(raw: Any, *, checkpoints: bool, dropout: float = 0.0) -> CausalLM:
 def gradients(
     model: CausalLM, batch: tuple[Tensor, ...], precision: Precision = nullcontext
 ) -> tuple[float, dict[str, Tensor], int]:
-    """Loss, gradients, and the bytes that the forward pass kept."""
+    """Return loss, gradients, and the bytes kept by the forward pass."""
     kept = 0
 
     def pack(tensor: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def test_a_micro_batch_left_to_the_run_is_sized_for_the_dtype_that_it_will_compu
 
 
 class _StopError(Exception):
-    """Ends the run before it takes memory."""
+    """Ends the run before it allocates memory."""
 
 
 def _stop(*_: object, **__: object) -> None:

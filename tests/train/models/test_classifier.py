@@ -1,4 +1,4 @@
-"""Classifiers: transformers and PEFT load them and give the same labels, losses and gradients."""
+"""Classifiers: transformers and PEFT load them with equal labels, losses and gradients."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ RAW: dict[str, Mapping[str, Any]] = {
     "gemma3_text": CASES["gemma3_text"],
     "olmo2": {**CASES["llama"], "model_type": "olmo2"},
 }
-"""Native GPT-2, native decoders with and without a head of their own, and transformers' layers."""
+"""Native GPT-2, native decoders with and without a separate head, and transformers' layers."""
 
 
 def classifier(name: str, seed: int = 0) -> Classifier:
-    """A random classifier whose labels differ from text to text."""
+    """Return a random classifier whose labels differ from text to text."""
     torch.manual_seed(seed)
     model = Classifier(build(spec_of(RAW[name], where="test")), labels=LABELS, pad_token=PAD)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def classifier(name: str, seed: int = 0) -> Classifier:
 
 
 def padded() -> tuple[Tensor, Tensor]:
-    """Texts of 9, 4 and 1 tokens, padded, and their labels."""
+    """Return padded texts of 9, 4 and 1 tokens, and their labels."""
     tokens = torch.randint(2, 90, (3, 9), generator=torch.Generator().manual_seed(3))
     tokens[1, 4:], tokens[2, 1:] = PAD, PAD
     return tokens, torch.tensor([2, 0, 1])
@@ -89,7 +89,7 @@ def test_transformers_loads_a_classifier_and_gives_its_logits_and_labels(
 def test_the_spec_counts_a_classifiers_parameters(name: str) -> None:
     model = classifier(name)
     assert model.spec.num_params() == sum(each.numel() for each in model.parameters())
-    if name != "olmo2":  # transformers' layers: sizes are not known by kind.
+    if name != "olmo2":  # transformers' layers, whose sizes have no kinds.
         sizes = sum(each.elements for each in model.spec.gradient_sizes())
         assert sizes == model.spec.num_params()
 
@@ -139,7 +139,7 @@ def test_a_new_classifier_scores_labels_by_the_mean_logit_of_their_names_tokens(
     [
         ("gpt2", ((5,), (6, 7), (8,)), "folder", "starts from the labels' names"),
         ("gpt2", (), "folder", "data has no tokens of the labels' names"),
-        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random numbers, like the whole model"),
+        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random values, like the whole model"),
         ("phi", ((5,), (6, 7), (8,)), "folder", "output head has a bias, or its logits are scaled"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_new_classifier_says_what_it_starts_from(
     head = body.head_weight()
     model = Classifier(body, labels=LABELS, pad_token=PAD, label_tokens=names)
     takes_names = head is not None and bool(names)
-    assert takes_names == ("random numbers" not in said or init == "scratch")
+    assert takes_names == ("random values" not in said or init == "scratch")
     of_name = torch.zeros_like(model.score.weight[0]) if head is None else head[5]
     assert torch.equal(model.score.weight[0], of_name) == takes_names
 
@@ -181,7 +181,7 @@ def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
         for _, parameter in trainable(model):
             parameter.normal_(std=0.3)
     assert {key.rpartition(".")[2] for key, _ in trainable(model)} == {"lora_A", "lora_B", "weight"}
-    if name != "olmo2":  # Without a folder the linears of transformers' layers are not known.
+    if name != "olmo2":  # Without a folder, the linears of transformers' layers are unknown.
         spec = model.trained_spec()
         trained = sum(each.numel() for _, each in trainable(model))
         assert spec.num_trainable_params() == trained
@@ -225,10 +225,10 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"id2label": {"0": "a"}}, "id2label does not number two or more different labels"),
-        ({"id2label": {"0": "a", "1": "a"}}, "id2label does not number two or more different"),
-        ({"pad_token_id": None}, "pad_token_id = None: it says where a padded text ends"),
-        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but here a text has one of the 2"),
+        ({"id2label": {"0": "a"}}, "id2label must number two or more different labels"),
+        ({"id2label": {"0": "a", "1": "a"}}, "id2label must number two or more different"),
+        ({"pad_token_id": None}, "pad_token_id = None: must be a token of the model"),
+        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but only classifiers with one of 2"),
         ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"is \(3, 32\), its 2 labels need"),
     ],
 )

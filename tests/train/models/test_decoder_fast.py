@@ -1,4 +1,4 @@
-"""A decoder's pass over the kernels: as near to fp32 as the reference, and what is refused."""
+"""A decoder with the kernels: as near to fp32 as the reference, or rejected by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(name: str, *, dropout: float = 0.0) -> Decoder:
     model = Decoder(spec, dropout=dropout)
     with torch.no_grad():
         for each in model.parameters():
-            # Norms and biases that do nothing would hide what is done with them.
+            # Norms and biases without effect would hide errors.
             each.add_(torch.randn_like(each) * 0.05)
     return model
 
@@ -120,12 +120,12 @@ def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
     for key, value in found[1].items():
         wanted = exact[1][key]
         if key == head and model.lm_head is None:
-            # The head's part is rounded before the rows of the tokens that were read are added.
+            # The head's part is rounded before the embedding rows are added.
             assert error(value, wanted.double()) < 2**-7
         else:
             assert torch.equal(value, wanted.to(value.dtype)), key
 
-    # Nothing makes two passes of such a step, but a loss that did is not added up in bf16.
+    # No run has two micro-batches in such a step; if it did, the loss is not summed in bf16.
     twice = gradients(model, batch, bf16, passes=2)[1]
     for key, value in twice.items():
         assert value.dtype is torch.float32, key
@@ -152,12 +152,12 @@ def test_a_step_makes_its_logits_where_the_gradient_lay_that_the_update_before_h
 ) -> None:
     head, gradient = HeadPasses(monkeypatch, vocabulary=77), TokenGradient(library)
     first = head.gradients_of(gradient)
-    # No update has read the first one, and a second pass leaves it alone.
+    # No update has read the first gradient, and a second backward pass does not change it.
     kept, before = first[2], first[2].clone()
     second = head.gradients_of(gradient)
     assert kept.data_ptr() != second[2].data_ptr() and torch.equal(kept, before)
     gradient.updated()
-    # It is still the weight's.
+    # It is still the weight's gradient.
     with_grad = head.gradients_of(gradient, drops=False)
     assert torch.equal(second[2], before) and with_grad[2].data_ptr() != second[2].data_ptr()
     gradient.updated()
@@ -170,7 +170,7 @@ def test_a_step_makes_its_logits_where_the_gradient_lay_that_the_update_before_h
 
 
 class HeadPasses:
-    """Passes of a head with slices of 4 words, whose gradient is kept in bf16."""
+    """A head with slices of 4 vocabulary rows and a bf16 gradient."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
         # Several groups of slices, of which the last one is full or not.
@@ -242,7 +242,7 @@ def test_weights_that_changed_are_seen_by_the_next_pass(library: Library) -> Non
 
 
 class _Adapted(nn.Linear):
-    """A layer that does more than its weight says."""
+    """A layer that computes more than its weight."""
 
 
 def _frozen(model: Decoder) -> None:
@@ -265,7 +265,7 @@ def _half(model: Decoder) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_frozen, "1 frozen weights, layers.1.mlp.up_proj.weight"),
+        (_frozen, "1 frozen weights, such as layers.1.mlp.up_proj.weight"),
         (_adapted, "modules of another kind: _Adapted"),
         (_hooked, "hooks on layers.0.mlp"),
         (_half, "not fp32"),

@@ -23,14 +23,14 @@ from payload.train.models.lora import add_adapter
 from tests.train.test_kernels import bf16
 from tests.train.test_model import SMALL, make_model
 
-# Beyond a block of the kernels' attention (128), up to its edge, and one token alone.
+# Longer than a block of the kernels' attention (128), ending with it, and a single token.
 ROWS = ((37, 1, 130, 32), (128, 72))
 LENGTH = 200
 _NATIVE = ["gpt2", "llama", "qwen3", "qwen2, windows", "mistral, window", "gemma3_text", "smollm3"]
 
 
 def make(name: str) -> CausalLM:
-    """Return a small model whose weights all matter."""
+    """Return a small model in which every weight has an effect."""
     torch.manual_seed(0)
     if name == "gpt2":
         return make_model(sequence_length=LENGTH, vocab_size=SMALL.vocab_size)
@@ -70,7 +70,7 @@ def spans() -> list[tuple[int, int, int]]:
 
 
 def one_by_one(model: CausalLM, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Return the losses of documents that are each a batch of their own."""
+    """Return the losses of documents computed in separate batches."""
     tokens, targets, _ = batch
     losses = torch.zeros(tokens.shape)
     for row, start, end in spans():
@@ -173,5 +173,5 @@ def test_layers_that_mix_documents_are_refused(model_type: str) -> None:
     targets[:, 149:] = IGNORED_TARGET
     alone = model.token_losses(tokens[:, :150], targets[:, :150])
     torch.testing.assert_close(model.token_losses(tokens, targets, padding)[:, :150], alone)
-    with pytest.raises(ConfigError, match="do not keep the conversations of a block apart"):
+    with pytest.raises(ConfigError, match="do not separate the conversations of a block"):
         model.token_losses(tokens, targets, starts)

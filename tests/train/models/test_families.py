@@ -1,4 +1,4 @@
-"""Every architecture of the table computes what transformers computes, and is counted right."""
+"""Every architecture of the table computes the same as in transformers, and is counted right."""
 
 from __future__ import annotations
 

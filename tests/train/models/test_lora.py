@@ -1,4 +1,4 @@
-"""LoRA: frozen weights stay, PEFT reads and computes the same, and resume is exact."""
+"""LoRA: frozen weights do not change, PEFT computes the same, and resume is exact."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LORA = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8", "optimizer.lr=
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small GPT-2 whose vocabulary is that of the tests' data."""
+    """Return the folder of a small GPT-2 with the vocabulary of the tests' data."""
     folder = tmp_path_factory.mktemp("base")
     save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=50_257), folder)
     return folder
 
 
 def with_weights(base: Path, *, scale: float = 0.1, **changes: Any) -> Any:
-    """The base with an adapter that is not zero."""
+    """Return the base with an adapter that is not zero."""
     model = load(base)
     settings = AdapterSection(kind="lora", rank=4, alpha=8, **changes)
     add_adapter(model, settings, seed=1)
@@ -248,7 +248,7 @@ def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: P
     weights = load_file(other / "model.safetensors")
     weights["transformer.wpe.weight"] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="not those that the adapter was trained beside"):
+    with pytest.raises(CheckpointError, match="the adapter was trained with other weights"):
         train_alone(tmp_path / "run", tiny_config, *wanted, "train.steps=4")
 
 

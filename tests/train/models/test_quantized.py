@@ -1,6 +1,6 @@
-"""A base of 4 bits: bitsandbytes' own bits, transformers' losses beside PEFT, and exact resume.
+"""A 4-bit base: bitsandbytes' own bits, transformers' losses with PEFT, and exact resume.
 
-In bf16 and in fp32, which computes with the same weights.
+In bf16 and in fp32, with the same weights.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from payload.models.nf4 import nf4_bytes
 from payload.models.registry import spec_of
 from payload.models.spec import PROCESS_BYTES, RankSetting
 from payload.train.models.loading import load
-from payload.train.models.lora import add_adapter, save_adapter, widen_base
+from payload.train.models.lora import add_adapter, cast_base_to_fp32, save_adapter
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.torch_engines import engage
+from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone
@@ -69,20 +69,20 @@ def saved(folder: Path, config: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small Llama whose vocabulary is that of the tests' data."""
+    """Return the folder of a small Llama with the vocabulary of the tests' data."""
     folder = tmp_path_factory.mktemp("llama")
     return saved(folder, LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **SIZES))
 
 
 @pytest.fixture(scope="module")
 def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small model that transformers' own module computes."""
+    """Return the folder of a small model with transformers' own layers."""
     return saved(tmp_path_factory.mktemp("olmo2"), Olmo2Config(**SIZES))
 
 
 @pytest.fixture(scope="module")
 def biased_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small Qwen2, whose linears before attention have biases."""
+    """Return the folder of a small Qwen2, whose linears before attention have biases."""
     folder = tmp_path_factory.mktemp("qwen2")
     config = Qwen2Config(num_key_value_heads=2, tie_word_embeddings=True, **SIZES)
     torch.manual_seed(5)
@@ -119,7 +119,7 @@ def test_quantised_linears_take_less_than_a_third_of_bf16_and_the_rest_is_bf16(b
     assert {each.dtype for each in others} == {torch.bfloat16}
     spec = AdaptedSpec.of(model.spec, rank=4, target="all-linear", is_quantized=True)
     assert spec.base_bytes(other_bytes=2) == sum(each.nbytes for each in model.parameters())
-    widen_base(model)
+    cast_base_to_fp32(model)
     assert spec.base_bytes(other_bytes=4) == sum(each.nbytes for each in model.parameters())
 
 
@@ -139,7 +139,7 @@ def test_losses_are_those_of_transformers_with_bitsandbytes_and_peft(
     settings = OptimizerSection(lr=rate, min_lr=rate)
     optimizers = build_optimizers(model, settings)
     config = parse_run_config("", where="nothing")
-    engage(model, optimizers, settings=config.engine, world=ALONE)
+    apply_engine(model, optimizers, settings=config.engine, world=ALONE)
     optimizers.set_lr(rate)
     ours = []
     for text in batches(steps):
@@ -166,7 +166,7 @@ def test_in_fp32_the_loss_and_gradients_are_those_of_the_same_weights_in_plain_l
         if is_plain:
             dequantize(model)
         else:
-            widen_base(model)
+            cast_base_to_fp32(model)
         add_adapter(model, SETTINGS, seed=1)
         if checkpointing and not is_plain:
             model.enable_checkpointing()
@@ -190,7 +190,7 @@ def test_memory_is_estimated_for_the_weights_that_the_dtype_holds(labels: int | 
     others, embedding = base.num_params() - sum(sizes), base.embedding_size()
     whole = base if labels is None else ClassifierSpec.of(base, num_labels=labels)
     spec = AdaptedSpec.of(whole, rank=4, target="all-linear", is_quantized=True)
-    # Without tokens: weights alone.
+    # Without tokens: only weights.
     none = RankSetting(
         micro_batch_size=0, dtype="bf16", kernels=True, alone=True, accumulates=False
     )
@@ -199,7 +199,7 @@ def test_memory_is_estimated_for_the_weights_that_the_dtype_holds(labels: int | 
     # The start has no copy of a linear, no adapter, and one weight in both dtypes.
     start = spec.base_bytes(other_bytes=4) + 2 * embedding + PROCESS_BYTES
     assert empty[1] < start == spec.rank_memory_bytes(replace(none, dtype="fp32"))
-    # With tokens, it is over before their memory is taken.
+    # With tokens, the start is over before their memory is allocated.
     one = replace(none, micro_batch_size=1, dtype="fp32")
     assert spec.rank_memory_bytes(one) == spec.memory_bytes(one) > start
     less = spec.checkpointed_memory_bytes(one)

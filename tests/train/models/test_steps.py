@@ -1,4 +1,4 @@
-"""Twenty steps of a run are those of transformers' model under torch's AdamW; a resume is exact."""
+"""Twenty steps of a run equal transformers' model under torch's AdamW; a resume is exact."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Prepared:
-    """`config_of(case)`: a run that starts from the case's weights."""
+    """Return `config_of(case)`: a run that starts from the case's weights."""
 
     @functools.cache
     def prepare(name: str) -> Path:
@@ -86,7 +86,7 @@ def config_of(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Prepared:
 
 
 def transformers_losses(folder: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train transformers' model with torch's AdamW on the run's batches: losses and weights."""
+    """Train transformers' model with torch's AdamW on the run's batches; return losses, weights."""
     # Not train(): GPT-2's config.json has dropout.
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
@@ -129,7 +129,7 @@ def test_twenty_steps_are_those_of_transformers_with_torchs_adamw(
     assert wanted[-1] < wanted[0] - 0.1
     ours = load_file(RunPaths(tmp_path / "run").checkpoint(STEPS) / "model.safetensors")
     for key, value in ours.items():
-        # Keys' biases do not change the loss: AdamW follows what rounding leaves of their gradient.
+        # Keys' biases do not affect the loss: AdamW amplifies the rounding errors of the gradient.
         same = [0, 2] if key.endswith("c_attn.bias") else slice(None)
         parts = 3 if key.endswith("c_attn.bias") else 1
         found, there = value.view(parts, -1)[same], weights[key].view(parts, -1)[same]
@@ -153,7 +153,7 @@ def test_six_steps_three_of_them_after_a_resume_are_bitwise_those_in_one_go(
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory, config_of: Prepared) -> Path:
-    """A folder with the run of each family on two ranks and on four, such as `llama-2`."""
+    """Return a folder with each family's run on two ranks and on four, such as `llama-2`."""
     root = tmp_path_factory.mktemp("ranks")
     for ranks in (2, 4):
         runs = {

@@ -1,4 +1,4 @@
-"""Models that transformers builds."""
+"""Models with transformers' own layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
     assert (model.head_weight() is None) == (reason is not None)
     notes = " ".join(model.speed_notes())
     assert raw["model_type"] in notes
-    assert ("all logits at once" in notes) == (reason is not None)
+    assert ("all logits in memory" in notes) == (reason is not None)
     assert reason is None or reason in notes
     tokens, targets = random_tokens(raw["vocab_size"])
     wanted = model.eval().module(input_ids=tokens, labels=tokens).logits
@@ -69,12 +69,12 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
             {"model_type": "m", "vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "m.M"}},
             "the model's own code .auto_map. is never run",
         ),
-        (small("bert"), "each token sees those behind it"),
+        (small("bert"), "its tokens see later tokens"),
         (small("olmo2", quantization_config={"quant_method": "gptq"}), "quantised weights"),
         ({"model_type": "vit", "vocab_size": 9}, "no causal language model"),
-        ({"model_type": "bart", "vocab_size": 9}, "no causal language model"),
-        (small("olmo2", pad_token_id="x"), "transformers refuses it"),
-        (small("olmo2", num_attention_heads=7), "transformers cannot run it"),
+        ({"model_type": "bart", "vocab_size": 9}, "no text-only causal language model"),
+        (small("olmo2", pad_token_id="x"), "transformers rejects it"),
+        (small("olmo2", num_attention_heads=7), "transformers cannot run the model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(raw: dict[str, Any], problem: str) -> None:
@@ -100,7 +100,9 @@ def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
         with monkeypatch.context() as patched:
             patched.setattr(QuantizedLinear, "_state", refuse)
             with (
-                pytest.raises(CheckpointError, match="behind it") if looks_ahead else nullcontext()
+                pytest.raises(CheckpointError, match="see later tokens")
+                if looks_ahead
+                else nullcontext()
             ):
                 require_causal(model.module, without_head=True)
         assert not any("forward" in vars(each) for each in linears)

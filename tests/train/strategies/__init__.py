@@ -1,1 +1,1 @@
-"""Tests of how a model lives on many ranks."""
+"""Tests of models distributed over ranks."""

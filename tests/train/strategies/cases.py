@@ -1,4 +1,4 @@
-"""The runs of the tests of strategies: each by its ranks, strategy, model and settings."""
+"""The runs in the tests of strategies: ranks, strategy, model and settings of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.train.test_model import make_model
 
 STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")
 SIZES = tuple(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd"))
-"""For weights of `model.init`, which have their own."""
+"""For weights of `model.init`, which determine their sizes."""
 
 SHARD = "distributed.strategy=shard"
 TENSOR = "distributed.tensor_parallel=2"
@@ -27,7 +27,7 @@ BF16 = ("precision.dtype=bf16", "train.steps=3")
 
 TINY = "the config's own"
 ODD = "GPT-2, 513 tokens"
-"""Its vocabulary does not divide by two."""
+"""A vocabulary that is not divisible by two."""
 EVEN = "GPT-2, 512 tokens"
 DEEP = "three layers"
 
@@ -38,17 +38,17 @@ class Case:
 
     ranks: int
     strategy: tuple[str, ...]
-    """Overrides that the run of one rank goes without."""
+    """Overrides that the run of one rank omits."""
     model: str = TINY
-    """One of those above, or the name of a decoder in `CASES`."""
+    """One of the models above, or the name of a decoder in `CASES`."""
     settings: tuple[str, ...] = ()
-    """Overrides beside `STEPS`."""
+    """Overrides in addition to `STEPS`."""
     resumes: str = ""
     """The run that it continues from step 3; `alone` is the run of one rank."""
     spoiled: tuple[int, str] | None = None
-    """A rank and the parameter that differs there from step 3 on."""
+    """A rank and its parameter that is changed at step 3."""
     repeats: bool = False
-    """Others show the same of the code that it runs; `make test-all` has it."""
+    """True if other cases cover its code; only `make test-all` runs it."""
 
 
 STRATEGIES = {
@@ -60,7 +60,7 @@ STRATEGIES = {
 }
 
 RESUMED = {f"{name}, resumed": replace(case, resumes=name) for name, case in STRATEGIES.items()}
-"""On the same ranks."""
+"""Resumed on the same ranks."""
 
 CONTINUED = {
     "two groups of shards": Case(ranks=4, strategy=GROUPS, resumes="alone"),
@@ -87,7 +87,7 @@ CONTINUED = {
     "shard to pipeline": Case(ranks=2, strategy=(PIPELINE,), resumes="shard"),
     "zero3 to shard": Case(ranks=2, strategy=(SHARD,), resumes="zero3"),
 }
-"""Under another strategy or on another number of ranks."""
+"""Resumed under another strategy or on another number of ranks."""
 
 KERNELS = {
     f"{name}, bf16": replace(STRATEGIES[name], settings=BF16)
@@ -111,7 +111,7 @@ ADAPTERS = {
     )
     for name in ("shard", "zero3")
 }
-"""The base is in uneven parts."""
+"""With a base in uneven parts."""
 
 _DECODERS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("tensor", "llama, untied, biases", ("memory.activation_checkpointing=on",), False),
@@ -163,7 +163,7 @@ READS_PARTS = {
         }.items()
     },
 }
-"""From `model.init`."""
+"""Runs from `model.init`."""
 
 SPOILED = {
     "shard, spoiled": Case(ranks=4, strategy=GROUPS, spoiled=(3, "h.0.mlp.c_fc.weight")),
@@ -181,11 +181,11 @@ RUNS = (
     *(STRATEGIES, RESUMED, CONTINUED, KERNELS, WITHOUT_KERNELS, ADAPTERS, DECODERS, DROPOUT),
     *(READS_PARTS, SPOILED),
 )
-"""Every table; a name stands in one of them."""
+"""Every table; a name is in exactly one of them."""
 
 
 def is_slow(case: Case) -> bool:
-    """Return True for a repeat, and for runs on more ranks or of DeepSpeed, which is built once."""
+    """Return True for repeats, for runs on more ranks, and with DeepSpeed, which must be built."""
     takes_long = case.ranks > 2 or ZERO3 in case.strategy or case.resumes == "zero3"
     return case.repeats or takes_long
 
@@ -199,7 +199,7 @@ def names(cases: Mapping[str, Case]) -> list[Any]:
 
 
 def model_overrides(model: str, folder: Path) -> tuple[str, ...]:
-    """Return the overrides for a model; what it needs is written to `folder`."""
+    """Return the overrides for a model, and write its files to `folder`."""
     if model == TINY:
         return ()
     if model == DEEP:

@@ -1,4 +1,4 @@
-"""DeepSpeed in a folder of its own, beside the environment of the tests."""
+"""DeepSpeed in a separate folder, next to the environment of the tests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from filelock import FileLock
 
 _LISTED = Path(__file__).with_name("deepspeed.txt")
 _WHEELS = ("msgpack==1.2.4",)
-"""Packages with a wheel for each Python; installing a wheel runs none of its code."""
+"""Packages with a wheel for each Python; installing a wheel does not run its code."""
 
 
 def deepspeed_folder() -> Path:
-    """Return the folder for PYTHONPATH; what is missing is built once and kept in the cache."""
+    """Return the folder for PYTHONPATH; missing packages are built once and cached."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = Path.home() / ".cache" / "tileforge" / f"deepspeed-0.19.8-py{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def deepspeed_folder() -> Path:
 
 
 def _install(folder: Path, *words: str) -> None:
-    """Install exactly what is named: torch and all that DeepSpeed shares with us stay."""
+    """Install exactly these packages: torch and other packages shared with us do not change."""
     options = ["--target", str(folder), "--upgrade", "--no-deps", "--quiet"]
     result = subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, *words],

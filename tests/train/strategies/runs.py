@@ -31,9 +31,9 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 class Runs:
-    """The runs of `cases.RUNS`, each trained when it is first requested; not to be changed.
+    """The runs of `cases.RUNS`, each trained on its first request; not to be changed.
 
-    With it all others are trained that can share the start of its ranks.
+    All runs that can share the start of its ranks are trained together.
     """
 
     def __init__(self, root: Path, config: Path) -> None:
@@ -50,7 +50,7 @@ class Runs:
         return self._folder(name)
 
     def output(self, name: str) -> str:
-        """Return what the ranks of a run printed."""
+        """Return the output of a run's ranks."""
         if name not in self._outputs:
             start = _start_of(_CASES[name])
             assert start not in self._failed, "these ranks failed before: see the first test"
@@ -70,7 +70,7 @@ class Runs:
         return self._alone[key]
 
     def train_alone(self, folder: Path, name: str) -> None:
-        """Train a run, or what is left of it, on one rank, in this process."""
+        """Train a run, or the rest of it, on one rank in this process."""
         forget_accelerate()
         train_alone(folder, self._config, *self._settings(_CASES[name]))
         forget_accelerate()
@@ -88,7 +88,7 @@ class Runs:
                 first_half(self.resumed(name), folder)
         ranks, zero3, *_ = _start_of(_CASES[names[0]])
         env = rank_env()
-        if zero3:  # DeepSpeed is not in the environment of the tests.
+        if zero3:  # The environment of the tests lacks DeepSpeed.
             env["PYTHONPATH"] = os.pathsep.join((str(REPO), str(deepspeed_folder())))
         outputs = train_several(
             {folders[name]: self._overrides(name) for name in names},
@@ -116,24 +116,24 @@ _CASES: Mapping[str, Case] = {name: case for table in RUNS for name, case in tab
 
 
 def _start_of(case: Case) -> tuple[int, bool, bool, bool]:
-    """Return what runs have to share for one start of ranks; resumed ones have other processes."""
+    """Return a key: runs with equal keys share a start; resumed ones have other processes."""
     return case.ranks, ZERO3 in case.strategy, case.resumes not in ("", "alone"), is_slow(case)
 
 
 def norms(run_dir: Path) -> list[float]:
-    """Gradient norms of a run, by step."""
+    """Return the gradient norms of a run, by step."""
     return [row["grad_norm"] for row in metrics(run_dir) if "loss" in row]
 
 
 def first_half(whole: Path, folder: Path) -> Path:
-    """A copy of the run that has only its checkpoint of step 3."""
+    """Copy a run with only its checkpoint of step 3."""
     shutil.copytree(whole, folder)
     shutil.rmtree(RunPaths(folder).checkpoint(6))
     return folder
 
 
 def tensors(run_dir: Path, *, step: int) -> dict[str, Tensor]:
-    """The weights and the optimizer state of a checkpoint."""
+    """Return the weights and the optimizer state of a checkpoint."""
     checkpoint = RunPaths(run_dir).checkpoint(step)
     return {
         f"{file}: {name}": each
@@ -143,7 +143,7 @@ def tensors(run_dir: Path, *, step: int) -> dict[str, Tensor]:
 
 
 def require_equal_runs(ours: Path, theirs: Path) -> None:
-    """Require the losses, evaluations and norms of another run, within rounding."""
+    """Require losses, evaluations and norms equal to another run's, within rounding."""
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
     assert evaluations(ours) == pytest.approx(evaluations(theirs), rel=1e-6)
     assert norms(ours) == pytest.approx(norms(theirs), rel=1e-5)
@@ -151,7 +151,7 @@ def require_equal_runs(ours: Path, theirs: Path) -> None:
 
 
 def require_same_layout(ours: Path, theirs: Path) -> None:
-    """Require the checkpoints of two runs to have tensors of the same names, sizes and dtypes."""
+    """Require that the checkpoints of two runs have tensors of equal names, sizes and dtypes."""
     found, wanted = tensors(ours, step=6), tensors(theirs, step=6)
     assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
         name: (each.shape, each.dtype) for name, each in wanted.items()
@@ -159,7 +159,7 @@ def require_same_layout(ours: Path, theirs: Path) -> None:
 
 
 def require_bitwise_equal(ours: Path, theirs: Path) -> None:
-    """Require the losses and the bits of another run."""
+    """Require losses and checkpoints that are bitwise equal to another run's."""
     assert losses(ours) == losses(theirs)
     found, wanted = tensors(ours, step=6), tensors(theirs, step=6)
     assert found.keys() == wanted.keys()

@@ -1,4 +1,4 @@
-"""Which ranks have to hold the same, where each holds a part; settings that do not go together."""
+"""The ranks that must hold equal copies on a mesh, and settings that conflict."""
 
 from __future__ import annotations
 

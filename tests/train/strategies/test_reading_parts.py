@@ -1,4 +1,4 @@
-"""Each rank of a run whose ranks hold parts reads its own of the weights' files."""
+"""Each rank of a run with distributed weights reads only its part of the weights' files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_files_of_other_weights_have_another_identity(tmp_path: Path) -> None:
     assert one != two
     assert files_identity(tmp_path / "one" / "model.safetensors") == one
     assert files_identity(tmp_path / "nothing") == ""
-    # What differs may lie before the part of a file that is read.
+    # The difference can come before the part of a file that is read.
     (tmp_path / "one" / "manifest.json").write_text("{}")
     assert files_identity(tmp_path / "one") != one
 
@@ -124,7 +124,7 @@ def test_parts_of_sections_come_together_again() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Weights and AdamW's state, and the bytes of the weights."""
+    """Return weights and AdamW's state, and the bytes of the weights."""
     folder = tmp_path_factory.mktemp("checkpoint")
     size = 4 * write_model(folder, params=120e6)
     assert write_state(folder) > 2 * size

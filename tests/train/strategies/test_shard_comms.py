@@ -1,4 +1,4 @@
-"""The memory of sharded ranks' collectives, and what a layer's copies are measured on."""
+"""Memory of sharded ranks' collectives, and the layer on which copies are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies: one rank's losses, checkpoints for any other, ranks that are compared."""
+"""Strategies: one rank's losses, checkpoints for any other strategy, compared ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_its_checkpoint_has_the_layout_and_nearly_the_numbers_of_one_ranks(
             if name == "zero3":
                 assert_close(each, wanted[key], rtol=1e-5, atol=2e-5)
             elif not key.endswith("c_attn.bias"):
-                # A key's bias changes no softmax: its gradient is what rounding makes of zero.
+                # A key's bias has no effect on a softmax: its gradient is only rounding errors.
                 assert_close(each, wanted[key], rtol=1e-3, atol=2e-5)
 
 
@@ -61,7 +61,7 @@ def test_a_resume_on_the_same_ranks_is_bitwise_and_each_rank_reads_its_own_state
     name: str, runs: Runs
 ) -> None:
     require_bitwise_equal(runs.folder(name), runs.resumed(name))
-    assert "each rank reads its own part of the state" in runs.output(name)
+    assert "each rank reads its own shard of the state" in runs.output(name)
 
 
 @pytest.mark.parametrize("name", names(STRATEGIES))
@@ -127,7 +127,7 @@ def test_dropout_masks_the_residual_stream_alike_on_both_tensor_ranks(runs: Runs
 def test_deepspeed_has_stage_3_and_warns_of_nothing(runs: Runs) -> None:
     stage = json.loads((runs.folder("zero3") / "deepspeed.json").read_text())
     assert stage["zero_optimization"]["stage"] == 3
-    assert "DeepSpeed gathers weights for modules alone" in runs.output("zero3")
+    assert "DeepSpeed gathers weights only around modules" in runs.output("zero3")
     assert "Warning" not in runs.output("zero3") and "WARNING" not in runs.output("zero3")
 
 

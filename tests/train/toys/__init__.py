@@ -12,11 +12,11 @@ FOLDER = Path(__file__).parent
 
 
 def register_optimizer() -> None:
-    """Let `optimizer.name` be `toy`."""
+    """Allow `optimizer.name = toy`."""
     optimizers.__path__.append(str(FOLDER / "optimizers"))
 
 
 def register_loss() -> None:
-    """Let `task.kind` be `toy`: text, with the toy loss."""
+    """Allow `task.kind = toy`: text with the toy loss."""
     losses.__path__.append(str(FOLDER / "losses"))
     TASKS["toy"] = TrainingTask(data="text", loss="toy")

@@ -1,1 +1,1 @@
-"""GPT-2 as tensors."""
+"""GPT-2 in torch."""

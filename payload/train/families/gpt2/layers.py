@@ -1,6 +1,6 @@
 """GPT-2's layer in plain torch, the reference of the kernels.
 
-B batch, T tokens in this pass, C n_embd, H n_head.
+B batch, T tokens of the input, C n_embd, H n_head.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch.nn import functional
 from payload.models.gpt2.spec import Activation, Gpt2Spec
 from payload.train.models.base import LayerModule
 from payload.train.models.key_value_cache import LayerCache
-from payload.train.models.split import SplitModule, enter, leave, own_masks
+from payload.train.models.split import SplitModule, copy_to_ranks, own_masks, reduce_from_ranks
 from payload.train.models.uninitialised import Linear
 
 NORM_EPS = 1e-5
 
 
 class Attention(SplitModule):
-    """Causal self-attention over all heads at once."""
+    """Causal self-attention over all heads in one call."""
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class Attention(SplitModule):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """(B, T, C) to (B, T, C); `mask` is `documents_mask`'s, and there is no cache then."""
+        """Map (B, T, C) to (B, T, C); `mask` is from `documents_mask`, and excludes a cache."""
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_width).transpose(1, 2)
-            for part in self.c_attn(enter(x, self.ranks)).chunk(3, dim=2)
+            for part in self.c_attn(copy_to_ranks(x, self.ranks)).chunk(3, dim=2)
         )
         if cache is not None:
             key, value = cache.extend(key, value)
@@ -52,19 +52,19 @@ class Attention(SplitModule):
                 is_causal=mask is None and key.shape[2] == length,
             )
         joined = mixed.transpose(1, 2).reshape(batch, length, -1)
-        projected = leave(joined, self.c_proj, self.ranks)
+        projected = reduce_from_ranks(joined, self.c_proj, self.ranks)
         return functional.dropout(projected, self.dropout, self.training)
 
 
 def _continuation_mask(new: int, total: int) -> Tensor | None:
-    """Which of `total` tokens each of the `new` last ones sees; None when it is all of them."""
+    """Return which of `total` tokens each of the last `new` tokens sees; None if all of them."""
     if new == 1:
         return None
     return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
 
 
 class MLP(SplitModule):
-    """Two matrices with GELU between."""
+    """Two matmuls with GELU in between."""
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
         super().__init__()
@@ -74,9 +74,11 @@ class MLP(SplitModule):
         self.c_proj = Linear(4 * spec.n_embd, spec.n_embd, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        widened = functional.gelu(self.c_fc(enter(x, self.ranks)), approximate=self.approximate)
-        projected = leave(widened, self.c_proj, self.ranks)
+        """Map (B, T, C) to (B, T, C)."""
+        widened = functional.gelu(
+            self.c_fc(copy_to_ranks(x, self.ranks)), approximate=self.approximate
+        )
+        projected = reduce_from_ranks(widened, self.c_proj, self.ranks)
         return functional.dropout(projected, self.dropout, self.training)
 
 
@@ -93,7 +95,7 @@ class Block(LayerModule):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+        """Map (B, T, C) to (B, T, C)."""
         x = x + self.attn(self.ln_1(x), cache, mask)
         added: Tensor = x + self.mlp(self.ln_2(x))
         return added

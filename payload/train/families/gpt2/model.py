@@ -1,6 +1,6 @@
-"""GPT-2, with GPT-2's own names so that its weights load as they are.
+"""GPT-2, with GPT-2's own parameter names so that its weights load unchanged.
 
-B batch, T tokens in this pass, C n_embd, H n_head, V vocabulary.
+B batch, T tokens of the input, C n_embd, H n_head, V vocabulary.
 Source: https://github.com/openai/gpt-2/blob/master/src/model.py.
 """
 
@@ -29,11 +29,11 @@ from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.split import (
     Split,
     Splits,
+    copy_to_ranks,
     embed,
-    enter,
-    summed,
+    sum_with_bias,
 )
-from payload.train.models.stage import Elsewhere
+from payload.train.models.stage import OtherStageModule
 from payload.train.models.uninitialised import Embedding, Linear
 from payload.train.tensors.lazy_tensors import copy_in
 
@@ -41,14 +41,14 @@ _PREFIX = "transformer."
 # GPT-2's matrices are stored as (in, out), torch's Linear keeps (out, in).
 # Source: transformers, models/gpt2/modeling_gpt2.py (Conv1D).
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# Buffers that old releases saved, and the head, which is the token embedding.
+# Buffers saved by old releases, and the head, which is the token embedding.
 _NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 _INIT_STD = 0.02
 _INIT_STD_POSITIONS = 0.01
 
 
-_KNOWN = (Attention, Block, Elsewhere, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
+_KNOWN = (Attention, Block, OtherStageModule, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
 _SPLITS = {
     "attn.c_attn.weight": Split(0, sections=3),
     "attn.c_attn.bias": Split(0, sections=3),
@@ -61,7 +61,7 @@ _LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 class GPT(CausalLM):
-    """The model. Weights are random, as GPT-2's were before training, or for the caller to set."""
+    """The GPT-2 model. Weights are random, as in GPT-2's training, or for the caller to set."""
 
     spec: Gpt2Spec
     reads_parts = True
@@ -82,7 +82,7 @@ class GPT(CausalLM):
 
     def _initialise(self) -> None:
         # The paper scales the projections into the residual stream by one over the square root of
-        # the number of residual layers; the other deviations are those of OpenAI's code.
+        # the number of residual layers; other deviations are from OpenAI's code.
         residual_std = _INIT_STD / math.sqrt(2 * len(self.h))
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -98,9 +98,9 @@ class GPT(CausalLM):
         caches: Sequence[LayerCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids to (B, T, C), the final norm included.
+        """Map (B, T) token ids to (B, T, C), the final norm included.
 
-        With `caches`, one a layer, `tokens` continue the ones seen before; `starts` are as in
+        With `caches`, one a layer, `tokens` continue the earlier ones; `starts` are as in
         `CausalLM`.
         """
         is_first = self.stage is None or self.stage.is_first()
@@ -120,7 +120,7 @@ class GPT(CausalLM):
             x = functional.dropout(x, self.dropout, self.training)
         mask = None if starts is None else documents_mask(starts)
         for i, block in enumerate(self.layers()):
-            x = self.layer_pass(block, x, caches[i] if caches else None, mask)
+            x = self.run_layer(block, x, caches[i] if caches else None, mask)
         if self.stage is not None and not self.stage.is_last():
             return x
         normed: Tensor = self.ln_f(x)
@@ -128,20 +128,20 @@ class GPT(CausalLM):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         if self.ranks is not None:
-            return embed(self.wte.weight, tokens, self.ranks, words=self.spec.vocab_size)
+            return embed(self.wte.weight, tokens, self.ranks, vocab_rows=self.spec.vocab_size)
         if self.kernels is not None and self.wte.weight.requires_grad:
             return self.kernels.embed(self.wte.weight, tokens)
         embedded: Tensor = self.wte(tokens)
         return embedded
 
     def _fast_layers(self, x: Tensor, starts: Tensor | None, context: LayerContext) -> Tensor:
-        """From the embeddings' sum (B, T, C) fp32 to the final norm's output, bf16."""
+        """Map the sum of embeddings (B, T, C) fp32 to the final norm's output, bf16."""
         with torch.autocast("cpu", enabled=False):
             sizes = (x.shape[0], x.shape[1])
             total: Tensor = x.flatten(0, 1)
             added: Tensor | None = None
             for block in cast("Iterable[Block]", self.layers()):
-                total, added = self.layer_pass(
+                total, added = self.run_layer(
                     block.computed_by, self._fast_layer, total, added, sizes, starts, context
                 )
             if self.stage is not None and not self.stage.is_last():
@@ -158,33 +158,33 @@ class GPT(CausalLM):
         starts: Tensor | None,
         context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream (B x T, C), and what is still to be added to it."""
+        """Return the residual stream (B x T, C), and the part yet to be added to it."""
         total, normed = add_norm(total, added, block.ln_1, context)
         module, ranks = block.attn, self.ranks
         heads = (*sizes, len(module.c_attn.weight) // (3 * module.head_width))
         qkv, out = projection(module.c_attn), projection(module.c_proj, is_part=ranks is not None)
-        mixed = attention(enter(normed, ranks), qkv, out, heads, starts, context)
+        mixed = attention(copy_to_ranks(normed, ranks), qkv, out, heads, starts, context)
         if ranks is not None:
-            mixed = summed(mixed, module.c_proj.bias, ranks)
+            mixed = sum_with_bias(mixed, module.c_proj.bias, ranks)
         total, normed = add_norm(total, mixed, block.ln_2, context)
         last = block.mlp.c_proj
         up, down = projection(block.mlp.c_fc), projection(last, is_part=ranks is not None)
-        result = mlp(enter(normed, ranks), up, down, context)
-        return total, result if ranks is None else summed(result, last.bias, ranks)
+        result = mlp(copy_to_ranks(normed, ranks), up, down, context)
+        return total, result if ranks is None else sum_with_bias(result, last.bias, ranks)
 
     def _without_kernels(self) -> list[str]:
-        """Say why the layers run without kernels: a line for each reason."""
+        """Return the reasons why the layers run without kernels, one line each."""
         found = []
         if self.dropout:
-            found.append(f"dropout = {self.dropout}, whose masks the reference draws")
+            found.append(f"dropout = {self.dropout}, which only the reference supports")
         if self.activation != "gelu_new":
-            found.append(f"activation {self.activation}: the kernel has gelu_new alone")
+            found.append(f"activation {self.activation}: the kernel has only gelu_new")
         if self._head_width % 2:
             found.append(f"heads of odd width {self._head_width}")
         return [*found, *layer_refusals(self, known=_KNOWN)]
 
     def speed_notes(self) -> list[str]:
-        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        """Return one line for each part that runs without the requested kernels, and why."""
         return [f"layers without kernels: {reason}" for reason in self._without_kernels()]
 
     def head_weight(self) -> nn.Parameter:
@@ -194,7 +194,7 @@ class GPT(CausalLM):
         return weight
 
     def tied_weight(self) -> nn.Parameter:
-        """Return the token embedding, which is the output head too."""
+        """Return the token embedding, which is also the output head."""
         return self.head_weight()
 
     def new_caches(self) -> list[LayerCache]:
@@ -202,16 +202,16 @@ class GPT(CausalLM):
         return [LayerCache() for _ in self.h]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers that are here."""
-        here = range(len(self.h)) if self.stage is None else self.stage.layers
-        return [self.h[number] for number in here]
+        """Return this rank's layers."""
+        numbers = range(len(self.h)) if self.stage is None else self.stage.layers
+        return [self.h[number] for number in numbers]
 
     def outer_modules(self) -> OuterModules:
-        """Return what belongs to no layer, by the pipeline stage that computes it."""
+        """Return the modules outside the layers, by the pipeline stage that computes them."""
         return OuterModules(layers="h", first=("wte", "wpe"), last=("ln_f",))
 
     def splits(self) -> Splits:
-        """Return how tensor ranks share out heads, the MLP and the vocabulary."""
+        """Return how tensor ranks split heads, the MLP and the vocabulary."""
         parts = {"wte.weight": Split(0)}
         for number in range(len(self.h)):
             for name, split in _SPLITS.items():
@@ -219,15 +219,15 @@ class GPT(CausalLM):
         return Splits(parts)
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Say whether the parameter of this name is a layer's matrix."""
+        """Return whether the parameter `name` is a layer's matrix."""
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
 
     def joined_linears(self) -> list[tuple[str, ...]]:
-        """Return the paths of the layers' linears; none of them have one input."""
+        """Return the paths of the layers' linears; no two have the same input."""
         return [(f"h.{number}.{name}",) for number in range(len(self.h)) for name in _LINEARS]
 
     def classifier_architecture(self) -> str:
-        """Return the name of transformers' class for classification with this model."""
+        """Return the name of transformers' classification class for this model."""
         return "GPT2ForSequenceClassification"
 
     def hf_name(self, module: str) -> str:
@@ -235,25 +235,25 @@ class GPT(CausalLM):
         return _PREFIX + module
 
     def transposes_linears(self) -> bool:
-        """Say that transformers keeps the weights as (in, out): its Conv1D."""
+        """Return True: transformers' Conv1D stores weights as (in, out)."""
         return True
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the weights under the names and in the layout of transformers."""
+        """Return the weights with transformers' names and layout."""
         tensors = {
             _PREFIX + name: value.t() if name.endswith(_TRANSPOSED) else value
             for name, value in self.state_dict().items()
         }
-        # GPT2LMHeadModel always has biases; zeros are what having none means.
+        # GPT2LMHeadModel always has biases; zeros are equivalent to no bias.
         return tensors | {
             _PREFIX + name: torch.zeros(size) for name, size in self._absent_biases().items()
         }
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the content of config.json, by which transformers builds the same model."""
-        # Not by the tensors: a rank may have a part of them.
+        """Return the contents of config.json, by which transformers builds the same model."""
+        # Not from the tensors: a rank can have a part of them.
         rows, width = self.spec.vocab_size, self.spec.n_embd
-        # A vocabulary of another tokenizer may not have the token.
+        # Another tokenizer's vocabulary can lack the token.
         end_of_text = END_OF_TEXT if rows > END_OF_TEXT else None
         return {
             "architectures": ["GPT2LMHeadModel"],
@@ -278,47 +278,47 @@ class GPT(CausalLM):
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Set all weights from a checkpoint's tensors, under the names of transformers.
+        """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
         """
         places: dict[str, str] = {}
         for name in tensors:
             other = places.setdefault(name.removeprefix(_PREFIX), name)
             if other != name:
                 raise CheckpointError(
-                    f"{where}: it has both {other} and {name}, one tensor under two names. Name "
+                    f"{where}: it has both {other} and {name}, one tensor under two names. Use "
                     "the folder of a whole GPT-2."
                 )
         head = places.get("lm_head.weight")
         embedding = places.get("wte.weight", head)
         if head and embedding and not torch.equal(tensors[head], tensors[embedding]):
             raise CheckpointError(
-                f"{where}: its output head is not its token embedding; only tied ones are loaded. "
-                "Name a GPT-2 with tied embeddings."
+                f"{where}: its output head differs from its token embedding; only tied ones are "
+                "supported. Use a GPT-2 with tied embeddings."
             )
-        wanted = {
+        expected = {
             places.get(name, name): target.t() if name.endswith(_TRANSPOSED) else target
             for name, target in self.state_dict().items()
         }
-        # Files of a model without biases have them all the same, as zeros.
+        # Files of a model without biases contain zeros for them.
         absent = {
             places[name]: torch.empty(size)
             for name, size in self._absent_biases().items()
             if name in places
         }
-        require_tensors({**wanted, **absent}, tensors, where=where, unused=_NOT_PARAMETERS)
+        require_tensors({**expected, **absent}, tensors, where=where, unused=_NOT_PARAMETERS)
         for name in absent:
             if bool(tensors[name].any()):
                 raise CheckpointError(
                     f"{where}: {name} is not zero, but tileforge_bias = false in config.json. Set "
-                    "it to true to have the biases."
+                    "it to true to use the biases."
                 )
-        for name, target in {**wanted, **absent}.items():
+        for name, target in {**expected, **absent}.items():
             copy_in(tensors, name, target)
 
     def _absent_biases(self) -> dict[str, int]:
-        """Return name and size of each bias that transformers has and this model does not."""
+        """Return name and size of each bias that only transformers' model has."""
         if self._has_bias:
             return {}
         width = self.spec.n_embd
@@ -342,5 +342,5 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> GPT:
 
 
 def is_norm_weight(name: str) -> bool:
-    """Say whether a parameter's name is a layer norm's scale."""
+    """Return whether a parameter's name is a layer norm's scale."""
     return name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight"))

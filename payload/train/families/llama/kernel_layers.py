@@ -1,4 +1,4 @@
-"""A decoder's layers over the kernels, and what the kernels refuse.
+"""A decoder's layers computed by the kernels, and the reasons when they cannot be.
 
 N tokens of all sequences, B batch, T tokens of one sequence, C width.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from payload.kernels.decoder_layers import (
-    Attending,
+    AttentionSettings,
     Norm,
     add_norm,
     attention,
@@ -27,13 +27,13 @@ from payload.models.llama.spec import DecoderSpec
 from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
 from payload.train.families.llama.rope import Table
 from payload.train.models.kernel_support import layer_refusals, projection
-from payload.train.models.split import TensorRanks, enter, summed
-from payload.train.models.stage import Elsewhere, Stage
+from payload.train.models.split import TensorRanks, copy_to_ranks, sum_with_bias
+from payload.train.models.stage import OtherStageModule, Stage
 from payload.train.models.uninitialised import Embedding, Linear
 
-_KNOWN = (Attention, Elsewhere, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
+_KNOWN = (Attention, OtherStageModule, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What the kernels hold of a block of keys in a core's cache.
+# Limited by the block of keys that the kernels keep in a core's cache.
 _WIDEST_HEAD = min(256, LONGEST_HEAD)
 JOINED = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,7 +41,7 @@ JOINED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""A layer's linears; those of one input are one matmul."""
+"""A layer's linears; the ones with the same input are computed as one matmul."""
 
 
 def run_layers(
@@ -51,22 +51,22 @@ def run_layers(
     ropes: dict[Rope, Table],
     starts: Tensor | None,
     context: LayerContext,
-    layer_pass: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
+    run_layer: Callable[..., Any] = lambda layer, *inputs: layer(*inputs),
     ranks: TensorRanks | None = None,
     stage: Stage | None = None,
 ) -> Tensor:
-    """From the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
+    """Map the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
 
-    `starts` are as in `CausalLM`; `ropes` are made for them. `layer_pass` calls each layer.
-    With `ranks`, each of them has some of the heads and a part of the MLP. With a `stage` that is
-    not the last one, the residual stream behind its layers is returned, fp32.
+    `starts` are as in `CausalLM`; `ropes` are made for them. `run_layer` calls each layer.
+    With `ranks`, each rank has some of the heads and a part of the MLP. With a `stage` before the
+    last one, return the residual stream after its layers, fp32.
     """
 
     def layer_of(
-        layer: Layer, how: Attending, total: Tensor, added: Tensor | None
+        layer: Layer, settings: AttentionSettings, total: Tensor, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
-        mixed = _attention(normed, layer.self_attn, how, context)
+        mixed = _attention(normed, layer.self_attn, settings, context)
         before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
         if before is None or behind is None:
             total, normed = add_norm(total, mixed, _norm(layer.post_attention_layernorm), context)
@@ -90,7 +90,7 @@ def run_layers(
         for number in range(len(spec.layers)) if stage is None else stage.layers:
             layer, what = layers[number], spec.layers[number]
             assert isinstance(layer, Layer)
-            total, added = layer_pass(layer.computed_by, layer_of, attending[what], total, added)
+            total, added = run_layer(layer.computed_by, layer_of, attending[what], total, added)
         if stage is not None and not stage.is_last():
             return (total if added is None else total + added).view(x.shape)
         _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
@@ -98,17 +98,17 @@ def run_layers(
 
 
 def refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> list[str]:
-    """Say why the layers run without kernels: a line for each reason."""
+    """Return the reasons why the layers run without kernels, one line each."""
     return list(_refusals(body, spec, dropout=dropout))
 
 
 def _refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> Iterator[str]:
     if dropout:
-        yield f"dropout = {dropout}, whose masks the reference draws"
+        yield f"dropout = {dropout}, which only the reference supports"
     if spec.hidden_act not in _GATES:
         yield f"activation {spec.hidden_act}: the kernels have {' and '.join(_GATES)}"
     if spec.head_dim % 2 or spec.head_dim > _WIDEST_HEAD:
-        yield f"head_dim {spec.head_dim}: the kernels have even ones up to {_WIDEST_HEAD}"
+        yield f"head_dim {spec.head_dim}: the kernels need an even one up to {_WIDEST_HEAD}"
     yield from layer_refusals(body, known=_KNOWN)
 
 
@@ -120,8 +120,8 @@ def _attending(
     batch: int,
     length: int,
     ranks: int,
-) -> dict[LayerSpec, Attending]:
-    """Return what each kind of layer's attention does on one of so many tensor ranks."""
+) -> dict[LayerSpec, AttentionSettings]:
+    """Return the attention settings of each kind of layer, on one of `ranks` tensor ranks."""
     rows = length if documents is None else batch * length
     heads, key_heads = spec.num_attention_heads // ranks, spec.num_key_value_heads // ranks
     sizes = HeadSizes(rows, heads, key_heads, spec.head_dim)
@@ -132,7 +132,7 @@ def _attending(
         if kind.window is not None and kind.window < length:
             first = (torch.arange(length) - kind.window + 1).clamp_min(0)
             starts = first.repeat(batch, 1) if starts is None else starts.maximum(first)
-        found[kind] = Attending(batch, sizes, spec.attention_scale, rotation, starts)
+        found[kind] = AttentionSettings(batch, sizes, spec.attention_scale, rotation, starts)
     return found
 
 
@@ -140,15 +140,17 @@ def _norm(module: RMSNorm) -> Norm:
     return Norm(module.weight, module.eps, 1.0 if module.offset else 0.0)
 
 
-def _attention(x: Tensor, module: Attention, how: Attending, context: LayerContext) -> Tensor:
+def _attention(
+    x: Tensor, module: Attention, settings: AttentionSettings, context: LayerContext
+) -> Tensor:
     norms = None
     if module.q_norm is not None and module.k_norm is not None:
         norms = (_norm(module.q_norm), _norm(module.k_norm))
     query, key, value = map(projection, (module.q_proj, module.k_proj, module.v_proj))
     ranks, last = module.ranks, module.o_proj
     out = projection(last, is_part=ranks is not None)
-    mixed = attention(enter(x, ranks), (query, key, value), out, norms, how, context)
-    return mixed if ranks is None else summed(mixed, last.bias, ranks)
+    mixed = attention(copy_to_ranks(x, ranks), (query, key, value), out, norms, settings, context)
+    return mixed if ranks is None else sum_with_bias(mixed, last.bias, ranks)
 
 
 def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
@@ -156,5 +158,5 @@ def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
     wide = projection(module.gate_proj), projection(module.up_proj)
     ranks, last = module.ranks, module.down_proj
     down = projection(last, is_part=ranks is not None)
-    result = gated_mlp(enter(x, ranks), wide, down, gate, context)
-    return result if ranks is None else summed(result, last.bias, ranks)
+    result = gated_mlp(copy_to_ranks(x, ranks), wide, down, gate, context)
+    return result if ranks is None else sum_with_bias(result, last.bias, ranks)

@@ -1,6 +1,6 @@
 """The modules of a decoder layer, with Hugging Face's names, in plain torch: the reference.
 
-B batch, T tokens in this pass, C width, H query heads, K key heads, D numbers of a head.
+B batch, T tokens of the input, C width, H query heads, K key heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from payload.train.families.llama.rope import Table, rotated
 from payload.train.models.base import LayerModule
 from payload.train.models.document_mask import documents_mask
 from payload.train.models.key_value_cache import LayerCache
-from payload.train.models.split import SplitModule, enter, leave, own_masks
+from payload.train.models.split import SplitModule, copy_to_ranks, own_masks, reduce_from_ranks
 from payload.train.models.uninitialised import Linear
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square, in fp32, and a scale."""
+    """Divides by the root mean square, in fp32, and multiplies by a scale."""
 
     def __init__(self, size: int, *, eps: float, offset: bool) -> None:
         super().__init__()
         self.eps = eps
         self.offset = offset
-        """The scale is 1 + weight, so that a weight of 0 changes nothing."""
+        """If set, the scale is 1 + weight, so zero weights give a scale of 1."""
         self.weight = nn.Parameter(torch.zeros(size) if offset else torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) to the same."""
+        """Map (..., size) to (..., size)."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         scale = self.weight.float()
@@ -62,11 +62,11 @@ class Attention(SplitModule):
     def forward(
         self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
     ) -> Tensor:
-        """(B, T, C) to (B, T, C); `rope` is None in a layer without positions.
+        """Map (B, T, C) to (B, T, C); a layer without positions gets no `rope`.
 
         With `starts`, as in `CausalLM`, `rope` has a row for each of the B x T tokens.
         """
-        x = enter(x, self.ranks)
+        x = copy_to_ranks(x, self.ranks)
         query, key, value = (
             self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -96,17 +96,17 @@ class Attention(SplitModule):
                 scale=self.scale,
                 enable_gqa=key.shape[1] != query.shape[1],
             )
-        return leave(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
+        return reduce_from_ranks(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, heads x D) to (B, heads, T, D)."""
+        """Map (B, T, heads x D) to (B, heads, T, D)."""
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
 
 
 def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which of `total` tokens each of the `new` last ones attends to, (new, total) bool.
+    """Return which of `total` tokens each of the last `new` tokens sees, (new, total) bool.
 
-    None when it is all up to itself, and `new` is 1 or `total`: SDPA knows that case.
+    None if a token sees all tokens up to itself and `new` is 1 or `total`, as in SDPA's own modes.
     """
     reaches_all = window is None or window >= total
     if reaches_all and new in (1, total):
@@ -118,7 +118,7 @@ def visible(new: int, total: int, *, window: int | None, device: torch.device) -
 
 
 class MLP(SplitModule):
-    """Two matrices, one through the activation, multiplied elementwise, and the way back."""
+    """The product of an activated linear and a plain one, then a linear back to the width."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -129,28 +129,28 @@ class MLP(SplitModule):
         self.down_proj = Linear(inner, width, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        x = enter(x, self.ranks)
+        """Map (B, T, C) to (B, T, C)."""
+        x = copy_to_ranks(x, self.ranks)
         inner = activated(self.gate_proj(x), self.activation) * self.up_proj(x)
-        return leave(inner, self.down_proj, self.ranks)
+        return reduce_from_ranks(inner, self.down_proj, self.ranks)
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation of that name."""
+    """Apply the activation of this name."""
     if activation == "silu":
         return functional.silu(x)
     return functional.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
 
 
 class Layer(LayerModule):
-    """Attention and MLP, each with a norm before and, in Gemma, one behind."""
+    """Attention and MLP, each with a norm before it and, in Gemma, one after it."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
         super().__init__()
-        # In the order of the forward pass, as the exchange of gradients wants them.
+        # In the order of the forward pass, as the gradient exchange requires.
         self.input_layernorm = make_norm(spec, size=spec.hidden_size)
         self.self_attn = Attention(spec, layer, dropout=dropout)
-        # The norm before the MLP; in Gemma the one behind the attention.
+        # The norm before the MLP; in Gemma the one after the attention.
         self.post_attention_layernorm = make_norm(spec, size=spec.hidden_size)
         self.pre_feedforward_layernorm: RMSNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | None = None
@@ -163,7 +163,7 @@ class Layer(LayerModule):
     def forward(
         self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
     ) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
+        """Map (B, T, C) to (B, T, C)."""
         mixed = self.self_attn(self.input_layernorm(x), rope, cache, starts)
         before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if before is None or behind is None:
@@ -176,5 +176,5 @@ class Layer(LayerModule):
 
 
 def make_norm(spec: DecoderSpec, *, size: int) -> RMSNorm:
-    """Return the model's kind of norm, which changes nothing yet."""
+    """Return the model's kind of norm, initialised to scale by 1."""
     return RMSNorm(size, eps=spec.rms_norm_eps, offset=spec.norm_offset)

@@ -1,7 +1,7 @@
 """The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
 
-The parameters are a checkpoint's tensors as they are. What a layer computes is in `decoder_layers`.
-B batch, T tokens in this pass, C width, V vocabulary, padded rows included.
+The parameters have a checkpoint's names and shapes. A layer's computation is in `decoder_layers`.
+B batch, T tokens of the input, C width, V vocabulary, padded rows included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from payload.train.models.split import Split, Splits, embed
 from payload.train.models.uninitialised import Embedding, Linear
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# The head where it is the embedding, and a buffer that old releases saved.
+# The head if it is the embedding, and a buffer saved by old releases.
 _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
 _SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
 _SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
@@ -47,7 +47,7 @@ _CLASSIFIERS = {
 
 
 class Body(nn.Module):
-    """Everything but the head."""
+    """The model without its output head."""
 
     def __init__(self, spec: DecoderSpec, *, dropout: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Body(nn.Module):
 
 
 class Decoder(CausalLM):
-    """The model. Weights are random, or for the caller to set."""
+    """The decoder model. Weights are random, or for the caller to set."""
 
     spec: DecoderSpec
     reads_parts = True
@@ -90,9 +90,9 @@ class Decoder(CausalLM):
         caches: Sequence[LayerCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids to (B, T, C), the final norm included.
+        """Map (B, T) token ids to (B, T, C), the final norm included.
 
-        With `caches`, one a layer, `tokens` continue the ones seen before; `starts` are as in
+        With `caches`, one a layer, `tokens` continue the earlier ones; `starts` are as in
         `CausalLM`.
         """
         if self.stage is None or self.stage.is_first():
@@ -105,12 +105,12 @@ class Decoder(CausalLM):
             context = self.kernels.layer_context()
             if context is not None:
                 where = (self.model, x, self.spec, ropes, starts)
-                return run_layers(*where, context, self.layer_pass, self.ranks, self.stage)
-        here = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
-        for number in here:
+                return run_layers(*where, context, self.run_layer, self.ranks, self.stage)
+        numbers = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
+        for number in numbers:
             layer, what = self.model.layers[number], self.spec.layers[number]
             rope = ropes[what.rope] if what.rope is not None else None
-            x = self.layer_pass(layer, x, rope, caches[number] if caches else None, starts)
+            x = self.run_layer(layer, x, rope, caches[number] if caches else None, starts)
         if self.stage is not None and not self.stage.is_last():
             return x
         normed: Tensor = self.model.norm(x)
@@ -124,7 +124,7 @@ class Decoder(CausalLM):
     ) -> dict[Rope, Table]:
         """Return cosines and sines for `length` tokens from `start` on, by kind of layer.
 
-        With `starts` (B, T) they are those of each token's place in its document, for all B x T.
+        With `starts` (B, T), they are for each token's position in its document, for all B x T.
         """
         device = next(self.parameters()).device
         found = {
@@ -137,11 +137,11 @@ class Decoder(CausalLM):
         return {rope: (cos[places], sin[places]) for rope, (cos, sin) in found.items()}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """(B, T) to (B, T, C), scaled."""
+        """Map (B, T) to (B, T, C), scaled."""
         tied = self.tied_weight()
         if self.ranks is not None:
             weight = self.model.embed_tokens.weight
-            x = embed(weight, tokens, self.ranks, words=self.spec.vocab_size)
+            x = embed(weight, tokens, self.ranks, vocab_rows=self.spec.vocab_size)
         elif self.kernels is not None and tied is not None and tied.requires_grad:
             x = self.kernels.embed(tied, tokens)
         else:
@@ -157,15 +157,15 @@ class Decoder(CausalLM):
         return weight
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return the token embedding where it is the output head too, else None."""
+        """Return the token embedding if it is also the output head, or None."""
         return self.head_weight() if self.lm_head is None else None
 
     def drop_head(self) -> None:
-        """Take the output head off."""
+        """Remove the output head."""
         self.lm_head = None
 
     def classifier_architecture(self) -> str:
-        """Return the name of transformers' class for classification with this model."""
+        """Return the name of transformers' classification class for this model."""
         return _CLASSIFIERS[self.spec.model_type]
 
     def new_caches(self) -> list[LayerCache]:
@@ -173,17 +173,17 @@ class Decoder(CausalLM):
         return [LayerCache() for _ in self.spec.layers]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers that are here."""
-        here = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
-        return [self.model.layers[number] for number in here]
+        """Return this rank's layers."""
+        numbers = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
+        return [self.model.layers[number] for number in numbers]
 
     def outer_modules(self) -> OuterModules:
-        """Return what belongs to no layer, by the pipeline stage that computes it."""
+        """Return the modules outside the layers, by the pipeline stage that computes them."""
         last = ("model.norm",) if self.lm_head is None else ("model.norm", "lm_head")
         return OuterModules(layers="model.layers", first=("model.embed_tokens",), last=last)
 
     def splits(self) -> Splits:
-        """Return how tensor ranks share out heads, the MLP and the vocabulary."""
+        """Return how tensor ranks split heads, the MLP and the vocabulary."""
         parts, partial = {_EMBEDDING: Split(0), _HEAD: Split(0)}, []
         for name, _ in self.named_parameters():
             linear, kind = name.rpartition(".")[::2]
@@ -196,11 +196,11 @@ class Decoder(CausalLM):
         return Splits(parts, frozenset(partial))
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Say whether the parameter of this name is a layer's matrix."""
+        """Return whether the parameter `name` is a layer's matrix."""
         return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
 
     def joined_linears(self) -> list[tuple[str, ...]]:
-        """Return the paths of the layers' linears, those of one input together."""
+        """Return the paths of the layers' linears, grouped by equal input."""
         return [
             tuple(f"model.layers.{number}.{name}" for name in names)
             for number in range(len(self.spec.layers))
@@ -208,13 +208,13 @@ class Decoder(CausalLM):
         ]
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the content of config.json: the one that was read, for fp32 weights."""
+        """Return the contents of config.json: the one that was read, for fp32 weights."""
         return saved_config(self.spec.config, architecture=_ARCHITECTURES[self.spec.model_type])
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Set all weights from a checkpoint's tensors, under the names of transformers.
+        """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
         """
         if self.lm_head is None:
             require_tied(tensors, head=_HEAD, embedding=_EMBEDDING, where=where)
@@ -226,12 +226,12 @@ class Decoder(CausalLM):
         )
 
     def speed_notes(self) -> list[str]:
-        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        """Return one line for each part that runs without the requested kernels, and why."""
         return [f"layers without kernels: {reason}" for reason in self._refusals()]
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
-    """Build the model of this spec: transformers' own where ours lacks a feature that it needs."""
+    """Build the model of this spec; use transformers' own if our layers lack a feature."""
     assert isinstance(spec, DecoderSpec)
     if spec.unsupported_features:
         lacks = f"our own layers lack {', '.join(spec.unsupported_features)}"
@@ -240,9 +240,9 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 
 
 def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> Tensor:
-    """Return embedded tokens through which the padding token's embedding learns nothing.
+    """Return embedded tokens without gradient for the padding token's embedding.
 
-    transformers' models have it so. Where it is the head too, it learns as the head.
+    As in transformers' models. If it is also the head, it gets the head's gradient.
     """
     if padding is None or not x.requires_grad:
         return x

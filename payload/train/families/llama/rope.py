@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequencies, tables of cosines and sines, and their application.
 
 Source: https://arxiv.org/abs/2104.09864, in the layout of the Hugging Face checkpoints: the two
-numbers of a pair lie half a head apart.
-B batch, H heads, T tokens, D numbers of a head.
+elements of a pair are half a head apart.
+B batch, H heads, T tokens, D width of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Table = tuple[Tensor, Tensor]
 
 
 def frequencies(rope: Rope, *, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair of numbers, (D / 2,) fp32."""
+    """Return the angle per position of each pair of elements, (D / 2,) fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -44,7 +44,7 @@ def rotated(x: Tensor, rope: Table) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
-    """Slow the long wavelengths down by the factor, and leave the short ones as they are.
+    """Scale down the low frequencies by the factor, and keep the high ones.
 
     Source: https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
     """

@@ -1,1 +1,1 @@
-"""Any other model, with transformers' own layers."""
+"""Models of any other family, with transformers' own layers."""

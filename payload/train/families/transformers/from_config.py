@@ -1,4 +1,4 @@
-"""A config.json as transformers' own module. No code of a model's folder is ever run."""
+"""Builds transformers' own module for a config.json; never runs code of a model's folder."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _Config = Any
 def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
     """Return transformers' module for the spec's config.json, in fp32.
 
-    Raises CheckpointError for a model that it has no code of its own for, or none that predicts
-    the next token.
+    Raises CheckpointError for a model without code in transformers, or one that does not
+    predict the next token.
     """
     config = module_config(raw_config(spec), where="config.json", dropout=dropout)
     kind = module_class(config)
     try:
         with nullcontext() if random else _without_initialisation():
             module = kind._from_config(config, dtype=torch.float32)
-    except Exception as error:  # Sizes that do not fit fail anywhere in transformers' code.
+    except Exception as error:  # Invalid sizes fail in many places of transformers' code.
         raise CheckpointError(
-            f"config.json: transformers cannot build it ({first_line(error)}). Name the folder of "
-            "a whole model."
+            f"config.json: transformers cannot build the model ({first_line(error)}). Use the "
+            "folder of a whole model."
         ) from None
-    module.tie_weights()  # Part of the initialisation that is left out.
+    module.tie_weights()  # A step of the skipped initialisation.
     if random:
         require_causal(module)
     return module
@@ -46,7 +46,7 @@ def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
 def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
     """Return transformers' own configuration of a config.json, every dropout set to `dropout`.
 
-    Raises CheckpointError for a model that needs code from its own folder, and for a quantised one.
+    Raises CheckpointError for a model that needs code from its folder, and for a quantised one.
     """
     from transformers import CONFIG_MAPPING
 
@@ -54,19 +54,19 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         remote = ", and the model's own code (auto_map) is never run" if "auto_map" in raw else ""
         raise CheckpointError(
-            f"{where}: model_type = {shown(name)}: this transformers does not have it{remote}. "
+            f"{where}: model_type = {shown(name)}: unknown to this transformers{remote}. "
             "Use a model that transformers builds from its own code."
         )
     if "quantization_config" in raw:
         raise CheckpointError(
-            f"{where}: quantization_config: quantised weights cannot be trained. Name the "
-            "model's folder in bf16 or fp32."
+            f"{where}: quantization_config: quantised weights cannot be trained. Use the "
+            "model in bf16 or fp32."
         )
     try:
         config = CONFIG_MAPPING[name].from_dict(without_code(raw))
-    except Exception as error:  # Each family checks its own fields, in its own way.
+    except Exception as error:  # Each family raises its own errors for invalid fields.
         raise CheckpointError(
-            f"{where}: transformers refuses it ({first_line(error)}). Correct config.json."
+            f"{where}: transformers rejects it ({first_line(error)}). Correct config.json."
         ) from None
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float):
@@ -75,27 +75,27 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
 
 
 def module_class(config: _Config) -> Any:
-    """Return transformers' class for predicting the next token. Raises CheckpointError."""
+    """Return transformers' class for next-token prediction. Raises CheckpointError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_text_alone = kind is not None and not kind.__name__.endswith("ForConditionalGeneration")
     if not is_text_alone or getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(
-            f"config.json: model_type = {shown(config.model_type)}: transformers has no causal "
-            "language model of text alone for it. Use the model's text-only version."
+            f"config.json: model_type = {shown(config.model_type)}: transformers has no text-only "
+            "causal language model for it. Use the model's text-only version."
         )
     return kind
 
 
 def raw_config(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return config.json as it was read."""
-    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]  # all but GPT-2's have it
+    """Return the config.json that was read."""
+    return cast("Mapping[str, Any]", spec.config)  # type: ignore[attr-defined]  # GPT-2's lacks it
 
 
 @contextmanager
 def without_load_report() -> Iterator[None]:
-    """Keep transformers from printing a bar and a table of the weights that it did not find."""
+    """Suppress transformers' progress bar and table of missing weights."""
     from transformers.utils import logging as theirs
 
     level = theirs.get_verbosity()

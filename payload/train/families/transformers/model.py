@@ -1,8 +1,8 @@
-"""Any causal language model that transformers builds from its own code, as one of ours.
+"""Any causal language model that transformers builds from its own code, as a CausalLM.
 
-transformers' module does the layers; the loss is ours where the head is a plain linear layer and
-nothing changes its logits afterwards. No code of a model's folder is ever run.
-B batch, T tokens in this pass, C width, V vocabulary.
+transformers' module computes the layers. The loss is ours if the head is a plain linear layer and
+its logits are not changed afterwards. Code in a model's folder is never run.
+B batch, T tokens of the input, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 
 _ADAPTER_PARTS = (".lora_A", ".lora_B", ".lora_magnitude_vector")
-# Buffers that old releases saved.
+# Buffers saved by old releases.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 
 
 class ModelCache:
-    """Cache of the layers for the tokens seen so far: one for the whole model.
+    """Cache of all layers for the tokens processed so far.
 
-    Without one of transformers' key-value caches it keeps the tokens, and every pass makes all of
-    them.
+    If transformers has no key-value cache for the model, it keeps the tokens, and every call
+    computes all of them again.
     """
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
-        """transformers' cache; None = `tokens` instead."""
+        """transformers' cache; None = keep `tokens`."""
         self.tokens: Tensor | None = None
 
     def num_tokens(self) -> int:
-        """Return the number of tokens seen so far."""
+        """Return the number of tokens processed so far."""
         if self.kept is not None:
             return int(self.kept.get_seq_length())
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def extend(self, tokens: Tensor) -> Tensor:
-        """Append new tokens; return all."""
+        """Append new tokens; return all tokens."""
         self.tokens = tokens if self.tokens is None else torch.cat((self.tokens, tokens), dim=1)
         return self.tokens
 
@@ -79,9 +79,9 @@ class TransformersLM(CausalLM):
         *,
         dropout: float = 0.0,
         random: bool = True,
-        reason: str = "our own layers do not have it",
+        reason: str = "our own layers do not support it",
     ) -> None:
-        """Build the module from the spec's config; `reason` says why it is transformers' own."""
+        """Build the module from the spec's config; `reason` is logged as the reason for it."""
         module = build_module(spec, dropout, random=random)
         super().__init__(_counted(spec, module), dropout=dropout)
         self._reason = reason
@@ -91,7 +91,7 @@ class TransformersLM(CausalLM):
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
         self._dropped: tuple[str, ...] = ()
-        """The output head's tensors, where it was taken off."""
+        """The output head's tensors, if it was removed."""
         self._draws = draws_in_training(self.module) if not dropout else True
 
     def hf_name(self, module: str) -> str:
@@ -104,15 +104,15 @@ class TransformersLM(CausalLM):
         caches: Sequence[ModelCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) token ids to (B, T, C), what the head reads; to the logits without a plain head.
+        """Map (B, T) token ids to (B, T, C), the head's input, or to logits without a plain head.
 
-        With `caches`, `tokens` continue the ones seen before; `starts` are as in `CausalLM`.
+        With `caches`, `tokens` continue the earlier ones; `starts` are as in `CausalLM`.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        # A row of one document and padding needs nothing: no token sees those behind it.
+        # Rows with one document and padding need nothing: tokens do not see later ones.
         if starts is not None and not bool(((starts == 0) | (starts == places)).all()):
             self._require_documents()
-            # transformers tells packed documents by positions that begin again.
+            # transformers detects packed documents by positions that restart.
             return self._run(tokens, position_ids=places - starts, use_cache=False)
         if not caches:
             return self._run(tokens, use_cache=False)
@@ -128,17 +128,17 @@ class TransformersLM(CausalLM):
         return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
 
     def draws_masks(self) -> bool:
-        """Say whether a training pass draws random numbers: dropout's, or a router's."""
+        """Return whether training draws random numbers: for dropout or by a router."""
         return self._draws or super().draws_masks()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., C) to (..., V)."""
+        """Map hidden states (..., C) to logits (..., V)."""
         if self._not_plain is not None:
             return hidden
         return cast(Tensor, self._head()(hidden))
 
     def head_weight(self) -> nn.Parameter | None:
-        """Return the head's weight (V, C) where it is a plain linear layer, else None."""
+        """Return the head's weight (V, C) if it is a plain linear layer, or None."""
         if self._not_plain is not None:
             return None
         weight = self._head().weight
@@ -146,34 +146,34 @@ class TransformersLM(CausalLM):
         return weight
 
     def enable_checkpointing(self) -> None:
-        """Keep a layer's input alone in training. Raises ConfigError where the layers cannot."""
+        """Keep only each layer's input in training. Raises ConfigError if unsupported."""
         if not self.module.supports_gradient_checkpointing:
             raise ConfigError(
-                f"memory.activation_checkpointing: transformers has none for model_type = "
+                f"memory.activation_checkpointing: not supported by transformers for model_type = "
                 f"{self.spec.model_type!r}. Set it to off and lower batch.micro_batch_size."
             )
         enable = getattr(self.module, "activation_checkpointing_enable", None)
-        # Older releases of transformers have it under this name alone.
+        # Older releases of transformers have only this name.
         enable = enable or self.module.gradient_checkpointing_enable
         enable({"use_reentrant": False})
 
     def drop_head(self) -> None:
-        """Take the output head off. Raises CheckpointError for a model that has none apart."""
+        """Remove the output head. Raises CheckpointError for a model without a separate one."""
         self.classifier_architecture()
         head = self.module.get_output_embeddings()
         name = next((name for name, each in self.module.named_modules() if each is head), None)
         if name is None or self.module.base_model is self.module:
             raise CheckpointError(
-                f"model_type = {self.spec.model_type!r}: its output head cannot be taken off. Use "
+                f"model_type = {self.spec.model_type!r}: its output head cannot be removed. Use "
                 "a language model of another family."
             )
         self._dropped = tuple(f"{name}.{part}" for part in ("weight", "bias"))
         self.module.set_submodule(name, nn.Identity())
 
     def classifier_architecture(self) -> str:
-        """Return the name of transformers' class for classification with this model.
+        """Return the name of transformers' classification class for this model.
 
-        Raises CheckpointError where that is not the same body with a linear layer `score`.
+        Raises CheckpointError unless that is the same body with a linear layer `score`.
         """
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -190,12 +190,12 @@ class TransformersLM(CausalLM):
             if set(theirs.state_dict()) == ours | {"score.weight"}:
                 return str(kind.__name__)
         raise CheckpointError(
-            f"model_type = {self.spec.model_type!r}: transformers has no classifier for it that is "
+            f"model_type = {self.spec.model_type!r}: transformers has no classifier for it with "
             "its body and a linear layer 'score'. Use a language model of another family."
         )
 
     def new_caches(self) -> list[ModelCache]:
-        """Return an empty cache; it is one for all layers."""
+        """Return one empty cache, which serves all layers."""
         if self._keeps_tokens:
             return [ModelCache(None)]
         from transformers import DynamicCache
@@ -203,16 +203,16 @@ class TransformersLM(CausalLM):
         return [ModelCache(DynamicCache(config=self.module.config))]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the modules that transformers itself never splits; it may name none."""
+        """Return the modules that transformers declares as never split; possibly none."""
         names = set(getattr(self.module, "_no_split_modules", None) or ())
         return [each for each in self.module.modules() if type(each).__name__ in names]
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Say whether the parameter of this name is a layer's matrix."""
+        """Return whether the parameter `name` is a layer's matrix."""
         return name in self._matrices
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the weights as transformers' own `save_pretrained` names and shapes them."""
+        """Return the weights with the names and shapes of transformers' `save_pretrained`."""
         from transformers.core_model_loading import revert_weight_conversion
 
         tied = self.module.all_tied_weights_keys
@@ -224,13 +224,13 @@ class TransformersLM(CausalLM):
         return dict(revert_weight_conversion(self.module, state))
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the content of config.json: the one that was read, for fp32 weights."""
+        """Return the contents of config.json: the one that was read, for fp32 weights."""
         return saved_config(raw_config(self.spec), architecture=type(self.module).__name__)
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Set all weights from a checkpoint's tensors, under the names of transformers.
+        """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, which names `where`, when some are missing or of another size.
+        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
         """
         tied = self.module.all_tied_weights_keys
         if self.has_names_of(tensors):
@@ -240,7 +240,7 @@ class TransformersLM(CausalLM):
             self._load_converted(tensors, where=where)
         for head, embedding in tied.items():
             if head in tensors:
-                # Files may have other names than the module.
+                # Names in files can differ from the module's.
                 named = embedding in tensors
                 value = tensors[embedding] if named else self.module.state_dict()[embedding]
                 found = {head: tensors[head], embedding: value}
@@ -250,7 +250,7 @@ class TransformersLM(CausalLM):
             require_causal(self.module, without_head=self._not_plain is None)
 
     def has_names_of(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Say whether the module has every weight under the name of one of `tensors`."""
+        """Return whether `tensors` has a tensor for every weight's name in the module."""
         return set(self._targets()) <= set(tensors)
 
     def _targets(self) -> dict[str, Tensor | QuantizedLinear]:
@@ -259,16 +259,16 @@ class TransformersLM(CausalLM):
         return loading_targets(self.module, state)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Load weights that transformers names or joins otherwise in memory than in files."""
+        """Load weights whose names or joins in memory differ from the files."""
         if self._dropped:
             raise CheckpointError(
-                f"{where}: not the weights that config.json describes. Name the folder of a whole "
+                f"{where}: not the weights that config.json describes. Use the folder of a whole "
                 "classifier."
             )
         if any(isinstance(each, QuantizedLinear) for each in self.module.modules()):
             raise CheckpointError(
-                f"{where}: transformers has other weights in memory than in files for model_type = "
-                f"{self.spec.model_type!r}, which cannot be quantised one by one. Use "
+                f"{where}: transformers converts the weights of model_type = "
+                f"{self.spec.model_type!r} while loading, so they cannot be quantised. Use "
                 'model.quantize = "none".'
             )
         kind, own = type(self.module), self.module.state_dict()
@@ -287,7 +287,7 @@ class TransformersLM(CausalLM):
                 )
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{where}: transformers cannot load it ({first_line(error)}). Name the folder of a "
+                f"{where}: transformers cannot load it ({first_line(error)}). Use the folder of a "
                 "whole model."
             ) from None
         for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
@@ -295,33 +295,33 @@ class TransformersLM(CausalLM):
             if names:
                 raise CheckpointError(
                     f"{where}: not the weights that config.json describes: {len(names)} "
-                    f"{what.partition('_')[0]} (first: {names[0]}). Name the folder of a whole "
+                    f"{what.partition('_')[0]} (first: {names[0]}). Use the folder of a whole "
                     "model."
                 )
         self.module = loaded.train(self.module.training)
 
     def speed_notes(self) -> list[str]:
-        """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        """Return one line for each part that runs without the requested kernels, and why."""
         notes = [f"{self.spec.model_type}: transformers' layers: {self._reason}"]
         if self._not_plain is not None:
-            notes.append(f"the loss keeps all logits at once: {self._not_plain}")
+            notes.append(f"the loss keeps all logits in memory: {self._not_plain}")
         if self._draws and not self.dropout:
-            notes.append("training draws random numbers (a router that samples), by model and seed")
+            notes.append("training draws random numbers (a sampling router), by model and seed")
         if self._keeps_tokens:
-            notes.append("generation computes every token again: the model has no key-value cache")
+            notes.append("generation recomputes every token: the model has no key-value cache")
         return notes
 
     def _require_documents(self) -> None:
-        """Raise ConfigError where a token of one document reaches another one.
+        """Raise ConfigError if tokens of one document can see another document.
 
-        A pass with random tokens shows it, once.
+        Runs random tokens through the model, once.
         """
         if self._mixes_documents is None:
             self._mixes_documents = mixes_documents(self.module)
         if self._mixes_documents:
             raise ConfigError(
-                f"model_type = {self.spec.model_type!r}: transformers' layers do not keep the "
-                "conversations of a block apart. Prepare the data with --packing none."
+                f"model_type = {self.spec.model_type!r}: transformers' layers do not separate the "
+                "conversations of a block. Prepare the data with --packing none."
             )
 
     def _head(self) -> nn.Linear:
@@ -329,7 +329,7 @@ class TransformersLM(CausalLM):
 
 
 def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
-    """Return the spec with its parameters counted, where config.json alone did not tell them."""
+    """Return the spec with its parameters counted, if config.json alone does not give them."""
     if spec.is_counted():
         return spec
     return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
@@ -342,7 +342,7 @@ def _has_key_value_cache(module: _Module) -> bool:
 
 
 def _hidden_matrices(module: _Module) -> set[str]:
-    """Return the names, in the CausalLM, of the linear layers' weights but the head's."""
+    """Return the names, in the CausalLM, of the linear layers' weights, without the head's."""
     head = module.get_output_embeddings()
     return {
         f"module.{name}.weight"

@@ -1,4 +1,4 @@
-"""Tests of a transformers model by small passes: whether it is causal, and what its head does."""
+"""Probes of a transformers model with small inputs: causality, packing, and a plain head."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PROBE_DOCUMENT = 8
 
 
 def why_not_plain(module: _Module) -> str | None:
-    """Return None when the logits are a linear layer of the last hidden state, else the reason.
+    """Return None if the logits are a linear layer of the last hidden state, or the reason.
 
-    A pass whose hidden state and logits are replaced by numbers of ours shows whether anything
-    happens to either on its way. It does not depend on the weights, so all ranks agree.
+    The probe replaces the hidden state and the logits by known numbers, and detects any change to
+    them. It does not depend on the weights, so all ranks get the same result.
     """
     head = module.get_output_embeddings()
     body = module.base_model
@@ -35,11 +35,11 @@ def why_not_plain(module: _Module) -> str | None:
     if head.bias is not None:
         return "the head has a bias"
     if body is module:
-        return "the module without its head is not to be had"
+        return "the module has no body without its head"
     generator = torch.Generator().manual_seed(0)
-    width, words = head.in_features, head.out_features
+    width, vocab_size = head.in_features, head.out_features
     hidden = torch.randn(1, _PROBE_TOKENS, width, generator=generator)
-    logits = 100 * torch.randn(1, _PROBE_TOKENS, words, generator=generator)
+    logits = 100 * torch.randn(1, _PROBE_TOKENS, vocab_size, generator=generator)
     read: list[Tensor] = []
 
     def replace_hidden(_: object, __: object, made: Any) -> Any:
@@ -60,14 +60,14 @@ def why_not_plain(module: _Module) -> str | None:
         for hook in hooks:
             hook.remove()
     if len(read) != 1 or not torch.equal(read[0], hidden):
-        return "the hidden state changes on its way to the head"
+        return "the hidden state changes before the head"
     if not torch.equal(made, logits):
-        return "the logits change behind the head (a scale or a soft cap)"
+        return "the logits change after the head (a scale or a soft cap)"
     return None
 
 
 def mixes_documents(module: _Module) -> bool:
-    """Say whether a document's logits depend on the one before it in the same row."""
+    """Return whether a document's logits depend on the previous document in its row."""
     width = int(module.get_output_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(
@@ -85,7 +85,7 @@ def mixes_documents(module: _Module) -> bool:
                     input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True
                 )
                 made.append(found.logits[:, _PROBE_DOCUMENT:])
-    except TypeError:  # It takes no positions.
+    except TypeError:  # The model takes no positions.
         return True
     finally:
         module.train(was_training)
@@ -93,9 +93,9 @@ def mixes_documents(module: _Module) -> bool:
 
 
 def draws_in_training(module: _Module) -> bool:
-    """Say whether a pass in training differs from the next one, as where a router samples.
+    """Return whether two training passes on one input differ, for example by a sampling router.
 
-    The seed of a pass then makes it the same at a resume, as it does with dropout.
+    Seeding each micro-batch then makes a resume exact, as for dropout.
     """
     before = torch.random.get_rng_state()
     tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
@@ -106,31 +106,31 @@ def draws_in_training(module: _Module) -> bool:
 
 
 def require_causal(module: _Module, *, without_head: bool = False) -> None:
-    """Raise CheckpointError when a token's logits depend on the tokens behind it.
+    """Raise CheckpointError if a token's logits depend on later tokens.
 
-    A plain head reads one token at a time, so `without_head` leaves it out: torch would reorder
-    its whole weight into a copy. Weights of 4 bits stay as they are for the same reason.
+    `without_head` skips a plain head, which reads one token at a time: torch would copy its whole
+    weight in another order. It also leaves 4-bit weights quantised, for the same reason.
     """
     pairs = (torch.tensor([[0, other]]) for other in (1, 2))
     with _weightless(module):
         first, second = (_probed(module, each, without_head=without_head)[0, 0] for each in pairs)
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
         raise CheckpointError(
-            f"config.json: model_type = {shown(module.config.model_type)}: each token sees those "
-            "behind it, so it cannot learn to predict the next one. Use a causal language model."
+            f"config.json: model_type = {shown(module.config.model_type)}: its tokens see later "
+            "tokens, so it cannot predict the next one. Use a causal language model."
         )
 
 
 @contextmanager
 def _weightless(module: _Module) -> Iterator[None]:
-    """Let linears of 4 bits pass their inputs on, over and over until all outputs have one.
+    """Replace 4-bit linears by a repetition of their inputs, without dequantising any weight.
 
-    Which tokens a token sees does not depend on weights, and none is dequantised.
+    Which tokens a token sees does not depend on weights.
     """
     linears = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
     for each in linears:
         places = torch.arange(each.out_features) % each.in_features
-        # Of this object alone; its class keeps the method.
+        # Set on this object only; its class keeps the method.
         each.forward = partial(torch.index_select, dim=-1, index=places)  # type: ignore[method-assign]
     try:
         yield
@@ -142,9 +142,9 @@ def _weightless(module: _Module) -> Iterator[None]:
 def _probed(
     module: _Module, tokens: Tensor, *, training: bool = False, without_head: bool = False
 ) -> Tensor:
-    """Return the logits of a few tokens, or the hidden states that the head would read.
+    """Return the logits of a few tokens, or the hidden states before the head.
 
-    Raises CheckpointError when transformers' code fails.
+    Raises CheckpointError if transformers' code fails.
     """
     called = module.base_model if without_head else module
     was_training = module.training
@@ -155,13 +155,13 @@ def _probed(
             return cast(Tensor, made.last_hidden_state if without_head else made.logits)
     except Exception as error:  # As in build_module.
         raise CheckpointError(
-            f"config.json: transformers cannot run it ({first_line(error)}). Name the folder of a "
-            "whole model."
+            f"config.json: transformers cannot run the model ({first_line(error)}). Use the "
+            "folder of a whole model."
         ) from None
     finally:
         module.train(was_training)
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the error's text, or its class without one."""
+    """Return the first line of the error's text, or its class name if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,7 @@ from payload.train.losses.base import Counts, Loss
 
 
 class Squares(Loss):
-    """Weighs what the model is bad at."""
+    """Weighs targets by how badly the model predicts them."""
 
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
         """Return the mean square of the losses (B, T) of text, whose tokens are all targets."""

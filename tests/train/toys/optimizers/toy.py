@@ -18,7 +18,7 @@ class Toy(Optimizer):
     gpu_update_s = 1e-11
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return that nobody has tried it on a part of a matrix."""
+        """Return that it was not tried on a part of a matrix."""
         if splits == "model":
             return None
         return f'optimizer.name = "{self.name}" was not tried with {setting}. Use adamw.'
