@@ -82,7 +82,7 @@ class _Training:
         self._model = GPT(spec)
         self._optimizers = build_optimizers(self._model, OptimizerSection())
         world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-        engage(self._model, self._optimizers, settings=EngineSection(), world=world)
+        apply_engine(self._model, self._optimizers, settings=EngineSection(), world=world)
         self._batch = torch.randint(spec.vocab_size, (arguments.micro_batch_size, length + 1))
         self._steps = arguments.steps
         self._saved = 0

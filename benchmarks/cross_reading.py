@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.rank is not None:
         _train_all(arguments.rank, read_tasks(arguments.tasks))
         # As a rank of a run exits: torch's threads can abort an exiting interpreter.
-        leave(0)
+        exit_now(0)
     layouts = arguments.only or list(LAYOUTS)
     with tempfile.TemporaryDirectory() as folder:
         root = arguments.runs or Path(folder)
@@ -216,7 +216,7 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
     import torch
 
     from payload.formats.checkpoint_listing import checkpoint_folders
-    from payload.train.parts import Observer, Parts
+    from payload.train.parts import Observer, TrainContext
 
     class Held(Observer):
         """Copies this rank's tensors when the checkpoint of step 5 was written or read."""

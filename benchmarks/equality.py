@@ -38,7 +38,7 @@ from benchmarks.mesh_runs import (
     train_here,
 )
 from payload.run_record.run_files import RunPaths
-from payload.train.__main__ import leave
+from payload.train.__main__ import exit_now
 
 OPTIMIZERS = ("adamw", "sgd")
 MESHES: Mapping[int, Sequence[str]] = {
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.rank is not None:
         _train_all(arguments.rank, read_tasks(arguments.tasks))
         # As a rank of a run exits: torch's threads can abort an exiting interpreter.
-        leave(0)
+        exit_now(0)
     meshes = arguments.only or [(ranks, mesh) for ranks in MESHES for mesh in MESHES[ranks]]
     with tempfile.TemporaryDirectory() as folder:
         root = arguments.runs or Path(folder)

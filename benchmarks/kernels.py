@@ -24,7 +24,7 @@ from payload.kernels.accumulate import WeightGradients
 from payload.kernels.bf16_copies import Bf16Copies
 from payload.kernels.head import SLICE
 from payload.kernels.library import Library, load_library
-from payload.kernels.linears import LayerContext, join, lay_below_each_other
+from payload.kernels.linears import LayerContext, join, make_adjacent
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
 from payload.train.models.kernel_support import projection

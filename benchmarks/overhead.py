@@ -122,7 +122,7 @@ class _Training:
         self._model = GPT(spec)
         self._optimizers = build_optimizers(self._model, OptimizerSection())
         world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-        engage(self._model, self._optimizers, settings=EngineSection(), world=world)
+        apply_engine(self._model, self._optimizers, settings=EngineSection(), world=world)
         self._batch = torch.randint(spec.vocab_size, (1, length + 1))
         self._metrics = metrics
         self._heartbeat = Heartbeat(paths, world)
@@ -135,7 +135,7 @@ class _Training:
         """Take one step and write its records."""
         self._steps += 1
         began_s = time.perf_counter()
-        self._heartbeat.tell(step=self._steps, phase="step", micro_step=0, of=1)
+        self._heartbeat.report(step=self._steps, phase="step", micro_step=0, of=1)
         with self._clock.of("data"):
             pass
         with self._clock.of("forward"):
@@ -148,7 +148,7 @@ class _Training:
         self._optimizers.clip(1.0)
         self._optimizers.step()
         value, trained_s = loss.item(), time.perf_counter()
-        self._heartbeat.tell(step=self._steps, phase="step", micro_step=1, of=1)
+        self._heartbeat.report(step=self._steps, phase="step", micro_step=1, of=1)
         step_s = time.perf_counter() - began_s
         row = StepMetrics(
             step=self._steps,

@@ -48,7 +48,7 @@ def main(work: dict[str, Any]) -> None:
         alone=True,
         accumulates=accumulation > 1,
     )
-    engaged = engage(model, optimizers, settings=settings, world=world, setting=setting)
+    engaged = apply_engine(model, optimizers, settings=settings, world=world, setting=setting)
     optimizers.make_state()
     for note in model.speed_notes():
         logging.info(note)

@@ -166,7 +166,7 @@ def points(records: Sequence[Record], constants: Constants) -> list[dict[str, An
             continue
         step = _step(of_name[0], constants, compute_s=compute_s)
         split = buckets(spec_of(of_name[0]), tokens=_tokens(of_name[0]))
-        numbers = sum(bucket.numbers for bucket in split)
+        numbers = sum(bucket.elements for bucket in split)
         sent = sends_per_byte(of_name[0]["ranks"]) * numbers * _number_bytes(of_name[0])
         predicted_s = {
             "step_s": step.total_s(),

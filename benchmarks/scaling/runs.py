@@ -199,7 +199,7 @@ def _exchange(
     arrangement: Arrangement, work: Work, *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
     """Run only the gradients' all-reduces, with those of a step started together."""
-    numbers = [bucket.numbers for bucket in buckets(PRESETS[work.model])]
+    numbers = [bucket.elements for bucket in buckets(PRESETS[work.model])]
     request = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
     program = ["-m", "benchmarks.scaling.exchange", json.dumps(request)]
     cores = _cores(arrangement.ranks)

@@ -33,8 +33,8 @@ MEANINGS = {
     ExitCode.SSH_AUTH: "a node rejects the key",
     ExitCode.HOST_KEY: "a node's host key is not the expected one",
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
-    ExitCode.PREFLIGHT: "a machine is unsuitable for the run (launcher, port, memory, network, shared "
-    "folder), or a store of results or the cloud's API does not answer",
+    ExitCode.PREFLIGHT: "a machine is unsuitable for the run (launcher, port, memory, network, "
+    "shared folder), or a store of results or the cloud's API does not answer",
     ExitCode.TRAINING: "training failed, or the ranks' weights differ",
     ExitCode.RANK_LOST: "a rank was lost, or its node cannot be reached",
     ExitCode.HANG: "no rank made progress within the limit: a rank hangs, its node is frozen, or a "

@@ -88,7 +88,7 @@ def _sets(*overrides: str) -> Spoil:
             10,
         ),
         (_other_vocabulary, "its vocabulary has 99 tokens, the data's has 512", 10),
-        (_damaged_init, "is no safetensors file", 10),
+        (_damaged_init, "not a safetensors file", 10),
         (
             _sets("engine.kind=ipex"),
             "pip install torch==2.8.0 intel-extension-for-pytorch==2.8",
