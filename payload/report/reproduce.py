@@ -9,8 +9,6 @@ from payload.config.store_address import is_bucket_address
 from payload.core.one_line import printable_line
 from payload.core.suggested_commands import command, quoted
 from payload.formats.data_folder import FOLDER_WORD, DataMeta
-from payload.report.markup import Html, figure, join, plain, tag, text
-from payload.report.sections import section
 from payload.report.source import Run
 from payload.run_record.suggested_run_commands import run_command
 
@@ -21,8 +19,8 @@ _FILES = ("text", "jsonl", "parquet", "csv")
 _OPENWEBTEXT = "Skylion007/openwebtext"
 
 
-def reproduce(run: Run) -> Html:
-    """Return the commands that make the run again, and those that go on with it."""
+def commands(run: Run) -> Sequence[str]:
+    """Return the lines of a shell that repeat the run, resume it and show it."""
     lines = []
     if run.plan is not None:
         lines.append(f"cd {quoted(run.plan.work_dir)}")
@@ -30,26 +28,12 @@ def reproduce(run: Run) -> Html:
         lines += prepare_lines(run.data, out=run.config.data.dir)
     lines.append(command("orchestrate", "run", "--config", _short(run.paths.config)))
     lines.append("")
-    lines.append("# Look at it, or go on with it:")
+    lines.append("# Read its logs, show its report, or resume it:")
     if run.status in ("stopped", "failed"):
         lines.append(run_command("run --resume", run.paths))
     lines.append(run_command("logs", run.paths, "--rank", "0"))
     lines.append(command("report", _short(run.paths.root), "--open"))
-    seed = figure(run.config.run.seed, plain, "run.toml#run.seed", run=run.run_id)
-    note = tag(
-        "p",
-        join(
-            [
-                "The same settings, data (by its fingerprint), versions and number of ranks ",
-                "give the same losses; the order of the data follows from the seed, ",
-                seed,
-                ".",
-            ]
-        ),
-        class_="note",
-    )
-    shell = tag("pre", text("\n".join(lines)), class_="shell")
-    return section("How to make it again", shell, note, name="reproduce")
+    return lines
 
 
 def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:

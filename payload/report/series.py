@@ -71,7 +71,6 @@ def curves(run: Run) -> dict[str, Any]:
         "rows": found,
         "evaluations": _evaluations(run, began_unix),
         "marks": _marks(run, began_unix),
-        "timeline": timeline(run),
     }
 
 

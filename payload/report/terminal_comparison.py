@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from payload.core.one_line import printable_line
-from payload.report import compared_values as rows
-from payload.report.markup import plain
+from payload.report import compared_values
+from payload.report.number_formats import plain
 from payload.report.source import Run
 
 _BEST = " *"
@@ -15,14 +15,10 @@ _BEST = " *"
 def comparison(runs: Sequence[Run]) -> str:
     """Return a table of the runs' results, the best of each row with a star, and of settings."""
     lines = [["", *(run.run_id for run in runs)]]
-    for row in rows.COMPARED:
-        values = [run.summary.get(row.key) for run in runs]
-        if all(value is None for value in values):
-            continue
-        best = rows.best_places(row, runs)
+    for row, values, best in compared_values.compared(runs):
         cells = ["-" if value is None else row.form(value) for value in values]
         lines.append([row.name, *(f"{c}{_BEST}" if i in best else c for i, c in enumerate(cells))])
-    differing = rows.different(runs)
+    differing = compared_values.different(runs)
     if differing:
         lines.append([])
         lines.append(["settings that differ"])

@@ -55,7 +55,7 @@ def check_figures(browser: Browser, runs: Path) -> dict[str, str]:
 def setting_text(value: object) -> str:
     """Return a setting as the page shows it."""
     if isinstance(value, list):
-        value = tuple(value)
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
