@@ -1,4 +1,4 @@
-"""Commands on one run that messages tell the user to type."""
+"""Commands on one run that messages suggest."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths
 
 
 def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
-    """Return the command line by which orchestrate does `verb` to this run, wherever its folder is.
+    """Return the orchestrate command that applies `verb` to this run.
 
-    The run's id comes last in `verb`, as in `status` or `run --resume`.
+    The run id follows `verb`, as in `status RUN` or `run --resume RUN`. `--runs-dir` is added if
+    the run is not in the default folder.
     """
     words = [*verb.split(), paths.run_id, *arguments]
     runs_dir = paths.root.absolute().parent
