@@ -1,4 +1,4 @@
-"""`python -m payload.report RUN [RUN ...]`: one HTML page, or a table in the terminal."""
+"""`python -m payload.report RUN [RUN ...]`: write an HTML page or print a table of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEVERAL = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command and return its exit code."""
+    """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
         _report(arguments)
@@ -41,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     made = argparse.ArgumentParser(
         prog=command("report"),
-        description="Write a run's report: one HTML page with its outcome, curves, time, cost, "
-        "data and settings, which needs no network. Several runs go beside each other. Its path is "
-        "printed.",
+        description="Write a run's report: one HTML page with its outcome, charts, time, cost, "
+        "data and settings, which works offline. With several runs, the page compares them. Prints "
+        "the path of the page.",
         epilog="Example: " + command("report", "latest", "--open"),
     )
     made.add_argument(
@@ -56,18 +56,19 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to write (default: report.html in the run's folder; of several runs, here)",
+        help="output file (default: report.html in the run's folder; of several runs, in the "
+        "current folder)",
     )
-    made.add_argument("--open", action="store_true", help="show it in the browser")
+    made.add_argument("--open", action="store_true", help="open the page in the browser")
     made.add_argument(
         "--compare",
         action="store_true",
-        help="print a table of the runs in the terminal, and write nothing",
+        help="print a table that compares the runs, and write no page",
     )
     made.add_argument(
         "--track",
         action="store_true",
-        help="hand a run to the trackers of its track.to once more, and write nothing else",
+        help="send the run to the trackers in its track.to again, and write no page",
     )
     made.add_argument(
         "--to",
@@ -88,14 +89,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    words = list(dict.fromkeys(arguments.runs or [LATEST]))
+    names = list(dict.fromkeys(arguments.runs or [LATEST]))
     runs = [
-        find_run(word, runs_dir=arguments.runs_dir, is_started_here=arguments.started_here)
-        for word in words
+        find_run(name, runs_dir=arguments.runs_dir, is_started_here=arguments.started_here)
+        for name in names
     ]
     if arguments.track:
         if len(runs) > 1:
-            raise UsageError(f"--track takes one run, not {len(runs)}. Name one.")
+            raise UsageError(
+                f"--track takes one run, not {len(runs)}. Run the command once per run."
+            )
         for note in missing_notes(runs[0].config):
             print(note, file=sys.stderr)
         track(
@@ -107,7 +110,7 @@ def _report(arguments: argparse.Namespace) -> None:
         return
     if arguments.compare:
         if len(runs) < 2:
-            raise UsageError(f"{words[0]} is one run: name two or more to compare.")
+            raise UsageError(f"--compare {names[0]} is only one run: name two or more to compare.")
         print(printable(comparison(runs)))
         return
     # Imports jinja2, which takes a third of the time of `--help`.
@@ -118,11 +121,11 @@ def _report(arguments: argparse.Namespace) -> None:
         write_whole(out, render(runs), durable=False)
     except OSError as error:
         raise ConfigError(
-            f"{out}: cannot be written ({error.strerror}). Name another place with --out."
+            f"{out}: cannot be written ({error.strerror}). Choose another path with --out."
         ) from None
     print(out)
     if arguments.open and not webbrowser.open(out.resolve().as_uri()):
-        print(f"note: no browser was found; open {out} yourself", file=sys.stderr)
+        print(f"note: no browser was found; open {out} manually", file=sys.stderr)
 
 
 def _out_path(out: Path | None, runs: Sequence[Run]) -> Path:

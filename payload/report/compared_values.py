@@ -14,7 +14,7 @@ from payload.report.source import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One row: a value of summary.json."""
+    """One row of the comparison: a value of summary.json."""
 
     name: str
     key: str
@@ -68,16 +68,16 @@ def _best_indices(row: Compared, values: Sequence[Any]) -> set[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting: its value in each of several runs."""
+    """One setting with its value in each run."""
 
     name: str
-    """As in `optimizer.lr`."""
+    """Section and key, such as `optimizer.lr`."""
     default: Any
     values: Sequence[Any]
 
 
 def settings(runs: Sequence[Run]) -> list[Setting]:
-    """Return every setting of the runs, in the order of run.toml."""
+    """Return all settings of the runs, in the order of run.toml."""
     default = RunConfig()
     return [
         Setting(

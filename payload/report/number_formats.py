@@ -54,7 +54,7 @@ def tflops(value: float) -> str:
 
 
 def plain(value: object) -> str:
-    """Return a setting as run.toml has it, a string without quotes, None as `none`."""
+    """Return a setting in TOML, except strings without quotes and None as `none`."""
     if isinstance(value, tuple | list):
         return json.dumps(value)
     if isinstance(value, bool):

@@ -307,7 +307,7 @@
   }
   reset?.addEventListener("click", () => zoom(null));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  // A figure in a closed box has no width until the box is opened.
+  // An element in a closed box has no width until the box is opened.
   const widths = new Map();
   const observer = new ResizeObserver((entries) => {
     for (const { target } of entries) {

@@ -22,9 +22,9 @@ _STYLES = ("uplot/uPlot.min.css", "page.css")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "page.js")
 _EVENT_NAMES = {
     "start": "started",
-    "resume": "continued",
+    "resume": "resumed",
     "failure": "failed",
-    "restart": "started again",
+    "restart": "restarted",
     "finished": "finished",
     "stopped": "stopped",
     "failed": "ended in failure",

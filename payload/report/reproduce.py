@@ -1,4 +1,4 @@
-"""The page's section with the commands that make a run again."""
+"""Commands that repeat a run, for the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.report.source import Run
 from payload.run_record.suggested_run_commands import run_command
 
 _NAMED = ("stdlib", "openwebtext")
-"""Sources of `prepare` whose name is all that it needs."""
+"""Sources of `prepare` that need no further options."""
 _HUB = ("hf", "openwebtext")
 _FILES = ("text", "jsonl", "parquet", "csv")
 _OPENWEBTEXT = "Skylion007/openwebtext"
@@ -37,60 +37,60 @@ def commands(run: Run) -> Sequence[str]:
 
 
 def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
-    """Return the lines of a shell that prepare the data again, as far as its meta.json tells how.
+    """Return shell lines that prepare the data again, or a comment if meta.json has too little.
 
-    meta.json has the source as people read it: of several inputs it may not have all. A run brings
-    data that is in a bucket by itself.
+    meta.json describes the source for people and may not list all of several inputs. A run
+    downloads data in a bucket by itself.
     """
     if is_bucket_address(out):
-        return [_comment(f"The run brings its data from {out} by itself.")]
-    kind, _, place = meta.source.partition(": ")
-    source = _source_words(kind, place, revision=meta.revision)
+        return [_comment(f"The run downloads its data from {out} by itself.")]
+    kind, _, location = meta.source.partition(": ")
+    source = _source_options(kind, location, revision=meta.revision)
     if source is None:
         return [_comment(f"Repeat the command that made {out} of {meta.source}.")]
-    words = [*source, *_task_words(meta), "--tokenizer", meta.tokenizer]
-    lines = [command("data", "prepare", *words, "--out", out)]
+    options = [*source, *_task_options(meta), "--tokenizer", meta.tokenizer]
+    lines = [command("data", "prepare", *options, "--out", out)]
     if kind not in _NAMED or meta.task != "text":
         lines.append(
             "# If it was made with other options (columns, labels, a chat template, a limit), "
-            "repeat that command: meta.json does not have them."
+            "repeat that command: meta.json does not record these options."
         )
     return lines
 
 
-def _comment(words: str) -> str:
-    return "# " + printable_line(words)
+def _comment(text: str) -> str:
+    return "# " + printable_line(text)
 
 
-def _source_words(kind: str, place: str, *, revision: str | None) -> list[str] | None:
-    """Return the source's flags; None where its description does not tell all inputs."""
-    words = ["--source", kind]
+def _source_options(kind: str, location: str, *, revision: str | None) -> list[str] | None:
+    """Return the options of the source; None if its description does not list all inputs."""
+    options = ["--source", kind]
     if kind == "stdlib":
-        return words
+        return options
     if kind in _HUB:
-        given, _, split = place.rpartition(", split ")
-        given = given.removeprefix(f"{FOLDER_WORD} ")
-        if not given:
+        name, _, split = location.rpartition(", split ")
+        name = name.removeprefix(f"{FOLDER_WORD} ")
+        if not name:
             return None
-        if kind == "hf" or given != _OPENWEBTEXT:
-            words += ["--input", given]
+        if kind == "hf" or name != _OPENWEBTEXT:
+            options += ["--input", name]
         if kind == "hf" and revision is not None:
-            words += ["--revision", revision]
-        return words if split == "train" else [*words, "--split", split]
-    if kind not in _FILES or not place or ", " in place:
+            options += ["--revision", revision]
+        return options if split == "train" else [*options, "--split", split]
+    if kind not in _FILES or not location or ", " in location:
         return None
-    return [*words, "--input", place]
+    return [*options, "--input", location]
 
 
-def _task_words(meta: DataMeta) -> list[str]:
-    """Return the flags of the data's task that meta.json has."""
-    words = [] if meta.task == "text" else ["--task", meta.task]
+def _task_options(meta: DataMeta) -> list[str]:
+    """Return the options of the data's task that meta.json records."""
+    options = [] if meta.task == "text" else ["--task", meta.task]
     record = meta.chat or meta.preference
     if record is not None:
-        words += ["--sequence-length", str(record.sequence_length)]
+        options += ["--sequence-length", str(record.sequence_length)]
     if meta.chat is not None and meta.chat.packing == "none":
-        words += ["--packing", "none"]
-    return words
+        options += ["--packing", "none"]
+    return options
 
 
 def _short(path: Path) -> str:

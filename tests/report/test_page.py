@@ -1,4 +1,4 @@
-"""The page in a real browser: every figure is its file's, and nothing is asked of the network."""
+"""The page in a real browser: every value matches its file, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 WIDTHS = (390, 820, 1280)
 
 
-def write(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Path:
+def write(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Path:
     """Write a page with the command; return its path."""
-    assert main([str(word) for word in words]) == 0
+    assert main([str(argument) for argument in arguments]) == 0
     return Path(capsys.readouterr().out.strip())
 
 
 def require_quiet(browser: Browser, page: Path) -> None:
-    """Fail where the page logged anything, or asked for anything but itself."""
+    """Fail if the page logged anything or requested anything other than itself."""
     assert browser.console() == []
-    asked = [url for url in browser.requests() if not url.startswith("data:")]
-    assert asked == [page.resolve().as_uri()]
+    requested = [url for url in browser.requests() if not url.startswith("data:")]
+    assert requested == [page.resolve().as_uri()]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def require_quiet(browser: Browser, page: Path) -> None:
         ("failed", "Failed after ", "failed"),
     ],
 )
-def test_a_run_that_ended_in_any_way_has_a_page_whose_every_figure_is_its_file_s(
+def test_every_value_on_the_page_of_a_run_matches_its_file(
     run: str,
     sentence: str,
     status: str,
@@ -71,8 +71,8 @@ def test_a_run_that_ended_in_any_way_has_a_page_whose_every_figure_is_its_file_s
     wanted = {f"{run} summary.json#{key}" for key in ("steps", "tokens", "final_loss", "cost_usd")}
     assert wanted <= set(shown) and len(shown) > 40
     assert (summary["error"] or "").rstrip(".") in verdict
-    # The one that failed did so before its first checkpoint.
-    assert ("It can be continued from its last checkpoint" in verdict) == (run == "stopped")
+    # The failed run failed before its first checkpoint.
+    assert ("It can be resumed from its last checkpoint" in verdict) == (run == "stopped")
 
 
 def test_a_run_that_lost_a_rank_shows_when_and_why(
@@ -82,9 +82,9 @@ def test_a_run_that_lost_a_rank_shows_when_and_why(
     events = browser.run(
         "return [...document.querySelectorAll('.event')].map(each => each.textContent)"
     )
-    assert events == ["started", "stopped", "continued", "failed", "started again", "finished"]
-    words = browser.run("return document.querySelector('.verdict').textContent")
-    assert "After a failure it was started again 1 time. It was resumed 1 time." in words
+    assert events == ["started", "stopped", "resumed", "failed", "restarted", "finished"]
+    verdict = browser.run("return document.querySelector('.verdict').textContent")
+    assert "It was restarted 1 time after failures. It was resumed 1 time." in verdict
     assert browser.run("return document.querySelectorAll('[data-chart=loss] .mark').length") == 1
     assert heat_colours(browser) > 50
 
@@ -361,7 +361,7 @@ def test_damaged_files_leave_a_page_without_them(
     page = write(capsys, damaged)
     browser.open(page)
     require_quiet(browser, page)
-    assert "How it ended is not known" in browser.run("return document.body.textContent")
+    assert "Its final status is unknown" in browser.run("return document.body.textContent")
 
 
 def test_two_runs_are_a_table_in_the_terminal(
@@ -393,8 +393,8 @@ def table_of(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nosuch",), "'nosuch' is no run"),
-        (("../x",), "'../x' is no run"),
+        (("nosuch",), "no run 'nosuch'"),
+        (("../x",), "no run '../x'"),
         (("--compare", "resumed"), "name two or more"),
         (("resumed", "--out", "/proc/none/x.html"), "cannot be written"),
     ],

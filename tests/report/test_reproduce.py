@@ -1,4 +1,4 @@
-"""The commands on the page that prepare the data again."""
+"""The page's commands that prepare the data again."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_data_is_prepared_again_with_its_source_task_and_tokenizer(
         "jsonl: a, b\nrm -r /",
     ],
 )
-def test_a_source_that_does_not_tell_all_inputs_is_no_command(source: str, meta: DataMeta) -> None:
+def test_a_source_without_all_inputs_gives_a_comment(source: str, meta: DataMeta) -> None:
     lines = prepare_lines(replace(meta, source=source), out="data/mine")
     assert len(lines) == 1 and "\n" not in lines[0]
     assert lines[0].startswith("# Repeat the command that made data/mine of ")
@@ -117,12 +117,12 @@ ESCAPES = (
     "a'\x9bm' $(touch PWNED) '",
     "\x1b]a\x07'; touch PWNED #",
 )
-"""The escape sequence goes with a quote where it is removed from a quoted word."""
+"""Removing the escape sequence from a quoted argument would remove a quote, too."""
 
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_control_character_does_not_take_a_quote_with_it(name: str, meta: DataMeta) -> None:
-    """The page shows no control character: nothing may be removed after quoting."""
+    """The page removes control characters, which must happen before quoting."""
     line, _ = prepare_lines(
         replace(meta, source=f"jsonl: {name}", tokenizer=name), out=f"data/{name}"
     )
