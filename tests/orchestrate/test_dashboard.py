@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from payload.core.errors import PreflightError, UsageError
-from payload.monitor.local import with_random_hosts, local_stack
+from payload.monitor.local import local_stack, with_random_hosts
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
 from payload.orchestrate.ssh.cluster import Cluster, connect_to
