@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from payload.report.source import Run
-from payload.run_record.metrics_log import RankTimes, rank_times
+from payload.run_record.metrics_log import RankTimes
 
 COLUMNS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu"),
@@ -109,7 +109,7 @@ def timeline(run: Run) -> dict[str, Any] | None:
 
 def heat(run: Run) -> dict[str, Any] | None:
     """Return the fraction of time that each rank waited, by steps; None without such rows."""
-    found = [(row["step"], times) for row in run.steps if (times := rank_times(row))]
+    found = run.timed_steps
     if not found:
         return None
     ranks = len(found[-1][1].wait)
@@ -133,7 +133,7 @@ def heat(run: Run) -> dict[str, Any] | None:
 
 def mean_times(run: Run) -> RankTimes | None:
     """Return each rank's mean times over the whole run without its first step."""
-    found = [times for row in run.steps if row["step"] > 1 and (times := rank_times(row))]
+    found = [times for step, times in run.timed_steps if step > 1]
     found = [times for times in found if len(times.wait) == len(found[-1].wait)]
     if not found:
         return None

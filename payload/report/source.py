@@ -22,7 +22,7 @@ from payload.core.validation.records import build
 from payload.formats.data_folder import META_NAME, DataMeta
 from payload.machines.inventory import ClusterInventory
 from payload.run_record.approved_settings import unnamed
-from payload.run_record.metrics_log import read_metrics
+from payload.run_record.metrics_log import RankTimes, rank_times, read_metrics
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
 from payload.run_record.run_repair import known_config, known_state, known_summary
@@ -79,6 +79,11 @@ class Run:
     def steps(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows of training steps."""
         return [row for row in self.rows if "loss" in row]
+
+    @cached_property
+    def timed_steps(self) -> Sequence[tuple[int, RankTimes]]:
+        """Return the step and the ranks' times of each row that has them."""
+        return [(row["step"], times) for row in self.steps if (times := rank_times(row))]
 
     @cached_property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
