@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the argument parser."""
     made = argparse.ArgumentParser(
         prog=command("monitor.exporter"),
         description="Serve a run's metrics to Prometheus on 127.0.0.1 until stdin is closed. "

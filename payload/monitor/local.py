@@ -106,14 +106,14 @@ def local_stack(
             "sudo apt-get install prometheus prometheus-node-exporter"
         )
     with TemporaryDirectory(prefix="tileforge-dashboard-") as folder, _Programs(env) as programs:
-        home = Path(folder)
-        _copy_files(files, home)
+        workspace = Path(folder)
+        _copy_files(files, workspace)
         options = ["--run-dir", str(paths.root)]
         exporter = module_words("payload.monitor.exporter", *options, python=python)
-        _backfill(exporter, home, env=env, say=say)
+        _backfill(exporter, workspace, env=env, say=say)
         # The label of the history, so that both form one series.
         _target(
-            home,
+            workspace,
             "run",
             programs.first_line(exporter),
             {"instance": "run"},
@@ -121,10 +121,12 @@ def local_stack(
         node_exporter = shutil.which("prometheus-node-exporter", path=path)
         if node_exporter:
             address = f"{_LOOPBACK}:{free_port()}"
-            programs.start([node_exporter, f"--web.listen-address={address}"], home / "node.log")
-            _target(home, "machines", address, {"node": os.uname().nodename})
-        prometheus_url = _start_prometheus(programs, home, prometheus)
-        grafana_url = _start_grafana(programs, home, prometheus_url, path=path)
+            programs.start(
+                [node_exporter, f"--web.listen-address={address}"], workspace / "node.log"
+            )
+            _target(workspace, "machines", address, {"node": os.uname().nodename})
+        prometheus_url = _start_prometheus(programs, workspace, prometheus)
+        grafana_url = _start_grafana(programs, workspace, prometheus_url, path=path)
         pages = [run_page(grafana_url, paths.run_id)] if grafana_url else []
         if not grafana_url:
             say(
@@ -134,9 +136,9 @@ def local_stack(
         yield [*pages, _chart_page(prometheus_url, paths.run_id), f"{prometheus_url}/alerts"]
 
 
-def _copy_files(files: Path, home: Path) -> None:
-    shutil.copytree(files, home, dirs_exist_ok=True)
-    targets = home / "targets"
+def _copy_files(files: Path, workspace: Path) -> None:
+    shutil.copytree(files, workspace, dirs_exist_ok=True)
+    targets = workspace / "targets"
     targets.mkdir(exist_ok=True)
     for name in ("run", "machines", "gpus"):
         target = targets / f"{name}.json"
@@ -144,47 +146,56 @@ def _copy_files(files: Path, home: Path) -> None:
             target.write_text("[]\n", encoding="utf-8")
 
 
-def _target(home: Path, name: str, address: str, labels: Mapping[str, str]) -> None:
+def _target(workspace: Path, name: str, address: str, labels: Mapping[str, str]) -> None:
     where = address.removeprefix("http://").removesuffix("/metrics")
     text = json.dumps([{"targets": [where], "labels": labels}])
-    (home / "targets" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    (workspace / "targets" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _backfill(exporter: Sequence[str], home: Path, *, env: Mapping[str, str], say: Say) -> None:
+def _backfill(
+    exporter: Sequence[str], workspace: Path, *, env: Mapping[str, str], say: Say
+) -> None:
     """Load the history of the run into Prometheus; without promtool the charts begin now."""
     promtool = shutil.which("promtool", path=env.get("PATH", os.defpath))
     if promtool is None:
         return
-    history = home / "history"
+    history = workspace / "history"
     with history.open("wb") as file:
         written = subprocess.run([*exporter, "--history"], env=env, stdout=file, check=False)
-    make = [promtool, "tsdb", "create-blocks-from", "openmetrics", str(history), str(home / "data")]
+    make = [
+        promtool,
+        "tsdb",
+        "create-blocks-from",
+        "openmetrics",
+        str(history),
+        str(workspace / "data"),
+    ]
     made = subprocess.run(make, capture_output=True, text=True, check=False)
     if written.returncode or made.returncode:
         reason = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
         say(f"note: the charts begin now: the run's history cannot be loaded ({reason})")
 
 
-def _start_prometheus(programs: _Programs, home: Path, program: str) -> str:
-    """Start Prometheus with the files in `home`; return its address."""
+def _start_prometheus(programs: _Programs, workspace: Path, program: str) -> str:
+    """Start Prometheus with the files in `workspace`; return its address."""
     url = f"http://{_LOOPBACK}:{free_port()}"
     programs.start(
         [
             program,
-            f"--config.file={home / 'prometheus.yml'}",
-            f"--storage.tsdb.path={home / 'data'}",
+            f"--config.file={workspace / 'prometheus.yml'}",
+            f"--storage.tsdb.path={workspace / 'data'}",
             # Otherwise the history of a run older than two weeks is deleted.
             "--storage.tsdb.retention.time=50y",
             f"--web.listen-address={url.removeprefix('http://')}",
         ],
-        home / "prometheus.log",
+        workspace / "prometheus.log",
     )
-    programs.wait_for(f"{url}/-/ready", "Prometheus", home / "prometheus.log")
+    programs.wait_for(f"{url}/-/ready", "Prometheus", workspace / "prometheus.log")
     return url
 
 
 def _start_grafana(
-    programs: _Programs, home: Path, prometheus_url: str, *, path: str
+    programs: _Programs, workspace: Path, prometheus_url: str, *, path: str
 ) -> str | None:
     """Start Grafana and return its address; return None if it is not installed."""
     program = shutil.which("grafana", path=path)
@@ -193,29 +204,29 @@ def _start_grafana(
     port = free_port()
     programs.start(
         [program, "server", "--homepath", _grafana_home(program)],
-        home / "grafana.log",
-        grafana_settings(home, port=port, prometheus_url=prometheus_url),
+        workspace / "grafana.log",
+        grafana_settings(workspace, port=port, prometheus_url=prometheus_url),
     )
     url = f"http://{_LOOPBACK}:{port}"
-    programs.wait_for(f"{url}/api/health", "Grafana", home / "grafana.log")
+    programs.wait_for(f"{url}/api/health", "Grafana", workspace / "grafana.log")
     return url
 
 
-def grafana_settings(home: Path, *, port: int, prometheus_url: str) -> dict[str, str]:
+def grafana_settings(workspace: Path, *, port: int, prometheus_url: str) -> dict[str, str]:
     """Return Grafana's environment, after writing the addresses into its provisioning files."""
-    lines = (home / "grafana.env").read_text(encoding="utf-8").splitlines()
+    lines = (workspace / "grafana.env").read_text(encoding="utf-8").splitlines()
     settings = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
     for name, before, after in (
         ("datasources", f"http://{_LOOPBACK}:{PROMETHEUS_PORT}", prometheus_url),
-        ("dashboards", str(MONITORING_FOLDER), str(home)),
+        ("dashboards", str(MONITORING_FOLDER), str(workspace)),
     ):
-        file = home / "grafana" / name / "tileforge.yml"
+        file = workspace / "grafana" / name / "tileforge.yml"
         file.write_text(file.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
     return settings | {
         "GF_SERVER_HTTP_PORT": str(port),
-        "GF_PATHS_PROVISIONING": str(home / "grafana"),
-        "GF_PATHS_DATA": str(home / "grafana-data"),
-        "GF_PATHS_LOGS": str(home / "grafana-logs"),
+        "GF_PATHS_PROVISIONING": str(workspace / "grafana"),
+        "GF_PATHS_DATA": str(workspace / "grafana-data"),
+        "GF_PATHS_LOGS": str(workspace / "grafana-logs"),
     }
 
 

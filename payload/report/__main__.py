@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the argument parser."""
     made = argparse.ArgumentParser(
         prog=command("report"),
         description="Write a run's report: one HTML page with its outcome, charts, time, cost, "

@@ -30,7 +30,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
     columns = max(map(len, lines))
     whole = [line for line in lines if len(line) == columns]
     widths = [max(len(line[column]) for line in whole) for column in range(columns)]
-    # A star hangs beside the numbers, which stay in line.
+    # The star follows the number, so that the numbers stay aligned.
     return "\n".join(
         "  ".join(
             [f"{cell:<{width}}" for cell, width in zip(line[:1], widths, strict=False)]

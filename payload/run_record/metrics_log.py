@@ -27,7 +27,7 @@ from payload.core.validation.refusal import RefusedError
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks takes half of this.
 _MAX_BYTES = 2**30
 _MAX_ROWS = 3_000_000
-"""A larger file is damaged."""
+"""A larger file counts as damaged."""
 _HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes as text and 1,600 as a dict.
 _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
@@ -156,7 +156,7 @@ def read_lines(
         before = os.fstat(file.fileno()).st_size - _HELD_BYTES
         if newest and before > 0:
             file.seek(before - 1)
-            file.readline(_MAX_LINE_BYTES)  # to the end of a line
+            file.readline(_MAX_LINE_BYTES)  # skips to the end of the line
             left = rows = _HELD_BYTES
         while left > 0 and rows > 0 and (line := file.readline(_MAX_LINE_BYTES)):
             left, rows = left - len(line), rows - 1

@@ -290,7 +290,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something that happened to a run, for its report's timeline."""
+    """An event of a run, for the timeline of its report."""
 
     kind: EventKind
     """A command causes `start` and `resume`, the supervisor `restart` after a `failure`. The last
@@ -379,7 +379,7 @@ class RankProgress:
     """Current phase: load, calibration, start, kernels (building them), weights (sending them to
     every rank), step, eval, sync check, checkpoint, end."""
     time_unix: float = _seconds()
-    """For people."""
+    """Wall-clock time of the node, for display only."""
     micro_step: int | None = checked(None, low=0)
     """Micro-batches done in this step, or batches in this evaluation."""
     micro_steps: int | None = checked(None, low=0)
@@ -403,7 +403,7 @@ class RankExit:
     error: str | None = None
     """Error message of the rank, one line."""
     time_unix: float = _seconds()
-    """For people."""
+    """Wall-clock time of the node, for display only."""
     monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
     """Monotonic clock of the node, as in RankProgress."""
     schema_version: int = SCHEMA_VERSION

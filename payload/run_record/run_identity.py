@@ -136,23 +136,23 @@ def settle_identity(
 
 
 def require_same_run(
-    here: RunIdentity, there: RunIdentity, *, place: str, other: str, fix: str
+    own: RunIdentity, found: RunIdentity, *, place: str, other: str, fix: str
 ) -> None:
     """Raise ConfigError unless the records in `place` and `other` are of the same run.
 
     `fix` is the last sentence of the message. If `other` is of an older version, without an
     identity, the token of its owner is compared.
     """
-    if here.identity is not None and here.identity == there.identity:
+    if own.identity is not None and own.identity == found.identity:
         return
-    is_owner = here.store_token is not None and here.store_token == there.store_token
-    if there.identity is None and is_owner:
+    is_owner = own.store_token is not None and own.store_token == found.store_token
+    if found.identity is None and is_owner:
         return
     why = "these are two runs of one name"
-    if here.identity is None or there.identity is None:
+    if own.identity is None or found.identity is None:
         why = "so nothing shows that these are one run"
     raise ConfigError(
-        f"{place} has run identity {here.words()}, {other} has {there.words()}: {why}. {fix}"
+        f"{place} has run identity {own.words()}, {other} has {found.words()}: {why}. {fix}"
     )
 
 

@@ -15,7 +15,7 @@ from payload.run_record.metrics_log import missing_steps, read_val_losses, strea
 from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.stragglers import find_stragglers
 
-# The first steps build kernels and warm caches; the median leaves out up to this many.
+# The medians leave out up to this many first steps, which build kernels and warm caches.
 _WARM_UP_STEPS = 3
 
 

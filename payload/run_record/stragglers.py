@@ -255,7 +255,7 @@ def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
 def _others(work: Sequence[float]) -> tuple[float, ...]:
     """Return for each rank the median work of the other ranks."""
     order = sorted(work)
-    # The median without one value is among the two or three in the middle.
+    # Without one value, the median is one of the two or three middle values.
     middle, is_odd = len(order) // 2, len(order) % 2
     found = []
     for own in work:

@@ -14,10 +14,10 @@ def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
     The run id follows `verb`, as in `status RUN` or `run --resume RUN`. `--runs-dir` is added if
     the run is not in the default folder.
     """
-    words = [*verb.split(), paths.run_id, *arguments]
+    argv = [*verb.split(), paths.run_id, *arguments]
     runs_dir = paths.root.absolute().parent
     default = Path(DEFAULT_RUNS_DIR)
     if default.is_symlink() or runs_dir.resolve() != default.resolve():
         within = runs_dir.is_relative_to(Path.cwd())
-        words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
-    return command("orchestrate", *words)
+        argv += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
+    return command("orchestrate", *argv)

@@ -68,8 +68,10 @@ def test_every_value_on_the_page_of_a_run_matches_its_file(
     assert verdict.startswith(sentence)
     assert browser.run("return document.querySelector('.status').textContent") == status
     summary = json.loads(RunPaths(runs / run).summary.read_text(encoding="utf-8"))
-    wanted = {f"{run} summary.json#{key}" for key in ("steps", "tokens", "final_loss", "cost_usd")}
-    assert wanted <= set(shown) and len(shown) > 40
+    expected = {
+        f"{run} summary.json#{key}" for key in ("steps", "tokens", "final_loss", "cost_usd")
+    }
+    assert expected <= set(shown) and len(shown) > 40
     assert (summary["error"] or "").rstrip(".") in verdict
     # The failed run failed before its first checkpoint.
     assert ("It can be resumed from its last checkpoint" in verdict) == (run == "stopped")
@@ -193,7 +195,7 @@ def test_curves_zoom_together_and_have_a_log_scale(
     whole = shown_ranges(browser)
     assert whole == {f"step 0 to {STEPS}"}
     browser.drag("[data-chart=loss] .u-over", start=0.5, end=0.75)
-    (near,) = shown_ranges(browser)  # all curves follow
+    (near,) = shown_ranges(browser)  # all charts zoom together
     low, high = map(float, re.findall(r"[\d.]+", near))
     assert abs(low - STEPS * 0.5) < STEPS / 50 and abs(high - STEPS * 0.75) < STEPS / 50
     browser.run("document.querySelector('[data-reset]').click()")
@@ -391,7 +393,7 @@ def table_of(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("nosuch",), "no run 'nosuch'"),
         (("../x",), "no run '../x'"),
@@ -400,10 +402,10 @@ def table_of(
     ],
 )
 def test_what_cannot_be_reported_is_one_line(
-    words: Sequence[str], message: str, runs: Path
+    arguments: Sequence[str], message: str, runs: Path
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "payload.report", *words, "--runs-dir", str(runs)],
+        [sys.executable, "-m", "payload.report", *arguments, "--runs-dir", str(runs)],
         capture_output=True,
         text=True,
         check=False,

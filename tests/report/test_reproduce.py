@@ -45,7 +45,7 @@ def meta(tmp_path: Path) -> DataMeta:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "options"),
     [
         ({"source": "stdlib: Python 3.11.2"}, "--source stdlib"),
         (
@@ -74,11 +74,11 @@ def meta(tmp_path: Path) -> DataMeta:
     ],
 )
 def test_data_is_prepared_again_with_its_source_task_and_tokenizer(
-    fields: dict[str, Any], words: str, meta: DataMeta
+    fields: dict[str, Any], options: str, meta: DataMeta
 ) -> None:
     meta = replace(meta, **fields)
     line, *notes = prepare_lines(meta, out="data/mine")
-    assert line.endswith(f"prepare {words} --tokenizer {meta.tokenizer} --out data/mine")
+    assert line.endswith(f"prepare {options} --tokenizer {meta.tokenizer} --out data/mine")
     typed = shlex.split(line)
     assert parser().parse_args(typed[typed.index("prepare") :]).out == Path("data/mine")
     assert all(note.startswith("# If it was made with other options") for note in notes)
@@ -105,8 +105,8 @@ def test_the_command_makes_the_same_data_again(tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"text": "one two"}\n{"text": "three four"}\n{"text": "five"}\n' * 9)
     first, second = tmp_path / "first", tmp_path / "second"
-    words = ["--source", "jsonl", "--input", str(text), "--quiet"]
-    assert main(["prepare", *words, "--out", str(first)]) == 0
+    options = ["--source", "jsonl", "--input", str(text), "--quiet"]
+    assert main(["prepare", *options, "--out", str(first)]) == 0
     typed = shlex.split(prepare_lines(load_meta(first), out=str(second))[0])
     assert main([*typed[typed.index("prepare") :], "--quiet"]) == 0
     assert load_meta(second) == load_meta(first)

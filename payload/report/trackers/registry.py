@@ -1,4 +1,4 @@
-"""Trackers by their names."""
+"""Construction of trackers by name."""
 
 from __future__ import annotations
 
