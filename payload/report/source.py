@@ -82,7 +82,7 @@ class Run:
 
     @cached_property
     def timed_steps(self) -> Sequence[tuple[int, RankTimes]]:
-        """Return the step and the ranks' times of each row that has them."""
+        """Return the step number and the ranks' times of each row with valid times."""
         return [(row["step"], times) for row in self.steps if (times := rank_times(row))]
 
     @cached_property
