@@ -1,1 +1,1 @@
-"""A run's metrics for Prometheus, and dashboards on them."""
+"""A run's metrics for Prometheus, and dashboards of them."""

@@ -1,7 +1,7 @@
 """`python -m payload.monitor.exporter --run-dir RUN`: serve a run's metrics to Prometheus.
 
-The supervisor does the same in a thread of its own, where the run's [monitor] section says so. It
-listens on 127.0.0.1 alone. No other module imports prometheus_client.
+The supervisor does the same in a thread if the run's [monitor] section enables it. The server
+listens only on 127.0.0.1. No other module imports prometheus_client.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"
 SET_UP = Path(MONITORING_FOLDER)
-"""node-setup.sh leaves it on a head that has Prometheus."""
+"""Exists on a head where node-setup.sh has installed Prometheus."""
 
 
 class RunCollector:
-    """prometheus_client's interface to a run: reads its records at every scrape."""
+    """A collector for prometheus_client that reads the run's records at every scrape."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._metrics = RunMetrics(paths)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield a family for each metric that is known."""
+        """Yield a family for each metric that has a value now."""
         from prometheus_client.core import GaugeMetricFamily
 
         for metric, samples in by_metric(self._metrics.samples()):
@@ -50,15 +50,15 @@ class RunCollector:
 
 @contextmanager
 def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
-    """Serve the run's metrics within the block; `port` 0 takes a free one. Yields the port.
+    """Serve the run's metrics within the block and yield the port; `port=0` chooses a free one.
 
-    Raises PreflightError when the port is taken, or prometheus_client is not installed.
+    Raises PreflightError if the port is in use or prometheus_client is not installed.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
         raise PreflightError(
-            "the package prometheus_client is not installed here. Install it with: pip install "
+            "the package prometheus_client is not installed. Install it with: pip install "
             "prometheus-client"
         ) from None
     registry = CollectorRegistry()
@@ -67,8 +67,7 @@ def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
         server, thread = start_http_server(port, addr=ADDRESS, registry=registry)
     except OSError as error:
         raise PreflightError(
-            f"{ADDRESS}:{port} cannot be listened on ({error.strerror}). Choose another "
-            "monitor.port."
+            f"cannot listen on {ADDRESS}:{port} ({error.strerror}). Choose another monitor.port."
         ) from None
     try:
         yield server.server_port
@@ -79,15 +78,15 @@ def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
 
 
 def write_history(paths: RunPaths, file: TextIO) -> None:
-    """Write what metrics.jsonl tells as OpenMetrics text, of which Prometheus makes old blocks.
+    """Write the history in metrics.jsonl as OpenMetrics text, for a backfill of Prometheus.
 
     Format: https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format
     """
     for metric, samples in by_metric(RunMetrics(paths).history()):
         file.write(f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} gauge\n")
         for sample in samples:
-            every = {"job": "tileforge", "instance": "run", **sample.labels}
-            labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in every.items())
+            pairs = {"job": "tileforge", "instance": "run", **sample.labels}
+            labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs.items())
             file.write(f"{metric.name}{{{labels}}} {sample.value!r} {sample.time_unix!r}\n")
     file.write("# EOF\n")
 
@@ -96,20 +95,20 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def wanted(monitor: MonitorSection) -> bool:
-    """Tell whether a run on this node serves its metrics."""
+def is_enabled(monitor: MonitorSection) -> bool:
+    """Return True if a run on this node serves its metrics."""
     return monitor.enabled == "on" or (monitor.enabled == "auto" and SET_UP.exists())
 
 
 @contextmanager
 def monitored(paths: RunPaths, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Serve the run's metrics within the block if its settings want it.
+    """Serve the run's metrics within the block if its settings enable it.
 
-    Where that cannot be, it is a note: no run ends for its monitoring.
+    A failure is only a note, so that monitoring never ends a run.
     """
     monitor = known_config(paths).monitor
     served: AbstractContextManager[object] = nullcontext()
-    if wanted(monitor):
+    if is_enabled(monitor):
         served = serving(paths, port=monitor.port)
         try:
             served.__enter__()
@@ -123,7 +122,7 @@ def monitored(paths: RunPaths, *, note: Callable[[str], None]) -> Iterator[None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the input ends, so that nothing outlives who started this."""
+    """Serve until stdin is closed, so that the server ends with the process that started it."""
     arguments = parser().parse_args(argv)
     if arguments.history:
         write_history(RunPaths(arguments.run_dir.resolve()), sys.stdout)
@@ -142,17 +141,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the argument parser."""
     made = argparse.ArgumentParser(
         prog=command("monitor.exporter"),
-        description="Serve a run's metrics to Prometheus on 127.0.0.1 until the input ends. The "
-        "address goes to stdout.",
+        description="Serve a run's metrics to Prometheus on 127.0.0.1 until stdin is closed. "
+        "Prints the address.",
     )
-    made.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    made.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run's folder")
     made.add_argument(
-        "--history", action="store_true", help="print the run so far as OpenMetrics text instead"
+        "--history",
+        action="store_true",
+        help="print the history of the run as OpenMetrics text and exit",
     )
-    made.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free one)")
+    made.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port to listen on (default: a free port)"
+    )
     return made
 
 

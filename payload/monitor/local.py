@@ -1,4 +1,4 @@
-"""Grafana and Prometheus on this machine, for one run of it."""
+"""Grafana and Prometheus on this machine for one run."""
 
 from __future__ import annotations
 
@@ -32,34 +32,33 @@ GRAFANA_PORT, PROMETHEUS_PORT = 3000, 9090
 _LOOPBACK = "127.0.0.1"
 _READY_S = 30.0
 _END_S = 10.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 Say = Callable[[str], None]
 
 
 def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None:
-    """Tell the addresses, the first of them by `show`, and stay until Ctrl-C.
+    """Print the addresses, the first with `show`, and wait until Ctrl-C.
 
-    `pages` have the plain loopback address; browsers get a name of their own for it.
+    `pages` have the plain loopback address; browsers get random host names instead.
     """
-    named = in_origins_of_their_own(pages)
+    named = with_random_hosts(pages)
     show(named[0])
     for page in named[1:]:
         say(f"also: {page}")
-    say(f"Where names under localhost are not known (Safari, scripts): {pages[0]}")
-    say("Ctrl-C ends this.")
+    say(f"If names under .localhost do not resolve (Safari, scripts): {pages[0]}")
+    say("Stop with Ctrl-C.")
     if in_browser:
         webbrowser.open(named[0])
     while True:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def in_origins_of_their_own(pages: Sequence[str]) -> list[str]:
-    """Return the pages with a random name under localhost for each server in place of 127.0.0.1.
+def with_random_hosts(pages: Sequence[str]) -> list[str]:
+    """Return the pages with a random name under .localhost for each server, instead of 127.0.0.1.
 
-    Cookies know no ports: under 127.0.0.1 a page would get those of every other server here, and
-    they its own. Browsers take such names as this machine without asking a name server, so nobody
-    can make one lead elsewhere (RFC 6761, section 6.3).
+    Cookies ignore ports, so servers on 127.0.0.1 share them. Browsers resolve names under
+    .localhost to this machine without DNS, so they cannot be redirected (RFC 6761, section 6.3).
     """
     named = [urllib.parse.urlsplit(page) for page in pages]
     names = {each.port: f"tileforge-{secrets.token_hex(8)}.localhost" for each in named}
@@ -68,7 +67,7 @@ def in_origins_of_their_own(pages: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that what was started is ended, too."""
+    """Make SIGTERM raise KeyboardInterrupt in the block, so that started programs are ended."""
     presses = Presses()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -83,7 +82,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def run_page(grafana: str, run_id: str | None) -> str:
-    """Return the address of Grafana's page of a run, or of all."""
+    """Return the address of Grafana's dashboard of a run, or of all runs."""
     chosen = f"?var-run={urllib.parse.quote(run_id, safe='')}" if run_id else ""
     return f"{grafana}/d/tileforge-run{chosen}"
 
@@ -94,27 +93,27 @@ def local_stack(
 ) -> Iterator[list[str]]:
     """Run Prometheus, and Grafana where it is installed, on this machine for one run.
 
-    What the run has told so far is there at once; what it tells from now on is scraped. `files` are
-    what Prometheus and Grafana read; `python` has this code's packages. Yields the pages'
-    addresses. Raises PreflightError without Prometheus.
+    The history of the run is loaded first; later metrics are scraped. `files` is the folder with
+    the configuration of Prometheus and Grafana, `python` an interpreter with this code's packages.
+    Yields the addresses of the pages. Raises PreflightError if Prometheus is not installed.
     """
     env = code_environment(env)
     path = env.get("PATH", os.defpath)
     prometheus = shutil.which("prometheus", path=path)
     if prometheus is None:
         raise PreflightError(
-            "Prometheus is not installed here. Install it: sudo apt-get install prometheus "
-            "prometheus-node-exporter (Debian, Ubuntu)"
+            "Prometheus is not installed. On Debian or Ubuntu, install it with: "
+            "sudo apt-get install prometheus prometheus-node-exporter"
         )
     with TemporaryDirectory(prefix="tileforge-dashboard-") as folder, _Programs(env) as programs:
-        home = Path(folder)
-        _copy_files(files, home)
-        words = ["--run-dir", str(paths.root)]
-        exporter = module_words("payload.monitor.exporter", *words, python=python)
-        _backfill(exporter, home, env=env, say=say)
-        # The same label as the history's, so that both are one curve.
+        workspace = Path(folder)
+        _copy_files(files, workspace)
+        options = ["--run-dir", str(paths.root)]
+        exporter = module_words("payload.monitor.exporter", *options, python=python)
+        _backfill(exporter, workspace, env=env, say=say)
+        # The label of the history, so that both form one series.
         _target(
-            home,
+            workspace,
             "run",
             programs.first_line(exporter),
             {"instance": "run"},
@@ -122,22 +121,24 @@ def local_stack(
         node_exporter = shutil.which("prometheus-node-exporter", path=path)
         if node_exporter:
             address = f"{_LOOPBACK}:{free_port()}"
-            programs.start([node_exporter, f"--web.listen-address={address}"], home / "node.log")
-            _target(home, "machines", address, {"node": os.uname().nodename})
-        prometheus_url = _start_prometheus(programs, home, prometheus)
-        grafana_url = _start_grafana(programs, home, prometheus_url, path=path)
+            programs.start(
+                [node_exporter, f"--web.listen-address={address}"], workspace / "node.log"
+            )
+            _target(workspace, "machines", address, {"node": os.uname().nodename})
+        prometheus_url = _start_prometheus(programs, workspace, prometheus)
+        grafana_url = _start_grafana(programs, workspace, prometheus_url, path=path)
         pages = [run_page(grafana_url, paths.run_id)] if grafana_url else []
         if not grafana_url:
             say(
-                "note: Grafana is not installed here, so there are Prometheus's own charts alone. "
+                "note: Grafana is not installed, so only Prometheus's own charts are shown. See "
                 "https://grafana.com/docs/grafana/latest/setup-grafana/installation/"
             )
         yield [*pages, _chart_page(prometheus_url, paths.run_id), f"{prometheus_url}/alerts"]
 
 
-def _copy_files(files: Path, home: Path) -> None:
-    shutil.copytree(files, home, dirs_exist_ok=True)
-    targets = home / "targets"
+def _copy_files(files: Path, workspace: Path) -> None:
+    shutil.copytree(files, workspace, dirs_exist_ok=True)
+    targets = workspace / "targets"
     targets.mkdir(exist_ok=True)
     for name in ("run", "machines", "gpus"):
         target = targets / f"{name}.json"
@@ -145,83 +146,92 @@ def _copy_files(files: Path, home: Path) -> None:
             target.write_text("[]\n", encoding="utf-8")
 
 
-def _target(home: Path, name: str, address: str, labels: Mapping[str, str]) -> None:
+def _target(workspace: Path, name: str, address: str, labels: Mapping[str, str]) -> None:
     where = address.removeprefix("http://").removesuffix("/metrics")
     text = json.dumps([{"targets": [where], "labels": labels}])
-    (home / "targets" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    (workspace / "targets" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _backfill(exporter: Sequence[str], home: Path, *, env: Mapping[str, str], say: Say) -> None:
-    """Make blocks of what the run has told so far; without them its curves begin now."""
+def _backfill(
+    exporter: Sequence[str], workspace: Path, *, env: Mapping[str, str], say: Say
+) -> None:
+    """Load the history of the run into Prometheus; without promtool the charts begin now."""
     promtool = shutil.which("promtool", path=env.get("PATH", os.defpath))
     if promtool is None:
         return
-    history = home / "history"
+    history = workspace / "history"
     with history.open("wb") as file:
         written = subprocess.run([*exporter, "--history"], env=env, stdout=file, check=False)
-    make = [promtool, "tsdb", "create-blocks-from", "openmetrics", str(history), str(home / "data")]
+    make = [
+        promtool,
+        "tsdb",
+        "create-blocks-from",
+        "openmetrics",
+        str(history),
+        str(workspace / "data"),
+    ]
     made = subprocess.run(make, capture_output=True, text=True, check=False)
     if written.returncode or made.returncode:
-        said = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
-        say(f"note: the charts begin now: what the run told before cannot be shown ({said})")
+        reason = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
+        say(f"note: the charts begin now: the run's history cannot be loaded ({reason})")
 
 
-def _start_prometheus(programs: _Programs, home: Path, program: str) -> str:
-    """Start Prometheus on the files of `home`; return its address."""
+def _start_prometheus(programs: _Programs, workspace: Path, program: str) -> str:
+    """Start Prometheus with the files in `workspace`; return its address."""
     url = f"http://{_LOOPBACK}:{free_port()}"
     programs.start(
         [
             program,
-            f"--config.file={home / 'prometheus.yml'}",
-            f"--storage.tsdb.path={home / 'data'}",
-            # Else the blocks of a run that is older than two weeks were removed.
+            f"--config.file={workspace / 'prometheus.yml'}",
+            f"--storage.tsdb.path={workspace / 'data'}",
+            # Otherwise the history of a run older than two weeks is deleted.
             "--storage.tsdb.retention.time=50y",
             f"--web.listen-address={url.removeprefix('http://')}",
         ],
-        home / "prometheus.log",
+        workspace / "prometheus.log",
     )
-    programs.wait_for(f"{url}/-/ready", "Prometheus", home / "prometheus.log")
+    programs.wait_for(f"{url}/-/ready", "Prometheus", workspace / "prometheus.log")
     return url
 
 
 def _start_grafana(
-    programs: _Programs, home: Path, prometheus_url: str, *, path: str
+    programs: _Programs, workspace: Path, prometheus_url: str, *, path: str
 ) -> str | None:
-    """Start Grafana if it is here; return its address."""
+    """Start Grafana and return its address; return None if it is not installed."""
     program = shutil.which("grafana", path=path)
     if program is None:
         return None
     port = free_port()
     programs.start(
         [program, "server", "--homepath", _grafana_home(program)],
-        home / "grafana.log",
-        grafana_settings(home, port=port, prometheus_url=prometheus_url),
+        workspace / "grafana.log",
+        grafana_settings(workspace, port=port, prometheus_url=prometheus_url),
     )
     url = f"http://{_LOOPBACK}:{port}"
-    programs.wait_for(f"{url}/api/health", "Grafana", home / "grafana.log")
+    programs.wait_for(f"{url}/api/health", "Grafana", workspace / "grafana.log")
     return url
 
 
-def grafana_settings(home: Path, *, port: int, prometheus_url: str) -> dict[str, str]:
-    """Return Grafana's environment, and make the provisioning files name these addresses."""
-    lines = (home / "grafana.env").read_text(encoding="utf-8").splitlines()
+def grafana_settings(workspace: Path, *, port: int, prometheus_url: str) -> dict[str, str]:
+    """Return Grafana's environment, after writing the addresses into its provisioning files."""
+    lines = (workspace / "grafana.env").read_text(encoding="utf-8").splitlines()
     settings = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
     for name, before, after in (
         ("datasources", f"http://{_LOOPBACK}:{PROMETHEUS_PORT}", prometheus_url),
-        ("dashboards", str(MONITORING_FOLDER), str(home)),
+        ("dashboards", str(MONITORING_FOLDER), str(workspace)),
     ):
-        file = home / "grafana" / name / "tileforge.yml"
+        file = workspace / "grafana" / name / "tileforge.yml"
         file.write_text(file.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")
     return settings | {
         "GF_SERVER_HTTP_PORT": str(port),
-        "GF_PATHS_PROVISIONING": str(home / "grafana"),
-        "GF_PATHS_DATA": str(home / "grafana-data"),
-        "GF_PATHS_LOGS": str(home / "grafana-logs"),
+        "GF_PATHS_PROVISIONING": str(workspace / "grafana"),
+        "GF_PATHS_DATA": str(workspace / "grafana-data"),
+        "GF_PATHS_LOGS": str(workspace / "grafana-logs"),
     }
 
 
 def _grafana_home(program: str) -> str:
-    """Return the folder with Grafana's pages: its package's, or its archive's."""
+    """Return Grafana's home: the folder of its archive, or that of its Debian package."""
     beside = Path(program).resolve().parents[1]
     return str(beside if (beside / "public").is_dir() else Path("/usr/share/grafana"))
 
@@ -232,7 +242,7 @@ def _chart_page(prometheus_url: str, run_id: str) -> str:
 
 
 class _Programs:
-    """Programs that end with the block, by their process ids."""
+    """Programs that are terminated at the end of the block."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
@@ -256,7 +266,7 @@ class _Programs:
                 program.stdout.close()
 
     def start(self, argv: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> None:
-        """Start a program whose words go to `log`."""
+        """Start a program with its output in `log`."""
         with log.open("wb") as file:
             self._started.append(
                 subprocess.Popen(
@@ -265,13 +275,13 @@ class _Programs:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    # Ctrl-C is for this command, which then ends them in order.
+                    # Ctrl-C reaches only this command, which terminates the programs in order.
                     start_new_session=True,
                 )
             )
 
     def first_line(self, argv: Sequence[str]) -> str:
-        """Start a program that lives as long as its input; return its first line."""
+        """Start a program that runs until its stdin is closed; return its first line of output."""
         program = subprocess.Popen(
             argv,
             env=self._env,
@@ -283,24 +293,26 @@ class _Programs:
         assert program.stdout is not None
         line = program.stdout.readline().decode(errors="replace").strip()
         if not line:
-            raise PreflightError("the run's metrics cannot be served; the reason is above.")
+            raise PreflightError("the run's metrics cannot be served; see the error above.")
         return line
 
     def wait_for(self, url: str, name: str, log: Path) -> None:
-        """Return when the program that was started last answers. Raises PreflightError."""
+        """Wait until the last started program answers at `url`. Raises PreflightError."""
         ends = time.monotonic() + _READY_S
-        while not answers(url):
+        while not is_healthy(url):
             if time.monotonic() > ends or self._started[-1].poll() is not None:
                 last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                raise PreflightError(f"{name} does not answer. Its last words: {one_line(last)}")
-            time.sleep(_LOOK_S)
+                raise PreflightError(
+                    f"{name} does not answer. Last line of its log: {one_line(last)}"
+                )
+            time.sleep(_POLL_S)
 
 
-def answers(url: str) -> bool:
-    """Say whether something answers at an address of this machine, and is well."""
+def is_healthy(url: str) -> bool:
+    """Return True if a server on this machine answers at `url` with status 200."""
     import urllib.request  # see payload/weights/hub.py
 
-    # No proxy: the address is this machine's.
+    # No proxy, because the address is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=5.0) as answer:
@@ -310,6 +322,6 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of the loopback address that nothing listens on now."""
+    """Return a port of the loopback address that is free now."""
     with socket.create_server((_LOOPBACK, 0)) as holder:
         return int(holder.getsockname()[1])

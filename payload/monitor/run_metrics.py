@@ -1,6 +1,6 @@
-"""A run's metrics at this moment, from the records that it writes anyway.
+"""A run's current metrics, read from the records in its folder.
 
-Reading happens in the supervisor's process, or beside it: a training step pays nothing for it.
+The supervisor or a separate process reads them, at no cost to a training step.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ PREFIX = "tileforge_"
 _RECENT = 50
 _MOST_HISTORY = 5000
 _MOST = 1e18
-"""A worker may tell any integer, and one that no float holds would fail the whole scrape."""
+"""A worker can write any integer, and one too large for a float would fail the whole scrape."""
 _REST = "optimizer"
 PHASES = (*TIMED_PARTS, _REST)
-"""Parts of a step. `optimizer` is what the others leave of it: clipping, update, bookkeeping."""
+"""Parts of a step. `optimizer` is the rest: clipping, update, bookkeeping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One gauge: what it is, and the labels that its samples have."""
+    """One gauge: its name, help text and labels."""
 
     name: str
     help: str
@@ -55,55 +55,59 @@ _RUN = ("run", "node")
 _RANK = (*_RUN, "rank")
 
 METRICS = tuple(
-    Metric(name=PREFIX + name, help=words, labels=labels)
-    for name, words, labels in (
-        ("running", "1 while the run is alive, else 0.", _RUN),
-        ("ranks", "Ranks of the run.", _RUN),
-        ("step", "Steps done.", _RUN),
-        ("steps_planned", "train.steps.", _RUN),
-        ("tokens", "Tokens trained on.", _RUN),
+    Metric(name=PREFIX + name, help=text, labels=labels)
+    for name, text, labels in (
+        ("running", "1 while the run is active, otherwise 0.", _RUN),
+        ("ranks", "Number of ranks.", _RUN),
+        ("step", "Number of finished steps.", _RUN),
+        ("steps_planned", "Number of planned steps, train.steps.", _RUN),
+        ("tokens", "Number of tokens trained on.", _RUN),
         ("loss", "Training loss of the last step.", _RUN),
         ("validation_loss", "Loss of the last evaluation.", _RUN),
         ("learning_rate", "Learning rate of the last step.", _RUN),
         ("gradient_norm", "Gradient norm of the last step, before clipping.", _RUN),
-        ("tokens_per_second", "Of the whole job, in the last step.", _RUN),
+        ("tokens_per_second", "Tokens per second of all ranks in the last step.", _RUN),
         ("mfu_ratio", "Model FLOP/s over the measured peak of all ranks.", _RUN),
         ("step_seconds", "Duration of the last step.", _RUN),
-        ("step_age_seconds", "Since the last step ended, or since the start.", _RUN),
-        ("eta_seconds", "Until the last step, at the pace of the last 50.", _RUN),
+        ("step_age_seconds", "Time since the end of the last step, or since the start.", _RUN),
+        ("eta_seconds", "Time until the last step, at the pace of the last 50 steps.", _RUN),
         ("checkpoint_step", "Step of the newest checkpoint.", _RUN),
         (
             "checkpoint_age_seconds",
-            "Since the newest checkpoint was written, or since the start.",
+            "Time since the newest checkpoint was written, or since the start.",
             _RUN,
         ),
         (
             "checkpoint_interval_seconds",
-            "train.checkpoint_every steps at the pace of the last 50.",
+            "Time for train.checkpoint_every steps, at the pace of the last 50 steps.",
             _RUN,
         ),
-        ("restarts", "Starts by the supervisor after a failure.", _RUN),
-        ("resumes", "Continuations by a command.", _RUN),
-        ("cost_dollars", "What the nodes have cost so far.", _RUN),
-        ("spent_seconds", "Time that the run has had the nodes.", _RUN),
-        ("limit_seconds", "The stricter of limits.max_hours and limits.max_usd, as time.", _RUN),
-        ("store_checkpoint_step", "Step of the newest checkpoint that the store has.", _RUN),
-        ("store_sent_bytes", "Sent to the store since the start or resume.", _RUN),
-        ("store_upload_age_seconds", "Since something last got to the store.", _RUN),
-        ("store_waiting_bytes", "Checkpoints on the head's disk, not in the store yet.", _RUN),
-        ("store_failures", "Attempts at the store that failed after their retries.", _RUN),
-        ("store_failing_seconds", "Since the store began to fail; 0 while it works.", _RUN),
-        ("rank_step", "Step that the rank works on.", _RANK),
-        ("rank_heartbeat_age_seconds", "Since the rank's last heartbeat.", _RANK),
-        ("rank_memory_bytes", "The rank's memory in RAM.", _RANK),
+        ("restarts", "Number of restarts by the supervisor after a failure.", _RUN),
+        ("resumes", "Number of resumes by a command.", _RUN),
+        ("cost_dollars", "Cost of the nodes so far.", _RUN),
+        ("spent_seconds", "Time that the run has used the nodes.", _RUN),
+        ("limit_seconds", "The stricter of limits.max_hours and limits.max_usd, in seconds.", _RUN),
+        ("store_checkpoint_step", "Step of the newest checkpoint in the store.", _RUN),
+        ("store_sent_bytes", "Bytes uploaded to the store since the start or resume.", _RUN),
+        ("store_upload_age_seconds", "Time since the last upload to the store.", _RUN),
+        (
+            "store_waiting_bytes",
+            "Bytes of checkpoints on the head's disk that are not in the store yet.",
+            _RUN,
+        ),
+        ("store_failures", "Number of uploads to the store that failed after their retries.", _RUN),
+        ("store_failing_seconds", "Time since uploads began to fail; 0 while they work.", _RUN),
+        ("rank_step", "Current step of the rank.", _RANK),
+        ("rank_heartbeat_age_seconds", "Time since the rank's last heartbeat.", _RANK),
+        ("rank_memory_bytes", "Resident memory of the rank.", _RANK),
         (
             "rank_slowdown_ratio",
-            "The rank's own work over the others', for a rank that the run names as slow; else 1.",
+            "Ratio of a slow rank's own work to the other ranks' median; 1 for other ranks.",
             _RANK,
         ),
         (
             "step_phase_seconds",
-            "A rank's time in one part of a step. wait: for other ranks, above all in the "
+            "A rank's time in one part of a step. wait: waiting for other ranks, mainly in the "
             "all-reduce of gradients. optimizer: the rest of the step.",
             (*_RANK, "phase"),
         ),
@@ -119,18 +123,18 @@ class Sample:
     labels: Mapping[str, str]
     value: float
     time_unix: float | None = None
-    """When it was so; None = now."""
+    """Unix time of the value; None means now."""
 
 
 @dataclass(slots=True)
 class _Curve:
-    """The metrics from the rows of metrics.jsonl so far."""
+    """Metrics from the rows of metrics.jsonl read so far."""
 
     step: Mapping[str, Any] | None = None
     evaluation: Mapping[str, Any] | None = None
     ranks: RankTimes | None = None
     timed_step_s: float = 0.0
-    """Mean duration of the steps that `ranks` is the mean of."""
+    """Mean duration of the steps over which `ranks` is averaged."""
     recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     watch: StragglerWatch = field(default_factory=StragglerWatch)
 
@@ -139,7 +143,7 @@ class _Curve:
             self.evaluation = row
             return
         if self.step is not None and row["step"] <= self.step["step"]:
-            # Ranks that were started again repeat steps.
+            # Restarted ranks repeat steps.
             self.recent.clear()
         self.step = row
         self.recent.append(row)
@@ -151,7 +155,7 @@ class _Curve:
             self.timed_step_s = statistics.fmean(same)
 
     def pace_s(self) -> float | None:
-        """Return the seconds between two steps, evaluations and checkpoints included."""
+        """Return the mean seconds per recent step, including evaluations and checkpoints."""
         timed = [row for row in self.recent if row.get("time_unix")]
         if len(timed) < 2 or timed[-1]["step"] == timed[0]["step"]:
             return self.step["step_time_s"] if self.step else None
@@ -161,7 +165,7 @@ class _Curve:
 
 
 class RunMetrics:
-    """Reads a run's folder; call `samples` as often as metrics are wanted."""
+    """Reads metrics from a run folder; `samples` can be called any number of times."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -172,7 +176,7 @@ class RunMetrics:
         self._curve = _Curve()
 
     def samples(self) -> list[Sample]:
-        """Return every metric that is known now; what is not known is left out."""
+        """Return a sample of every metric that has a value now."""
         now = time.time()
         for row in self._tail.new_rows():
             self._curve.add(row)
@@ -186,9 +190,9 @@ class RunMetrics:
         return [each for each in found if -_MOST <= each.value <= _MOST]
 
     def history(self) -> Iterator[Sample]:
-        """Yield what rows of metrics.jsonl tell, with their times, the oldest first.
+        """Yield samples from metrics.jsonl with their times, the oldest first.
 
-        Of a long run they are 5,000 that are evenly apart, and every evaluation.
+        A long run gives 5,000 evenly spaced steps and every evaluation.
         """
         curve, rows = _Curve(), read_metrics(self._paths.metrics)
         stride = math.ceil(len(rows) / _MOST_HISTORY)
@@ -208,8 +212,8 @@ class RunMetrics:
         return {"run": self._paths.run_id, "node": self._node_of.get(0, "")}
 
     def _rank_labels(self, rank: int, node: str | None = None) -> dict[str, str]:
-        here = node if node is not None else self._node_of.get(rank, "")
-        return {"run": self._paths.run_id, "node": here, "rank": str(rank)}
+        name = node if node is not None else self._node_of.get(rank, "")
+        return {"run": self._paths.run_id, "node": name, "rank": str(rank)}
 
     def _of_state(self, now: float) -> dict[str, float | None]:
         state = last_record(RunState, self._paths.state)
@@ -233,7 +237,7 @@ class RunMetrics:
         }
 
     def _of_store(self, now: float) -> dict[str, float | None]:
-        """Return what storage.json says; nothing where the run has no store."""
+        """Return the values of storage.json; empty if the run has no store."""
         store = last_record(StoreState, self._paths.store_state)
         if store is None:
             return {}
@@ -286,7 +290,7 @@ class RunMetrics:
                 yield Sample(PREFIX + "step_phase_seconds", at, seconds[rank])
 
     def _newest_checkpoint(self) -> tuple[int, float] | None:
-        """Return its step, and when it was whole."""
+        """Return the step of the newest checkpoint and the Unix time when it was complete."""
         with contextlib.suppress(OSError, ValueError):
             folder = self._paths.newest_checkpoint()
             if folder is not None:
@@ -295,13 +299,13 @@ class RunMetrics:
         return None
 
     def _step_unix(self, state: RunState) -> float:
-        """Return when the last step ended; the last start counts where none has since."""
+        """Return when the last step ended in Unix time, or the last start if that is later."""
         last = self._curve.step.get("time_unix") if self._curve.step else None
         return max(state.started_unix, last if isinstance(last, int | float) else 0.0)
 
 
 def by_metric(samples: Iterable[Sample]) -> Iterator[tuple[Metric, list[Sample]]]:
-    """Yield each metric that has samples, with them."""
+    """Yield each metric that has samples, with its samples."""
     found: dict[str, list[Sample]] = {}
     for sample in samples:
         found.setdefault(sample.name, []).append(sample)

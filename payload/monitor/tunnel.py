@@ -1,4 +1,4 @@
-"""Ports of a node's loopback address, at ports here, through an SSH connection."""
+"""Forwarding of local ports to a node's loopback address through an SSH connection."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from payload.core.errors import TileforgeError
 
 _LOOPBACK = "127.0.0.1"
 _OPEN_S = 10.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _CHUNK_BYTES = 64 * 2**10
 
 
 class Channel(Protocol):
-    """Bytes both ways, as a socket."""
+    """A two-way byte stream, like a socket."""
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the file descriptor for select."""
 
     def recv(self, most: int, /) -> bytes:
-        """Return what has come; nothing at the other side's end."""
+        """Return received bytes; empty after the other side has closed."""
 
     def sendall(self, content: bytes, /) -> object:
-        """Send all of it."""
+        """Send all bytes of `content`."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the channel."""
 
 
 class Connection(Protocol):
@@ -42,9 +42,9 @@ class Connection(Protocol):
 
 @contextlib.contextmanager
 def forwarded(connection: Connection, ports: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Listen here for each port of the node within the block; yield the ports here, in order.
+    """Listen on a local port for each port of the node; yield the local ports in the same order.
 
-    A port here has the same number where that is free.
+    A local port has the number of the node's port if that is free.
     """
     closing = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -58,9 +58,9 @@ def forwarded(connection: Connection, ports: Sequence[int]) -> Iterator[tuple[in
         yield tuple(listener.getsockname()[1] for listener in listeners)
 
 
-def _listener(wanted: int) -> socket.socket:
+def _listener(port: int) -> socket.socket:
     try:
-        return socket.create_server((_LOOPBACK, wanted))
+        return socket.create_server((_LOOPBACK, port))
     except OSError:
         return socket.create_server((_LOOPBACK, 0))
 
@@ -68,7 +68,7 @@ def _listener(wanted: int) -> socket.socket:
 def _accept(
     connection: Connection, listener: socket.socket, port: int, closing: threading.Event
 ) -> None:
-    listener.settimeout(_LOOK_S)
+    listener.settimeout(_POLL_S)
     while not closing.is_set():
         try:
             client, _ = listener.accept()
@@ -78,25 +78,25 @@ def _accept(
             return
         client.setblocking(True)
         arguments = (connection, client, port, closing)
-        threading.Thread(target=_carry, args=arguments, daemon=True).start()
+        threading.Thread(target=_copy, args=arguments, daemon=True).start()
 
 
-def _carry(
+def _copy(
     connection: Connection, client: socket.socket, port: int, closing: threading.Event
 ) -> None:
-    """Carry bytes both ways until one side ends, or the block is left."""
+    """Copy bytes both ways until one side closes or the block ends."""
     with client, contextlib.suppress(OSError, EOFError, TileforgeError):
         channel = connection.open_channel_here(port, timeout_s=_OPEN_S)
         with contextlib.closing(channel), selectors.DefaultSelector() as selector:
             selector.register(client, selectors.EVENT_READ, (client, channel))
             selector.register(channel, selectors.EVENT_READ, (channel, client))
             while not closing.is_set():
-                for key, _ in selector.select(_LOOK_S):
-                    if not _pass_on(*key.data):
+                for key, _ in selector.select(_POLL_S):
+                    if not _forward(*key.data):
                         return
 
 
-def _pass_on(source: Channel, to: Channel) -> bool:
+def _forward(source: Channel, to: Channel) -> bool:
     content = source.recv(_CHUNK_BYTES)
     to.sendall(content)
     return bool(content)

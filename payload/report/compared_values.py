@@ -1,4 +1,4 @@
-"""The figures by which runs are compared, on the page and in the terminal."""
+"""The values by which runs are compared, on the page and in the terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from payload.config.run_config import RunConfig
 from payload.core.durations import in_words
-from payload.report import markup
+from payload.report.number_formats import count, loss, percent, usd
 from payload.report.source import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One row: a value of summary.json."""
+    """One row of the comparison: a value of summary.json."""
 
     name: str
     key: str
@@ -24,41 +24,60 @@ class Compared:
 
 COMPARED: Sequence[Compared] = (
     Compared(name="status", key="status", form=str),
-    Compared(name="steps", key="steps", form=markup.count),
-    Compared(name="tokens", key="tokens", form=markup.count),
-    Compared(name="first loss", key="first_loss", form=markup.loss),
-    Compared(name="final loss", key="final_loss", form=markup.loss, better="low"),
-    Compared(name="validation loss", key="final_val_loss", form=markup.loss, better="low"),
-    Compared(name="best validation loss", key="best_val_loss", form=markup.loss, better="low"),
-    Compared(name="tokens/s", key="tokens_per_s", form=markup.count, better="high"),
-    Compared(name="MFU", key="mfu", form=markup.percent, better="high"),
-    Compared(name="nodes", key="nodes", form=markup.count),
-    Compared(name="ranks", key="world_size", form=markup.count),
-    Compared(name="restarts", key="restarts", form=markup.count),
-    Compared(name="resumes", key="resumes", form=markup.count),
+    Compared(name="steps", key="steps", form=count),
+    Compared(name="tokens", key="tokens", form=count),
+    Compared(name="first loss", key="first_loss", form=loss),
+    Compared(name="final loss", key="final_loss", form=loss, better="low"),
+    Compared(name="validation loss", key="final_val_loss", form=loss, better="low"),
+    Compared(name="best validation loss", key="best_val_loss", form=loss, better="low"),
+    Compared(name="tokens/s", key="tokens_per_s", form=count, better="high"),
+    Compared(name="MFU", key="mfu", form=percent, better="high"),
+    Compared(name="nodes", key="nodes", form=count),
+    Compared(name="ranks", key="world_size", form=count),
+    Compared(name="restarts", key="restarts", form=count),
+    Compared(name="resumes", key="resumes", form=count),
     Compared(name="wall time", key="wall_s", form=in_words),
-    Compared(name="cost", key="cost_usd", form=markup.usd),
+    Compared(name="cost", key="cost_usd", form=usd),
     Compared(
         name="cost per million tokens",
         key="usd_per_million_tokens",
-        form=markup.usd,
+        form=usd,
         better="low",
     ),
 )
 
 
+def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Any], set[int]]]:
+    """Return the rows that some run has, each with the runs' values and the best runs' indices."""
+    found = [(row, [run.summary.get(row.key) for run in runs]) for row in COMPARED]
+    return [
+        (row, values, _best_indices(row, values))
+        for row, values in found
+        if any(value is not None for value in values)
+    ]
+
+
+def _best_indices(row: Compared, values: Sequence[Any]) -> set[int]:
+    """Return the indices of a row's best value; empty if the runs do not differ."""
+    known = [value for value in values if value is not None]
+    if row.better is None or len(set(known)) < 2:
+        return set()
+    best = min(known) if row.better == "low" else max(known)
+    return {index for index, value in enumerate(values) if value == best}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting: its value in each of several runs."""
+    """One setting with its value in each run."""
 
     name: str
-    """As in `optimizer.lr`."""
+    """Section and key, such as `optimizer.lr`."""
     default: Any
     values: Sequence[Any]
 
 
 def settings(runs: Sequence[Run]) -> list[Setting]:
-    """Return every setting of the runs, in the order of run.toml."""
+    """Return all settings of the runs, in the order of run.toml."""
     default = RunConfig()
     return [
         Setting(
@@ -72,20 +91,10 @@ def settings(runs: Sequence[Run]) -> list[Setting]:
 
 
 def changed(runs: Sequence[Run]) -> list[Setting]:
-    """Return the settings that are not the default's in some run."""
+    """Return the settings that differ from the default in some run."""
     return [each for each in settings(runs) if any(value != each.default for value in each.values)]
 
 
 def different(runs: Sequence[Run]) -> list[Setting]:
-    """Return the settings that the runs do not share."""
+    """Return the settings in which the runs differ."""
     return [each for each in settings(runs) if any(v != each.values[0] for v in each.values[1:])]
-
-
-def best_places(row: Compared, runs: Sequence[Run]) -> set[int]:
-    """Return which runs have a row's best value; none where no other run has another one."""
-    values = [run.summary.get(row.key) for run in runs]
-    known = [value for value in values if value is not None]
-    if row.better is None or len(known) < 2 or len(set(known)) == 1:
-        return set()
-    best = min(known) if row.better == "low" else max(known)
-    return {place for place, value in enumerate(values) if value == best}

@@ -1,452 +1,327 @@
 "use strict";
-// Draws the curves from the page's own data. Text goes in as text nodes alone, never as markup.
+// Draws the charts with uPlot from the data in the page. Text is set as text nodes, never as markup.
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
-  const NS = "http://www.w3.org/2000/svg";
-  const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5"];
-  const STACKED = ["--data", "--wait", "--compute"];
-  const MARGIN = { left: 58, right: 14, top: 8, bottom: 24 };
-  const state = { x: "step", zoom: null, log: new Set() };
   const several = page.runs.length > 1;
-
-  function svgElement(name, attributes, parent) {
-    const made = document.createElementNS(NS, name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    if (parent) parent.append(made);
-    return made;
-  }
-
-  function element(name, className, text, parent) {
-    const made = document.createElement(name);
-    if (className) made.className = className;
-    if (text !== undefined) made.textContent = text;
-    if (parent) parent.append(made);
-    return made;
-  }
+  const state = { x: "step", zoom: null, log: new Set() };
+  const plots = new Map();
+  const style = getComputedStyle(document.documentElement);
+  const css = (name) => style.getPropertyValue(name).trim();
+  const RUN_COLOURS = 10;
+  const MOST_RAW_LOSSES = 3;
+  const MOST_POINTS = 80;
 
   const digits = (value, most) => Number(value.toPrecision(most)).toString();
 
   function large(value) {
     const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-    for (const [size, unit] of units) {
-      if (Math.abs(value) >= size) return digits(value / size, 4) + unit;
-    }
-    return digits(value, 4);
+    const found = units.find(([size]) => Math.abs(value) >= size);
+    return found ? digits(value / found[0], 4) + found[1] : digits(value, 4);
   }
 
-  function clock(seconds) {
-    const whole = Math.abs(seconds);
-    if (whole >= 172800) return digits(seconds / 86400, 3) + " d";
-    if (whole >= 7200) return digits(seconds / 3600, 3) + " h";
-    if (whole >= 120) return digits(seconds / 60, 3) + " min";
-    return digits(seconds, 3) + " s";
+  function duration(seconds) {
+    const units = [[172800, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"]];
+    const found = units.find(([least]) => Math.abs(seconds) >= least);
+    return found ? digits(seconds / found[1], 3) + found[2] : digits(seconds, 3) + " s";
   }
 
   const FORMATS = {
     plain: (value) => (Math.abs(value) >= 1e5 ? large(value) : digits(value, 5)),
     small: (value) => (value === 0 ? "0" : Math.abs(value) < 1e-2 ? value.toExponential(2).replace(/\.?0+e/, "e") : digits(value, 3)),
     percent: (value) => digits(100 * value, 3) + " %",
-    seconds: clock,
+    seconds: duration,
     bytes: (value) => (value >= 2 ** 30 ? digits(value / 2 ** 30, 3) + " GiB" : digits(value / 2 ** 20, 3) + " MiB"),
   };
-  const X_FORMATS = { step: large, tokens: large, time: clock };
+  const X_FORMATS = { step: large, tokens: large, time: duration };
+  const decimal = (low, high) => Array.from({ length: high - low }, (_, at) => [1, 2, 2.5, 5].map((each) => each * 10 ** (low + at))).flat();
+  const WHOLE = decimal(0, 16).filter(Number.isInteger);
+  const INCREMENTS = {
+    step: WHOLE,
+    tokens: WHOLE,
+    time: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, ...WHOLE.map((days) => 86400 * days)],
+    bytes: (plot, axis, low, high) => decimal(-3, 6).map((each) => each * 2 ** (high >= 2 ** 30 ? 30 : 20)),
+    plain: decimal(-16, 16),
+  };
 
-  function linearTicks(low, high, most, unit) {
-    const size = unit || 1;
-    const rough = (high - low) / size / most;
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999) * size;
-    const ticks = [];
-    for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-6; at += step) {
-      ticks.push(Math.abs(at) < step * 1e-6 ? 0 : at);
-    }
-    return ticks;
-  }
-
-  function logTicks(low, high) {
-    const ticks = [];
-    for (let power = Math.floor(low); power <= Math.ceil(high); power += 1) {
-      for (const each of [1, 2, 5]) {
-        const value = Math.log10(each * 10 ** power);
-        if (value >= low - 1e-9 && value <= high + 1e-9) ticks.push(value);
-      }
-    }
-    const wide = ticks.length > 9 ? ticks.filter((each) => Math.abs(each - Math.round(each)) < 1e-6) : ticks;
-    return wide.length > 1 ? wide : linearTicks(low, high, 4);
-  }
-
-  // A chart's series, each with its own x: those of all runs, one after the other.
+  // The series of a chart, from all runs, and their data on one x axis.
   function seriesOf(chart) {
-    const found = [];
-    page.runs.forEach((run, place) => {
-      const specs = chart.stack || chart.series;
-      const before = [];
-      specs.forEach((spec, order) => {
-        const evaluations = spec.column === "val_loss";
-        const source = evaluations ? run.evaluations : run.rows;
-        let values;
-        if (spec.rest) {
-          values = source[spec.rest].map((whole, at) => Math.max(whole, before.length ? before[before.length - 1][at] : 0));
-        } else {
-          values = source[spec.column];
-        }
-        if (!values || !values.some((value) => value !== null)) return;
-        let base = null;
-        if (chart.stack) {
-          base = before.length ? before[before.length - 1] : values.map(() => 0);
-          if (!spec.rest) values = values.map((value, at) => value + base[at]);
-          before.push(values);
-        }
-        const colour = chart.stack ? STACKED[order] : several ? COLOURS[place % 6] : COLOURS[spec.points ? 1 : 0];
-        found.push({ ...spec, run, place, x: source[state.x], steps: source.step, values, base, colour,
-          name: several ? run.id + (specs.length > 1 ? ", " + spec.label : "") : spec.label });
-      });
-    });
-    return chart.stack && several ? found.filter((each) => each.place === 0) : found;
-  }
-
-  function xDomain() {
-    let [low, high] = [Infinity, -Infinity];
-    for (const run of page.runs) {
-      for (const value of [...(run.rows[state.x] || []), ...(run.evaluations[state.x] || [])]) {
-        if (value === null) continue;
-        low = Math.min(low, value);
-        high = Math.max(high, value);
+    const series = [];
+    const tables = [];
+    const steps = new Map();
+    page.runs.slice(0, chart.stacked ? 1 : undefined).forEach((run, place) => {
+      for (const spec of chart.series) {
+        if (spec.faint && page.runs.length > MOST_RAW_LOSSES) continue;
+        const rows = spec.columns[0] in run.rows ? run.rows : run.evaluations;
+        const xs = rows[state.x];
+        const kept = xs.map((_, at) => at).filter((at) => xs[at] !== null);
+        const log = state.log.has(chart.id);
+        const values = kept.map((at) => spec.columns.reduce((sum, name) => {
+          const value = rows[name][at];
+          return sum === null || value === null || (log && value <= 0) ? null : sum + value;
+        }, 0));
+        if (values.every((value) => value === null)) continue;
+        if (!several) kept.forEach((at) => steps.set(xs[at], rows.step[at]));
+        tables.push([kept.map((at) => xs[at]), values]);
+        const name = several ? run.id + (chart.series.length > 1 ? ", " + spec.label : "") : spec.label;
+        const colour = spec.colour && (chart.stacked || !several) ? spec.colour : "--c" + (place % RUN_COLOURS);
+        series.push({ spec, name, colour, count: values.length, isRepeated: place >= RUN_COLOURS });
       }
-    }
-    if (!(high > low)) [low, high] = [Number.isFinite(low) ? low - 1 : 0, Number.isFinite(high) ? high + 1 : 1];
-    return state.zoom || [low, high];
+    });
+    return { series, steps, data: tables.length ? uPlot.join(tables) : [] };
   }
 
-  function yDomain(chart, series, x, log) {
-    let [low, high] = [Infinity, -Infinity];
-    for (const each of series) {
-      each.values.forEach((value, at) => {
-        const place = each.x[at];
-        if (value === null || place === null || place < x[0] || place > x[1] || (log && value <= 0)) return;
-        const shown = log ? Math.log10(value) : value;
-        low = Math.min(low, shown);
-        high = Math.max(high, shown);
+  function wholeRange() {
+    const xs = page.runs.flatMap((run) => [...run.rows[state.x], ...run.evaluations[state.x]]).filter((value) => value !== null);
+    const [low, high] = xs.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+    return high > low ? [low, high] : Number.isFinite(low) ? [low - 1, low + 1] : [0, 1];
+  }
+
+  function yRange(chart) {
+    return (plot, low, high) => {
+      if (low === null) return [0, 1];
+      if (chart.fromZero) low = Math.min(0, low);
+      if (high - low < 1e-12) return [low - Math.max(Math.abs(low) * 0.05, 1e-9), high + Math.max(Math.abs(high) * 0.05, 1e-9)];
+      const margin = (high - low) * 0.06;
+      return [chart.fromZero ? low : low - margin, high + margin];
+    };
+  }
+
+  function logRange(plot, low, high) {
+    if (low === null) return [1, 10];
+    const margin = Math.max((high / low) ** 0.06, 1.02);
+    return [low / margin, high * margin];
+  }
+
+  // Ticks of a logarithmic axis: the densest of 1 to 9, 1-2-5 and 1; in a narrow range, even steps.
+  function logSplits(plot, axis, low, high) {
+    const powers = Array.from({ length: Math.ceil(Math.log10(high)) - Math.floor(Math.log10(low)) + 1 }, (_, at) => Math.floor(Math.log10(low)) + at);
+    const ticks = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 5], [1]].map((each) => powers.flatMap((power) => each.map((digit) => digit * 10 ** power)).filter((tick) => tick >= low && tick <= high));
+    const found = ticks.find((each) => each.length <= 9) || ticks[2];
+    if (found.length > 2) return found;
+    const step = INCREMENTS.plain.find((each) => (high - low) / each <= 6);
+    return Array.from({ length: 8 }, (_, at) => (Math.ceil(low / step) + at) * step).filter((tick) => tick <= high);
+  }
+
+  const lastIndex = (values) => values.findLastIndex((value) => value !== null && value !== undefined);
+
+  function uplotSeries(chart, { spec, name, colour, count, isRepeated }, format) {
+    const isFilled = Boolean(chart.stacked);
+    return {
+      label: name,
+      class: spec.faint ? "faint" : "full",
+      stroke: () => css(colour),
+      fill: isFilled ? () => css(colour) : undefined,
+      width: isFilled ? 0 : spec.faint ? 1 : spec.points || several ? 1.4 : 1.8,
+      alpha: spec.faint ? 0.35 : several ? 0.85 : 1,
+      dash: spec.points ? [5, 4] : isRepeated ? [9, 3] : undefined,
+      points: { show: spec.points ? count <= MOST_POINTS : count === 1, size: several ? 5 : 7, fill: () => css(colour), stroke: () => css("--bg"), width: 1.4 },
+      value: (plot, _, order, index) => {
+        // Without a cursor, the last value; -1 where the cursor is too far from the series.
+        const at = index ?? (plot.cursor.left >= 0 ? -1 : lastIndex(plot.data[order]));
+        const value = plot.data[order][at];
+        if (value === null || value === undefined) return "–";
+        // In a stack, each series has the sum of those below it.
+        const own = isFilled && order + 1 < plot.data.length ? Math.max(0, value - plot.data[order + 1][at]) : value;
+        const isElsewhere = spec.points && index !== null && at !== plot.cursor.idx;
+        return format(own) + (isElsewhere ? ` (at ${X_FORMATS[state.x](plot.data[0][at])})` : "");
+      },
+    };
+  }
+
+  const AXIS = { stroke: () => css("--soft"), font: "11.5px system-ui, sans-serif", ticks: { show: false }, grid: { show: false }, gap: 6 };
+  const formatted = (format) => (plot, splits) => splits.map(format);
+
+  function axes(chart, format) {
+    const splits = state.log.has(chart.id) ? { splits: logSplits, filter: (plot, found) => found } : {};
+    return [
+      { ...AXIS, size: 26, space: 80, incrs: INCREMENTS[state.x], values: formatted(X_FORMATS[state.x]) },
+      { ...AXIS, size: 62, space: 34, incrs: INCREMENTS[chart.format] || INCREMENTS.plain, grid: { stroke: () => css("--line"), width: 1 }, values: formatted(format), ...splits },
+    ];
+  }
+
+  // Vertical lines where the run was started again; a tooltip has the reason.
+  function addMarks(plot) {
+    for (const mark of page.runs.flatMap((run) => run.marks)) {
+      const at = mark[state.x];
+      if (at === null) continue;
+      const line = document.createElement("div");
+      line.className = "mark";
+      line.title = mark.text;
+      line.at = at;
+      plot.over.append(line);
+    }
+  }
+
+  function placeMarks(plot) {
+    for (const line of plot.over.querySelectorAll(".mark")) {
+      const share = plot.valToPos(line.at, "x") / plot.over.clientWidth;
+      line.hidden = !(share >= 0 && share <= 1);
+      line.style.left = `${100 * share}%`;
+    }
+  }
+
+  // The legend's labels switch series on and off: by the keyboard, too.
+  function makeLegendOperable(plot) {
+    for (const label of plot.root.querySelectorAll(".u-series:not(:first-child) th")) {
+      label.tabIndex = 0;
+      label.setAttribute("role", "button");
+      label.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        label.click();
       });
     }
-    if (!Number.isFinite(low)) return log ? [0, 1] : [0, 1];
-    if (chart.fromZero && !log) low = Math.min(0, low);
-    if (high - low < 1e-12) [low, high] = [low - Math.max(Math.abs(low) * 0.05, 1e-9), high + Math.max(Math.abs(high) * 0.05, 1e-9)];
-    const room = (high - low) * 0.06;
-    return [chart.fromZero && !log ? low : low - room, high + room];
+  }
+
+  function describe(plot, name, [low, high]) {
+    plot.ctx.canvas.setAttribute("role", "img");
+    plot.ctx.canvas.setAttribute("aria-label", `${name} ${low} to ${high}`);
   }
 
   function drawChart(figure, chart) {
-    const log = state.log.has(chart.id);
-    const series = seriesOf(chart);
+    const { series, steps, data } = seriesOf(chart);
     figure.hidden = series.length === 0;
     if (figure.hidden) return;
-    figure.replaceChildren();
-    drawCaption(figure, chart, series, log);
-    const width = Math.max(260, figure.clientWidth);
-    const height = chart.wide ? Math.min(340, Math.max(220, width * 0.34)) : 210;
-    const svg = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title }, figure);
-    const x = xDomain();
-    const y = yDomain(chart, series, x, log);
-    const inner = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
-    const toX = (value) => inner.left + ((value - x[0]) / (x[1] - x[0])) * (inner.right - inner.left);
-    const toY = (value) => {
-      const shown = log ? Math.log10(value) : value;
-      return inner.bottom - ((shown - y[0]) / (y[1] - y[0])) * (inner.bottom - inner.top);
-    };
+    const width = figure.clientWidth;
+    if (!width) return;
+    const isLog = state.log.has(chart.id);
     const format = FORMATS[chart.format || "plain"];
-    drawAxes(svg, { x, y, inner, toX, log, format, unit: chart.format === "bytes" ? 2 ** (y[1] >= 2 ** 30 ? 30 : 20) : 1 });
-    const clip = "clip-" + chart.id;
-    const defs = svgElement("defs", {}, svg);
-    const clipPath = svgElement("clipPath", { id: clip }, defs);
-    svgElement("rect", { x: inner.left, y: inner.top - 4, width: inner.right - inner.left, height: inner.bottom - inner.top + 8 }, clipPath);
-    const plot = svgElement("g", { "clip-path": `url(#${clip})` }, svg);
-    for (const run of page.runs) {
-      for (const mark of run.marks) {
-        const at = mark[state.x];
-        if (at === null || at < x[0] || at > x[1]) continue;
-        const line = svgElement("line", { class: "mark", x1: toX(at), x2: toX(at), y1: inner.top, y2: inner.bottom }, plot);
-        svgElement("title", {}, line).textContent = mark.text;
-      }
-    }
-    for (const each of series) drawSeries(plot, each, toX, toY, log, chart);
-    listen(figure, svg, { chart, series, inner, x, toX, toY, format, height, width });
-  }
-
-  function drawCaption(figure, chart, series, log) {
-    const caption = element("figcaption", "", undefined, figure);
-    element("span", "", chart.title, caption);
-    const keys = element("span", "keys", undefined, caption);
-    const shown = series.filter((each) => !each.faint);
-    if (series.length > 1) {
-      for (const each of shown) {
-        const key = element("span", "", undefined, keys);
-        const dot = element("i", "", undefined, key);
-        dot.style.background = `var(${each.colour})`;
-        key.append(each.name);
-      }
-    }
-    if (chart.canLog) {
-      const button = element("button", "", "log", caption);
-      button.setAttribute("aria-pressed", String(log));
-      button.addEventListener("click", () => {
-        if (log) state.log.delete(chart.id); else state.log.add(chart.id);
-        drawChart(figure, chart);
-      });
-    }
-  }
-
-  function drawAxes(svg, { x, y, inner, toX, log, format, unit }) {
-    const most = Math.max(2, Math.floor((inner.bottom - inner.top) / 38));
-    for (const tick of log ? logTicks(y[0], y[1]) : linearTicks(y[0], y[1], most, unit)) {
-      const at = inner.bottom - ((tick - y[0]) / (y[1] - y[0])) * (inner.bottom - inner.top);
-      svgElement("line", { class: "grid", x1: inner.left, x2: inner.right, y1: at, y2: at }, svg);
-      svgElement("text", { x: inner.left - 8, y: at + 4, "text-anchor": "end" }, svg).textContent = format(log ? 10 ** tick : tick);
-    }
-    const columns = Math.max(2, Math.floor((inner.right - inner.left) / 90));
-    const size = state.x !== "time" ? 1 : x[1] - x[0] >= 7200 ? 3600 : x[1] - x[0] >= 120 ? 60 : 1;
-    for (const tick of linearTicks(x[0], x[1], columns, size)) {
-      if (state.x !== "time" && tick !== Math.round(tick)) continue;
-      svgElement("text", { x: toX(tick), y: inner.bottom + 17, "text-anchor": "middle" }, svg).textContent = X_FORMATS[state.x](tick);
-    }
-  }
-
-  function drawSeries(plot, each, toX, toY, log, chart) {
-    const colour = `var(${each.colour})`;
-    const points = [];
-    let path = "";
-    let drawing = false;
-    each.values.forEach((value, at) => {
-      const place = each.x[at];
-      if (value === null || place === null || (log && value <= 0)) { drawing = false; return; }
-      const [px, py] = [toX(place), toY(value)];
-      path += `${drawing ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`;
-      drawing = true;
-      points.push([px, py]);
-    });
-    if (chart.stack) {
-      const back = each.base.map((value, at) => [toX(each.x[at]), toY(value)]).reverse();
-      const edge = back.map(([px, py]) => `L${px.toFixed(1)} ${py.toFixed(1)}`).join("");
-      svgElement("path", { d: `${path}${edge}Z`, fill: colour, "fill-opacity": 0.85 }, plot);
-      return;
-    }
-    const classes = each.faint ? "line faint" : each.points ? "line sparse" : "line";
-    svgElement("path", { class: classes, d: path, stroke: colour }, plot);
-    if (each.points && points.length <= 80) {
-      for (const [px, py] of points) svgElement("circle", { cx: px.toFixed(1), cy: py.toFixed(1), r: 3.4, fill: colour, stroke: "var(--bg)", "stroke-width": 1.4 }, plot);
-    } else if (points.length === 1) {
-      svgElement("circle", { cx: points[0][0], cy: points[0][1], r: 3, fill: colour }, plot);
-    }
-  }
-
-  function nearest(xs, target) {
-    let best = -1;
-    xs.forEach((value, at) => {
-      if (value !== null && (best < 0 || Math.abs(value - target) < Math.abs(xs[best] - target))) best = at;
-    });
-    return best;
-  }
-
-  function listen(figure, svg, view) {
-    const { inner, x } = view;
-    const tip = element("div", "tip", undefined, figure);
-    const cursor = svgElement("line", { class: "cursor", y1: inner.top, y2: inner.bottom, visibility: "hidden" }, svg);
-    const pick = svgElement("rect", { class: "pick", y: inner.top, height: inner.bottom - inner.top, visibility: "hidden" }, svg);
-    let began = null;
-    const place = (event) => {
-      const box = svg.getBoundingClientRect();
-      const at = ((event.clientX - box.left) / box.width) * view.width;
-      return Math.min(inner.right, Math.max(inner.left, at));
+    const [min, max] = state.zoom || wholeRange();
+    const xLabel = (plot, value, order, index) => {
+      const at = plot.data[0][index ?? plot.data[0].length - 1];
+      const step = state.x !== "step" && steps.get(at);
+      return (state.x === "step" ? at.toLocaleString("en") : X_FORMATS[state.x](at)) + (step ? ` (step ${step.toLocaleString("en")})` : "");
     };
-    const valueAt = (at) => x[0] + ((at - inner.left) / (inner.right - inner.left)) * (x[1] - x[0]);
-    svg.addEventListener("pointerdown", (event) => {
-      if (event.pointerType === "touch" || event.button !== 0) return;
-      began = place(event);
-      svg.setPointerCapture(event.pointerId);
-    });
-    svg.addEventListener("pointermove", (event) => {
-      const at = place(event);
-      if (began !== null) {
-        pick.setAttribute("x", Math.min(began, at));
-        pick.setAttribute("width", Math.abs(at - began));
-        pick.setAttribute("visibility", "visible");
-      }
-      showTip(tip, cursor, view, at, valueAt(at));
-    });
-    svg.addEventListener("pointerup", (event) => {
-      const from = began;
-      began = null;
-      if (from === null) return;
-      const at = place(event);
-      if (Math.abs(at - from) > 8) zoom([valueAt(Math.min(from, at)), valueAt(Math.max(from, at))]);
-    });
-    svg.addEventListener("dblclick", () => zoom(null));
-    svg.addEventListener("pointerleave", () => {
-      tip.style.display = "none";
-      cursor.setAttribute("visibility", "hidden");
-    });
-  }
-
-  function showTip(tip, cursor, view, at, value) {
-    tip.replaceChildren();
-    let head = null;
-    for (const each of view.series) {
-      const found = nearest(each.x, value);
-      if (found < 0) continue;
-      if (head === null) {
-        head = view.toX(each.x[found]);
-        const words = state.x === "step" ? "step " + each.x[found].toLocaleString("en") : `${X_FORMATS[state.x](each.x[found])} (step ${each.steps[found].toLocaleString("en")})`;
-        element("b", "", words, tip);
-      }
-      const own = each.base ? each.values[found] - each.base[found] : each.values[found];
-      if (own === null) continue;
-      tip.append("\n");
-      const dot = element("i", "", undefined, tip);
-      dot.style.background = `var(${each.colour})`;
-      const late = each.points ? ` (step ${each.steps[found].toLocaleString("en")})` : "";
-      tip.append(`${each.name} ${view.format(own)}${late}`);
-    }
-    if (head === null) return;
-    cursor.setAttribute("x1", head);
-    cursor.setAttribute("x2", head);
-    cursor.setAttribute("visibility", "visible");
-    tip.style.display = "block";
-    placeTip(tip, at / view.width);
-  }
-
-  function placeTip(tip, share) {
-    tip.style.top = "34px";
-    tip.style.left = share < 0.5 ? `calc(${(100 * share).toFixed(1)}% + 14px)` : "auto";
-    tip.style.right = share < 0.5 ? "auto" : `calc(${(100 - 100 * share).toFixed(1)}% + 14px)`;
+    plots.set(figure, new uPlot({
+      width,
+      height: chart.wide ? Math.min(340, Math.max(220, width * 0.34)) : 210,
+      padding: [8, 24, 0, 0],
+      scales: {
+        x: { time: false, min, max },
+        y: isLog ? { distr: 3, range: logRange } : { range: yRange(chart) },
+      },
+      axes: axes(chart, format),
+      series: [{ label: state.x, value: xLabel }, ...series.map((each) => uplotSeries(chart, each, format))],
+      legend: { markers: { width: 0, fill: (plot, order) => css(series[order - 1].colour) } },
+      cursor: {
+        y: false,
+        hover: { prox: (plot, order) => (order > 0 && series[order - 1].spec.points ? null : 30) },
+        sync: { key: "charts", setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        drag: { setScale: false, dist: 8 },
+        bind: { dblclick: () => () => zoom(null) },
+      },
+      hooks: {
+        ready: [addMarks, placeMarks, makeLegendOperable, (plot) => plot.setScale("x", { min, max })],
+        draw: [placeMarks],
+        setScale: [(plot, key) => key === "x" && describe(plot, `${chart.title}, ${state.x}`, [plot.scales.x.min, plot.scales.x.max].map(X_FORMATS[state.x]))],
+        setSelect: [(plot) => {
+          const { left, width: picked } = plot.select;
+          if (picked < 8) return;
+          plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          zoom([plot.posToVal(left, "x"), plot.posToVal(left + picked, "x")]);
+        }],
+      },
+    }, data, figure));
   }
 
   function drawHeat(figure, heat) {
-    figure.replaceChildren();
-    const caption = element("figcaption", "", undefined, figure);
-    element("span", "", "How long each rank waited for the others", caption);
-    element("span", "keys", "share of a step: pale none, deep all; a rank that never waits holds the others up", caption);
+    const width = figure.clientWidth;
+    if (!width) return;
     const ranks = heat.values.length;
-    const columns = heat.first.length;
-    const width = Math.max(260, figure.clientWidth);
     const cell = Math.max(3, Math.min(22, 420 / ranks));
-    const inner = { left: MARGIN.left, right: width - MARGIN.right, top: 4, bottom: 4 + cell * ranks };
-    const height = inner.bottom + MARGIN.bottom;
-    const svg = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "waiting by rank and step" }, figure);
-    const wide = (inner.right - inner.left) / columns;
-    heat.values.forEach((row, rank) => {
-      row.forEach((share, column) => {
-        svgElement("rect", {
-          x: (inner.left + column * wide).toFixed(2), y: (inner.top + rank * cell).toFixed(2),
-          width: (wide + (columns > 60 ? 0.4 : -1)).toFixed(2), height: (cell - (cell > 6 ? 1 : 0)).toFixed(2),
-          fill: `rgba(var(--heat), ${(0.05 + 0.95 * share ** 0.7).toFixed(3)})`,
-        }, svg);
-      });
-    });
-    const every = Math.max(1, Math.ceil(14 / cell));
-    for (let rank = 0; rank < ranks; rank += every) {
-      svgElement("text", { x: inner.left - 8, y: inner.top + rank * cell + cell / 2 + 4, "text-anchor": "end" }, svg).textContent = ranks > 12 ? rank : "rank " + rank;
-    }
-    const labels = Math.min(columns, Math.max(2, Math.floor((inner.right - inner.left) / 110)));
-    for (let label = 0; label < labels; label += 1) {
-      const column = Math.round((label * (columns - 1)) / Math.max(1, labels - 1));
-      svgElement("text", { x: inner.left + (column + 0.5) * wide, y: inner.bottom + 16, "text-anchor": "middle" }, svg).textContent = large(heat.last[column]);
-    }
-    const tip = element("div", "tip", undefined, figure);
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const at = ((event.clientX - box.left) / box.width) * width;
-      const column = Math.floor((at - inner.left) / wide);
-      const rank = Math.floor((((event.clientY - box.top) / box.height) * height - inner.top) / cell);
-      const share = heat.values[rank] && heat.values[rank][column];
-      tip.style.display = share === undefined ? "none" : "block";
-      if (share === undefined) return;
+    const edges = heat.first.map((step) => step - 0.5);
+    const paint = (plot) => {
+      const { ctx } = plot;
+      const bottom = (rank) => plot.valToPos(rank, "y", true);
+      heat.values.forEach((row, rank) => row.forEach((share, column) => {
+        const left = plot.valToPos(edges[column], "x", true);
+        ctx.fillStyle = `rgba(${css("--heat")}, ${0.05 + 0.95 * share ** 0.7})`;
+        ctx.fillRect(left, bottom(rank), plot.valToPos(heat.last[column] + 0.5, "x", true) - left, bottom(rank + 1) - bottom(rank));
+      }));
+    };
+    const waited = (plot, value, order, column) => {
+      const rank = Math.floor(plot.posToVal(plot.cursor.top, "y"));
+      const share = column === null ? undefined : heat.values[rank]?.[column];
+      if (share === undefined) return "–";
       const [first, last] = [heat.first[column], heat.last[column]];
-      tip.textContent = `rank ${rank}, ${first === last ? "step " + first : "steps " + first + " to " + last}\nwaited ${FORMATS.percent(share)} of the time`;
-      placeTip(tip, at / width);
-    });
-    svg.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+      return `rank ${rank}, ${first === last ? "step " + first : "steps " + first + " to " + last}, ${FORMATS.percent(share)} of the time`;
+    };
+    const every = Math.max(1, Math.ceil(14 / cell));
+    plots.set(figure, new uPlot({
+      width,
+      height: cell * ranks + 34,
+      padding: [8, 24, 0, 0],
+      scales: { x: { time: false, range: [edges[0], heat.last.at(-1) + 0.5] }, y: { range: [0, ranks], dir: -1 } },
+      axes: [
+        { ...AXIS, size: 26, space: 80, incrs: WHOLE, values: formatted(large) },
+        { ...AXIS, size: 62, splits: () => heat.values.map((_, rank) => rank + 0.5).filter((_, rank) => rank % every === 0), values: formatted((at) => "rank " + Math.floor(at)) },
+      ],
+      series: [{ label: "step", value: () => "" }, { label: "waited", value: waited, paths: () => null, points: { show: false } }],
+      legend: { markers: { show: false } },
+      cursor: { drag: { x: false }, points: { show: false } },
+      hooks: {
+        draw: [paint],
+        // The legend's value depends on the rank under the cursor as well as on the step.
+        setCursor: [(plot) => plot.setLegend({ idx: plot.cursor.idx }, false)],
+        ready: [(plot) => describe(plot, "Waiting by rank, step", [heat.first[0], heat.last.at(-1)])],
+      },
+    }, [edges, heat.values[0]], figure));
   }
 
-  function drawTimeline(figure, timeline) {
-    figure.hidden = !timeline || !(timeline.length > 0);
-    if (figure.hidden) return;
-    figure.replaceChildren();
-    const caption = element("figcaption", "", undefined, figure);
-    element("span", "", "Timeline", caption);
-    const keys = element("span", "keys", undefined, caption);
-    const shown = [["--compute", "training"], ["--c1", "evaluation"]];
-    if (timeline.events.some((each) => each.kind === "failure" || each.kind === "failed")) shown.push(["--bad", "failure"]);
-    if (timeline.events.some((each) => each.kind === "restart" || each.kind === "resume")) shown.push(["--good", "start again"]);
-    for (const [colour, name] of shown) {
-      const key = element("span", "", undefined, keys);
-      element("i", "", undefined, key).style.background = `var(${colour})`;
-      key.append(name);
-    }
-    const width = Math.max(260, figure.clientWidth);
-    const inner = { left: 6, right: width - 6 };
-    const svg = svgElement("svg", { viewBox: `0 0 ${width} 62`, role: "img", "aria-label": "timeline" }, figure);
-    const toX = (seconds) => inner.left + (seconds / timeline.length) * (inner.right - inner.left);
-    svgElement("rect", { x: inner.left, y: 12, width: inner.right - inner.left, height: 20, rx: 5, fill: "var(--panel)" }, svg);
-    for (const [from, to] of timeline.spans) {
-      svgElement("rect", { x: toX(from).toFixed(1), y: 12, width: Math.max(1, toX(to) - toX(from)).toFixed(1), height: 20, fill: "var(--compute)", rx: 2 }, svg);
-    }
-    for (const at of timeline.evaluations) svgElement("rect", { x: (toX(at) - 1).toFixed(1), y: 10, width: 2, height: 24, fill: "var(--c1)" }, svg);
-    for (const each of timeline.events) {
-      const colour = { failure: "--bad", failed: "--bad", restart: "--good", resume: "--good", finished: "--good", stopped: "--mid" }[each.kind] || "--soft";
-      const mark = svgElement("path", { d: `M${toX(each.time).toFixed(1)} 10l-5 -8h10z`, fill: `var(${colour})` }, svg);
-      svgElement("title", {}, mark).textContent = `${each.kind} after ${clock(each.time)} ${each.text}`;
-    }
-    const columns = Math.max(2, Math.floor(width / 120));
-    const unit = timeline.length >= 7200 ? 3600 : timeline.length >= 120 ? 60 : 1;
-    for (const tick of linearTicks(0, timeline.length, columns, unit)) {
-      const anchor = tick === 0 ? "start" : toX(tick) > inner.right - 20 ? "end" : "middle";
-      svgElement("text", { x: toX(tick), y: 52, "text-anchor": anchor }, svg).textContent = clock(tick);
-    }
+  function draw(figure) {
+    plots.get(figure)?.destroy();
+    plots.delete(figure);
+    const { chart, heat } = figure.dataset;
+    if (chart) drawChart(figure, page.charts.find((each) => each.id === chart));
+    else drawHeat(figure, page.heat.find((each) => each.run === heat));
   }
+
+  const figures = [...document.querySelectorAll("[data-chart], [data-heat]")];
+  const drawAll = () => figures.forEach(draw);
+  const reset = document.querySelector("[data-reset]");
 
   function zoom(range) {
     state.zoom = range;
-    document.querySelector("[data-reset]").hidden = range === null;
-    drawCurves();
-  }
-
-  function drawCurves() {
-    for (const figure of document.querySelectorAll("[data-chart]")) {
-      drawChart(figure, page.charts.find((each) => each.id === figure.dataset.chart));
-    }
-  }
-
-  function draw() {
-    drawCurves();
-    for (const figure of document.querySelectorAll("[data-heat]")) {
-      drawHeat(figure, page.heat.find((each) => each.run === figure.dataset.heat));
-    }
-    for (const figure of document.querySelectorAll("[data-timeline]")) {
-      drawTimeline(figure, page.runs.find((each) => each.id === figure.dataset.timeline).timeline);
-    }
+    reset.hidden = range === null;
+    const [min, max] = range || wholeRange();
+    for (const [figure, plot] of plots) if (figure.dataset.chart) plot.setScale("x", { min, max });
   }
 
   const choices = document.querySelectorAll("[data-x]");
   for (const button of choices) {
     button.addEventListener("click", () => {
       state.x = button.dataset.x;
+      state.zoom = null;
+      reset.hidden = true;
       for (const each of choices) each.setAttribute("aria-pressed", String(each === button));
-      zoom(null);
+      drawAll();
     });
   }
-  const reset = document.querySelector("[data-reset]");
-  if (reset) reset.addEventListener("click", () => zoom(null));
-  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", draw);
-  window.addEventListener("beforeprint", () => {
-    for (const details of document.querySelectorAll("details")) details.open = true;
-    draw();
+  for (const button of document.querySelectorAll("[data-log]")) {
+    button.addEventListener("click", () => {
+      const isLog = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(isLog));
+      if (isLog) state.log.add(button.dataset.log); else state.log.delete(button.dataset.log);
+      draw(button.closest("figure"));
+    });
+  }
+  reset?.addEventListener("click", () => zoom(null));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  // An element in a closed box has no width until the box is opened.
+  const widths = new Map();
+  const observer = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      if (widths.get(target) === target.clientWidth) continue;
+      widths.set(target, target.clientWidth);
+      draw(target);
+    }
   });
-  let width = 0;
-  new ResizeObserver(() => {
-    if (document.body.clientWidth === width) return;
-    width = document.body.clientWidth;
-    requestAnimationFrame(draw);
-  }).observe(document.body);
-  width = document.body.clientWidth;
-  draw();
+  figures.forEach((figure) => observer.observe(figure));
+  const setPrinting = (isPrinting) => {
+    document.documentElement.classList.toggle("printing", isPrinting);
+    if (isPrinting) for (const details of document.querySelectorAll("details")) details.open = true;
+    drawAll();
+  };
+  window.addEventListener("beforeprint", () => setPrinting(true));
+  window.addEventListener("afterprint", () => setPrinting(false));
 })();

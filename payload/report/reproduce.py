@@ -1,4 +1,4 @@
-"""The page's section with the commands that make a run again."""
+"""Commands that repeat a run, for the page."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from payload.config.store_address import is_bucket_address
 from payload.core.one_line import printable_line
 from payload.core.suggested_commands import command, quoted
 from payload.formats.data_folder import FOLDER_WORD, DataMeta
-from payload.report.markup import Html, figure, join, plain, tag, text
-from payload.report.sections import section
 from payload.report.source import Run
 from payload.run_record.suggested_run_commands import run_command
 
 _NAMED = ("stdlib", "openwebtext")
-"""Sources of `prepare` whose name is all that it needs."""
+"""Sources of `prepare` that need no further options."""
 _HUB = ("hf", "openwebtext")
 _FILES = ("text", "jsonl", "parquet", "csv")
 _OPENWEBTEXT = "Skylion007/openwebtext"
 
 
-def reproduce(run: Run) -> Html:
-    """Return the commands that make the run again, and those that go on with it."""
+def commands(run: Run) -> Sequence[str]:
+    """Return the lines of a shell that repeat the run, resume it and show it."""
     lines = []
     if run.plan is not None:
         lines.append(f"cd {quoted(run.plan.work_dir)}")
@@ -30,83 +28,69 @@ def reproduce(run: Run) -> Html:
         lines += prepare_lines(run.data, out=run.config.data.dir)
     lines.append(command("orchestrate", "run", "--config", _short(run.paths.config)))
     lines.append("")
-    lines.append("# Look at it, or go on with it:")
+    lines.append("# Read its logs, show its report, or resume it:")
     if run.status in ("stopped", "failed"):
         lines.append(run_command("run --resume", run.paths))
     lines.append(run_command("logs", run.paths, "--rank", "0"))
     lines.append(command("report", _short(run.paths.root), "--open"))
-    seed = figure(run.config.run.seed, plain, "run.toml#run.seed", run=run.run_id)
-    note = tag(
-        "p",
-        join(
-            [
-                "The same settings, data (by its fingerprint), versions and number of ranks ",
-                "give the same losses; the order of the data follows from the seed, ",
-                seed,
-                ".",
-            ]
-        ),
-        class_="note",
-    )
-    shell = tag("pre", text("\n".join(lines)), class_="shell")
-    return section("How to make it again", shell, note, name="reproduce")
+    return lines
 
 
 def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
-    """Return the lines of a shell that prepare the data again, as far as its meta.json tells how.
+    """Return shell lines that prepare the data again, or a comment if meta.json has too little.
 
-    meta.json has the source as people read it: of several inputs it may not have all. A run brings
-    data that is in a bucket by itself.
+    meta.json describes the source for people and may not list all of several inputs. A run
+    downloads data in a bucket by itself.
     """
     if is_bucket_address(out):
-        return [_comment(f"The run brings its data from {out} by itself.")]
-    kind, _, place = meta.source.partition(": ")
-    source = _source_words(kind, place, revision=meta.revision)
+        return [_comment(f"The run downloads its data from {out} by itself.")]
+    kind, _, location = meta.source.partition(": ")
+    source = _source_options(kind, location, revision=meta.revision)
     if source is None:
         return [_comment(f"Repeat the command that made {out} of {meta.source}.")]
-    words = [*source, *_task_words(meta), "--tokenizer", meta.tokenizer]
-    lines = [command("data", "prepare", *words, "--out", out)]
+    options = [*source, *_task_options(meta), "--tokenizer", meta.tokenizer]
+    lines = [command("data", "prepare", *options, "--out", out)]
     if kind not in _NAMED or meta.task != "text":
         lines.append(
             "# If it was made with other options (columns, labels, a chat template, a limit), "
-            "repeat that command: meta.json does not have them."
+            "repeat that command: meta.json does not record these options."
         )
     return lines
 
 
-def _comment(words: str) -> str:
-    return "# " + printable_line(words)
+def _comment(text: str) -> str:
+    return "# " + printable_line(text)
 
 
-def _source_words(kind: str, place: str, *, revision: str | None) -> list[str] | None:
-    """Return the source's flags; None where its description does not tell all inputs."""
-    words = ["--source", kind]
+def _source_options(kind: str, location: str, *, revision: str | None) -> list[str] | None:
+    """Return the options of the source; None if its description does not list all inputs."""
+    options = ["--source", kind]
     if kind == "stdlib":
-        return words
+        return options
     if kind in _HUB:
-        given, _, split = place.rpartition(", split ")
-        given = given.removeprefix(f"{FOLDER_WORD} ")
-        if not given:
+        name, _, split = location.rpartition(", split ")
+        name = name.removeprefix(f"{FOLDER_WORD} ")
+        if not name:
             return None
-        if kind == "hf" or given != _OPENWEBTEXT:
-            words += ["--input", given]
+        if kind == "hf" or name != _OPENWEBTEXT:
+            options += ["--input", name]
         if kind == "hf" and revision is not None:
-            words += ["--revision", revision]
-        return words if split == "train" else [*words, "--split", split]
-    if kind not in _FILES or not place or ", " in place:
+            options += ["--revision", revision]
+        return options if split == "train" else [*options, "--split", split]
+    if kind not in _FILES or not location or ", " in location:
         return None
-    return [*words, "--input", place]
+    return [*options, "--input", location]
 
 
-def _task_words(meta: DataMeta) -> list[str]:
-    """Return the flags of the data's task that meta.json has."""
-    words = [] if meta.task == "text" else ["--task", meta.task]
+def _task_options(meta: DataMeta) -> list[str]:
+    """Return the options of the data's task that meta.json records."""
+    options = [] if meta.task == "text" else ["--task", meta.task]
     record = meta.chat or meta.preference
     if record is not None:
-        words += ["--sequence-length", str(record.sequence_length)]
+        options += ["--sequence-length", str(record.sequence_length)]
     if meta.chat is not None and meta.chat.packing == "none":
-        words += ["--packing", "none"]
-    return words
+        options += ["--packing", "none"]
+    return options
 
 
 def _short(path: Path) -> str:

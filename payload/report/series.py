@@ -1,4 +1,4 @@
-"""A run's curves, short enough for a page: rows of metrics.jsonl are chosen, never averaged."""
+"""A run's curves, downsampled for the page: rows of metrics.jsonl are selected, not averaged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from payload.report.source import Run
-from payload.run_record.metrics_log import RankTimes, rank_times
+from payload.run_record.metrics_log import RankTimes
 
 COLUMNS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu"),
@@ -24,10 +24,10 @@ Row = Mapping[str, Any]
 
 
 def chosen(steps: Sequence[Row], most: int = MOST_ROWS) -> list[int]:
-    """Return the places of at most `most` rows that show what all of them do.
+    """Return the indices of at most `most` rows that preserve the shape of the curves.
 
-    Of each bucket of steps: the lowest and the highest loss, and the longest step. The first and
-    the last row are always there.
+    Each bucket of steps gives its lowest loss, its highest loss and its longest step. The first and
+    the last row are always included.
     """
     if len(steps) <= most:
         return list(range(len(steps)))
@@ -42,14 +42,14 @@ def chosen(steps: Sequence[Row], most: int = MOST_ROWS) -> list[int]:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the centred mean of each loss and its neighbours, a fiftieth of the run."""
+    """Return a centred moving average of the losses over a window of 2 % of the run."""
     half = max(1, len(losses) // 100)
     sums = [0.0]
     for loss in losses:
         sums.append(sums[-1] + loss)
     means = []
     for place in range(len(losses)):
-        # As many on either side, or the ends would lean towards the middle.
+        # A symmetric window; a cut-off one would bias the averages at both ends.
         reach = min(half, place, len(losses) - 1 - place)
         low, high = place - reach, place + reach + 1
         means.append((sums[high] - sums[low]) / (high - low))
@@ -57,7 +57,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return the run's columns for the page's script: exact values of the rows it keeps."""
+    """Return the run's columns for the page's script, with exact values of the selected rows."""
     steps = run.steps
     places = chosen(steps)
     rows = [steps[place] for place in places]
@@ -71,12 +71,11 @@ def curves(run: Run) -> dict[str, Any]:
         "rows": found,
         "evaluations": _evaluations(run, began_unix),
         "marks": _marks(run, began_unix),
-        "timeline": timeline(run),
     }
 
 
 def timeline(run: Run) -> dict[str, Any] | None:
-    """Return when the run trained, evaluated, failed and began again, in seconds from its start."""
+    """Return when the run trained, evaluated, failed and restarted, in seconds from its start."""
     events = run.state.get("events", ())
     times = [(_time_of(row), row) for row in run.rows if _time_of(row)]
     if not times and not events:
@@ -84,7 +83,7 @@ def timeline(run: Run) -> dict[str, Any] | None:
     first = times[0][0] - times[0][1].get("step_time_s", 0.0) if times else events[0].time_unix
     began = min([first, *(event.time_unix for event in events)])
     ended = max([*(at for at, _ in times), *(event.time_unix for event in events), began])
-    # What is narrower than a pixel is no gap.
+    # A gap narrower than a pixel is not shown.
     joined_s = (ended - began) / 1_000
     spans: list[list[float]] = []
     for at, row in times:
@@ -109,12 +108,12 @@ def timeline(run: Run) -> dict[str, Any] | None:
 
 
 def heat(run: Run) -> dict[str, Any] | None:
-    """Return each rank's share of a step that it waited, by steps; None where no row tells."""
-    found = [(row["step"], times) for row in run.steps if (times := rank_times(row))]
+    """Return the fraction of time that each rank waited, by steps; None without such rows."""
+    found = run.timed_steps
     if not found:
         return None
     ranks = len(found[-1][1].wait)
-    # A run that was resumed on other ranks is shown as it ended.
+    # If the run was resumed with another number of ranks, only the last number is shown.
     found = [(step, times) for step, times in found if len(times.wait) == ranks]
     if ranks < 2:
         return None
@@ -133,8 +132,8 @@ def heat(run: Run) -> dict[str, Any] | None:
 
 
 def mean_times(run: Run) -> RankTimes | None:
-    """Return the means of the ranks' times over the whole run, without its first step."""
-    found = [times for row in run.steps if row["step"] > 1 and (times := rank_times(row))]
+    """Return each rank's mean times over the whole run without its first step."""
+    found = [times for step, times in run.timed_steps if step > 1]
     found = [times for times in found if len(times.wait) == len(found[-1].wait)]
     if not found:
         return None
@@ -181,7 +180,7 @@ def _evaluations(run: Run, began_unix: float | None) -> dict[str, Any]:
 
 
 def _marks(run: Run, began_unix: float | None) -> list[dict[str, Any]]:
-    """Return where an attempt began again: the step after which it went on, and why."""
+    """Return each restart: the last step before it, and its reason."""
     marks = []
     for event in run.state.get("events", ()):
         if event.kind != "restart":
@@ -211,11 +210,11 @@ def _elapsed(row: Row, began_unix: float | None) -> float | None:
 
 
 def _time_of(row: Row) -> float:
-    """Return when a row was written; 0 for rows of old, which do not say."""
+    """Return when a row was written; 0 for rows of older versions, which have no time."""
     found = row.get("time_unix")
     return float(found) if isinstance(found, int | float) and abs(found) < 1e11 else 0.0
 
 
 def _short(value: float) -> float | None:
-    """Return the value in the digits that a page needs; JSON has no infinity and no NaN."""
+    """Return the value with six significant digits; None for infinity and NaN."""
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

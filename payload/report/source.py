@@ -1,4 +1,4 @@
-"""A run folder, read for its report: whatever is missing or damaged is left out."""
+"""A run folder, read for its report; missing or damaged files are left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from payload.core.validation.records import build
 from payload.formats.data_folder import META_NAME, DataMeta
 from payload.machines.inventory import ClusterInventory
 from payload.run_record.approved_settings import unnamed
-from payload.run_record.metrics_log import read_metrics
+from payload.run_record.metrics_log import RankTimes, rank_times, read_metrics
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
 from payload.run_record.run_repair import known_config, known_state, known_summary
@@ -32,7 +32,7 @@ from payload.run_record.store_state import StoreState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The part of plan.json's arithmetic that a report compares with."""
+    """The part of plan.json's arithmetic that a report uses."""
 
     params: int = checked(low=0)
     flops_per_step: int = checked(low=0)
@@ -40,12 +40,12 @@ class Arithmetic:
     grad_accum_steps: int = checked(low=1)
     memory_bytes_per_rank: int = checked(low=0)
     step_s: float | None = checked(None, low=0)
-    """Predicted; None where the nodes' peak was not measured before the start."""
+    """Predicted seconds per step; None if the nodes' peak was not measured before the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The part of plan.json that a report shows; the whole is `payload.launch`'s."""
+    """The part of plan.json that a report shows; `payload.launch` has the full record."""
 
     launcher: str
     argv: tuple[str, ...]
@@ -57,28 +57,33 @@ class Plan:
 
 
 class Run:
-    """One run folder; each file is read once, when it is asked for."""
+    """One run folder; each file is read once, on first use."""
 
     def __init__(self, paths: RunPaths, *, is_started_here: bool = False) -> None:
-        """`is_started_here`: the run's own supervisor asks, so its data was named for it."""
+        """The run's own supervisor sets `is_started_here`: its data folder counts as approved."""
         self.paths = paths
         self._is_started_here = is_started_here
         self.run_id = paths.run_id
 
     @cached_property
     def config(self) -> RunConfig:
-        """Return run.toml, or what is known of it."""
+        """Return the settings of run.toml, or of a checkpoint if run.toml is damaged."""
         return known_config(self.paths)
 
     @cached_property
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Return the sound rows of metrics.jsonl."""
+        """Return the valid rows of metrics.jsonl."""
         return read_metrics(self.paths.metrics)
 
     @cached_property
     def steps(self) -> Sequence[Mapping[str, Any]]:
-        """Return the rows of steps."""
+        """Return the rows of training steps."""
         return [row for row in self.rows if "loss" in row]
+
+    @cached_property
+    def timed_steps(self) -> Sequence[tuple[int, RankTimes]]:
+        """Return the step number and the ranks' times of each row with valid times."""
+        return [(row["step"], times) for row in self.steps if (times := rank_times(row))]
 
     @cached_property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
@@ -87,19 +92,19 @@ class Run:
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        """Return summary.json's values; empty where there is none."""
+        """Return the values of summary.json; empty without a valid file."""
         found = known_summary(self.paths)
         return {} if found is None else {f.name: getattr(found, f.name) for f in fields(found)}
 
     @cached_property
     def state(self) -> Mapping[str, Any]:
-        """Return state.json's values; empty where there is none."""
+        """Return the values of state.json; empty without a valid file."""
         found = known_state(self.paths)
         return {} if found is None else {f.name: getattr(found, f.name) for f in fields(found)}
 
     @cached_property
     def plan(self) -> Plan | None:
-        """Return plan.json's numbers."""
+        """Return plan.json; None without a valid file."""
         with suppress(OSError, ConfigError):
             where = str(self.paths.plan)
             return build(Plan, parse_json(read_bytes(self.paths.plan), where=where), where=where)
@@ -107,22 +112,22 @@ class Run:
 
     @cached_property
     def inventory(self) -> ClusterInventory | None:
-        """Return the nodes."""
+        """Return the inventory of nodes; None without a valid file."""
         with suppress(ConfigError):
             return ClusterInventory.load(self.paths.inventory)
         return None
 
     @cached_property
     def data_folder(self) -> Path:
-        """Return where the data was: a relative path starts where the ranks ran."""
+        """Return the data folder; a relative path starts in the ranks' working folder."""
         work_dir = Path(self.plan.work_dir) if self.plan else Path()
         return work_dir / self.config.data.folder()
 
     @cached_property
     def data(self) -> DataMeta | None:
-        """Return the data folder's meta.json; None where it is not on this machine.
+        """Return the data folder's meta.json; None if it is not on this machine.
 
-        None as well where only the run's own records name the folder: a page may be passed on.
+        None too if this user has not approved the folder for the run, because pages are shared.
         """
         path, named = self.data_folder / META_NAME, self.config.data.dir
         place = named if is_bucket_address(named) else str(self.data_folder)
@@ -135,7 +140,7 @@ class Run:
 
     @cached_property
     def samples(self) -> Sequence[Sample]:
-        """Return texts that the model wrote before and after the run."""
+        """Return texts that the model generated before and after the run."""
         return read_samples(self.paths.samples)
 
     @cached_property
@@ -145,34 +150,31 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Return how the run is or how it ended: the supervisor knows last."""
+        """Return the run's status from state.json, or from summary.json."""
         found = self.state.get("status") or self.summary.get("status")
         return str(found or "unknown")
 
     def has_checkpoint(self) -> bool:
-        """Return True if there is a checkpoint here, or one in the run's store."""
+        """Return True if a checkpoint is in the run folder or in the run's store."""
         store: StoreState | None = self.state.get("store")
         return self.paths.newest_checkpoint() is not None or bool(store and store.checkpoint)
 
     @property
     def error(self) -> str | None:
-        """Return the run's own words on its failure or stop."""
+        """Return the error message of a run that failed or was stopped."""
         return self.state.get("error") or self.summary.get("error")
 
 
-def find_run(word: str, *, runs_dir: Path | None = None, is_started_here: bool = False) -> Run:
-    """Return the run that a word of the command line names: an id, `latest`, or a folder.
-
-    Raises UsageError.
-    """
-    is_id = word == LATEST or RUN_ID.fullmatch(word)
-    folders = [(runs_dir or default_runs_dir()) / word] if is_id else []
-    for folder in (*folders, Path(word)):
+def find_run(name: str, *, runs_dir: Path | None = None, is_started_here: bool = False) -> Run:
+    """Return the run with an id, `latest`, or a folder as `name`. Raises UsageError."""
+    is_id = name == LATEST or RUN_ID.fullmatch(name)
+    folders = [(runs_dir or default_runs_dir()) / name] if is_id else []
+    for folder in (*folders, Path(name)):
         with suppress(OSError, ValueError, RuntimeError):
             paths = RunPaths(folder.resolve())
             if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):
                 return Run(paths, is_started_here=is_started_here)
     raise UsageError(
-        f"{shown(word)} is no run: neither its id in {runs_dir or DEFAULT_RUNS_DIR} nor a run's "
-        "folder. See all with: " + command("orchestrate", "list")
+        f"no run {shown(name)}: neither a run's id in {runs_dir or DEFAULT_RUNS_DIR} nor a run's "
+        "folder. List all runs with: " + command("orchestrate", "list")
     )

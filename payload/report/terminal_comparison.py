@@ -1,28 +1,24 @@
-"""Runs beside each other in the terminal."""
+"""A table of several runs for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from payload.core.one_line import printable_line
-from payload.report import compared_values as rows
-from payload.report.markup import plain
+from payload.report import compared_values
+from payload.report.number_formats import plain
 from payload.report.source import Run
 
 _BEST = " *"
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    """Return a table of the runs' results, the best of each row with a star, and of settings."""
+    """Return a table of the runs' results, with a star at the best of each row, and settings."""
     lines = [["", *(run.run_id for run in runs)]]
-    for row in rows.COMPARED:
-        values = [run.summary.get(row.key) for run in runs]
-        if all(value is None for value in values):
-            continue
-        best = rows.best_places(row, runs)
+    for row, values, best in compared_values.compared(runs):
         cells = ["-" if value is None else row.form(value) for value in values]
         lines.append([row.name, *(f"{c}{_BEST}" if i in best else c for i, c in enumerate(cells))])
-    differing = rows.different(runs)
+    differing = compared_values.different(runs)
     if differing:
         lines.append([])
         lines.append(["settings that differ"])
@@ -34,7 +30,7 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
     columns = max(map(len, lines))
     whole = [line for line in lines if len(line) == columns]
     widths = [max(len(line[column]) for line in whole) for column in range(columns)]
-    # A star hangs beside the numbers, which stay in line.
+    # The star follows the number, so that the numbers stay aligned.
     return "\n".join(
         "  ".join(
             [f"{cell:<{width}}" for cell, width in zip(line[:1], widths, strict=False)]

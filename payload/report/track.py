@@ -1,4 +1,4 @@
-"""A process that hands a run's rows to its trackers, while it goes on and at its end."""
+"""A process that sends a run's rows to its trackers, during the run and after it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _LOCK_S = 20.0
 
 @dataclass
 class Tracked:
-    """One tracker and how far it is."""
+    """One tracker and its progress."""
 
     name: str
     tracker: Tracker
     last: int
-    """The place in the run's order of the last row that it was given."""
+    """Position in the run of the last row that was sent."""
     place: Path
-    """The file that keeps it, for the next process."""
+    """The file that stores `last` for the next process."""
 
     def start(self, about: About) -> None:
         """Open the tracker's run."""
@@ -52,7 +52,7 @@ class Tracked:
         self.tracker.end(summary, report)
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Hand over what is new to it."""
+        """Send the rows after `last`."""
         new = [row for row in rows if _order(row) > self.last]
         if new:
             self.tracker.log(new)
@@ -62,20 +62,21 @@ class Tracked:
 
 
 def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection[str] = ()) -> None:
-    """Hand over all rows that there are; if live, go on until stdin is closed.
+    """Send all rows of the run to its trackers.
 
-    Else the run has ended, and the trackers get its results and its page. A tracker that fails is
-    said once, and the others go on. Those that may send the run elsewhere are left out unless a
-    person has named them for it: here by `named`, or when it was started. Raises ConfigError, also
-    where all of them are left out and the run has ended.
+    If live, continue with new rows until stdin is closed. Otherwise the run has ended, and the
+    trackers also get its results and its page. A failure is logged and disables that tracker only.
+    Trackers that can upload the run are left out unless this user approved them for it: with
+    `named`, or when the run was started. Raises ConfigError, also if the run has ended and all
+    trackers are left out.
     """
     installed = installed_trackers(run.config.track.to)
     names = _allowed(run, installed, named=named, say=say)
     if installed and not names and not live:
-        raise ConfigError(f"run {run.run_id}: sent to no tracker.")
+        raise ConfigError(f"run {run.run_id}: not sent to any tracker. See the notes above.")
     for link in links_out(run.paths.track, home=run.paths.root):
         raise ConfigError(
-            f"{link} is a link that leads out of the run's folder: no tracker writes through it. "
+            f"{link} is a link that leads out of the run's folder: trackers do not follow it. "
             "Move it away."
         )
     with _alone(run.paths.track):
@@ -89,7 +90,7 @@ def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection
             if not live or select.select([0], [], [], _EVERY_S)[0]:
                 break
         summary = {} if live else _plain(run.summary)
-        # A link in the page's place may lead to any file, which would be handed over.
+        # A symlink at the page's path could lead to any file, which would be uploaded.
         has_page = run.paths.report.is_file() and not run.paths.report.is_symlink()
         page = run.paths.report if not live and has_page else None
         for each in tracked:
@@ -97,7 +98,7 @@ def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
-    """Return every setting as `section.key`."""
+    """Return all settings by `section.key`."""
     return {
         f"{section}.{key}": list(value) if isinstance(value, tuple) else value
         for section, values in asdict(config).items()
@@ -108,7 +109,7 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 def _allowed(
     run: Run, names: Sequence[str], *, named: Collection[str], say: Callable[[str], None]
 ) -> list[str]:
-    """Return the trackers that a person named, or that send nothing; say which are left out."""
+    """Return the trackers that are approved or upload nothing; note the others with `say`."""
     is_named = not unnamed(run.paths, reaching(run.config, of=["track.to"]))
     allowed = [name for name in names if is_named or name in named or name not in SENDING_TRACKERS]
     for name in names:
@@ -138,17 +139,17 @@ def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterat
 
 
 def _guarded(each: Tracked, act: Callable[[Tracked], None], say: Callable[[str], None]) -> bool:
-    """Tell whether the tracker did it; whatever goes wrong in somebody's package is said once."""
+    """Return True if `act` succeeded; log any error of the tracker's package."""
     try:
         act(each)
     except Exception as error:
-        say(f"note: track.to: {each.name} failed; the run goes on without it: {one_line(error)}")
+        say(f"note: track.to: {each.name} failed; the run continues without it: {one_line(error)}")
         return False
     return True
 
 
 class _Rows:
-    """New complete rows of a metrics.jsonl, as numbers."""
+    """Reads the numbers of new complete rows of a metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -158,7 +159,7 @@ class _Rows:
         found: list[Row] = []
         with suppress(OSError), open_regular(self._path) as file:
             if file.seek(0, os.SEEK_END) < self._offset:
-                self._offset = 0  # A resume cut it; the steps tell what is new.
+                self._offset = 0  # A resume truncated the file; the steps show which rows are new.
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -171,7 +172,7 @@ class _Rows:
 
 
 def _order(row: Row) -> int:
-    """Return a row's place in its run: an evaluation comes after the step that it follows."""
+    """Return a row's position in its run: an evaluation comes after its step."""
     return 2 * int(row["step"]) + ("val_loss" in row)
 
 
@@ -185,14 +186,14 @@ def _numbers(row: Mapping[str, Any]) -> Row:
 
 
 def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary as JSON has it."""
+    """Return the summary with JSON types only."""
     found: dict[str, Any] = json.loads(json.dumps(summary, default=lambda value: asdict(value)))
     return found
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Within it no other process hands over this run; waits a while for one that still does."""
+    """Keep other processes from sending this run within the block; wait up to 20 s for one."""
     folder.mkdir(exist_ok=True)
     with open(folder / ".lock", "w", opener=no_follow) as lock:
         ends = time.monotonic() + _LOCK_S

@@ -1,1 +1,1 @@
-"""CONTRACT: a run's folder: its paths, records, metrics and lock, and who may write them."""
+"""CONTRACT: the run folder, with its paths, records, metrics and lock."""

@@ -1,10 +1,9 @@
-"""named.json: which settings that reach beyond a run this user has named for it here.
+"""named.json: the settings outside a run's own folder that this user approved on this machine.
 
-A run's folder and its records may come from anywhere: a node, a store, a project that was cloned.
-Whoever wrote them could name any data or model of this machine, another store to write to, or
-sbatch's options, for the next resume to obey; or have it wait for weeks, or without the limit of
-its cost; or send it to a tracker. The record counts only in the folder that it was made in, with a
-proof by this user's key.
+A run folder and its records may come from an untrusted source: a node, a store, a cloned project.
+Its author could choose data or a model on this machine, another store, options for sbatch, a wait
+of weeks, no cost limit, or a tracker, and the next resume would obey. The record is valid only in
+the folder that it was written for, and only with a proof made with this user's key.
 """
 
 from __future__ import annotations
@@ -34,39 +33,39 @@ from payload.run_record.run_identity import known_identity
 
 SCHEMA_VERSION = 1
 MOST_WAIT_S = 3600.0
-"""A longer wait is obeyed where a person has named it."""
+"""A longer wait needs this user's approval."""
 _WAITS = ("storage.final_wait_s", "limits.hang_timeout_s", "distributed.timeout_s")
 _LIMITS = ("limits.max_hours", "limits.max_usd")
 _NO_LIMIT = "none"
 _PLACES = ("data.dir", "model.init", "storage.results")
 SENDING_TRACKERS = ("mlflow", "wandb")
-"""Those that a server or a login in the environment may have send a run elsewhere."""
+"""Trackers that can upload a run, depending on a server or a login in the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """The file's content."""
+    """The contents of named.json."""
 
     settings: Mapping[str, list[str]] = field(default_factory=dict)
-    """Values by `section.key`; a folder by its whole path."""
+    """Approved values by `section.key`; a folder by its absolute path."""
     proof: str = checked("", pattern=PROOF, wanted=PROOF_WANTED)
-    """HMAC-SHA256 of the run's folder, its identity and the settings, in hexadecimal."""
+    """HMAC-SHA256 of the run folder, the run identity and the settings, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
 
     def parts(self, paths: RunPaths, folder: Path) -> tuple[Any, ...]:
-        """Return what the proof is of: without `folder`, a copy of the record would count too."""
+        """Return the signed values; they include `folder`, so a copy of the record is not valid."""
         return "named", os.path.realpath(folder), known_identity(paths).identity, self.settings
 
 
 def reaching(
     config: RunConfig, *, reads_init: bool = True, of: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Return the settings that reach beyond the run's own folder, with their values.
+    """Return the settings that need this user's approval, with their values.
 
-    A model of a hub may be one that only this user's cache or token has. A default of `data.dir`
-    names a folder like any other. Without `reads_init` nothing is loaded from `model.init`. The
-    limits of time and cost are always among them; waits where they are over an hour. `of` are the
-    keys that matter, all by default.
+    A hub model needs it, because only this user's cache or token may have access. So does the
+    default of `data.dir`, a folder like any other. `reads_init=False` leaves out `model.init`. The
+    limits of time and cost are always included, waits only above one hour. `of` restricts the
+    result to these keys.
     """
     found = {"data.dir": config.data.dir}
     default = RunConfig()
@@ -88,7 +87,7 @@ def reaching(
 
 
 def named_by(overrides: Iterable[str]) -> set[str]:
-    """Return the keys of settings that the words of `--set` name."""
+    """Return the keys of the settings in the values of `--set`."""
     return {each.partition("=")[0].strip() for each in overrides}
 
 
@@ -98,9 +97,9 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
-    """Return how long a command here waits by the setting `key` of a run, in seconds.
+    """Return the wait that the setting `key` of a run gives, in seconds.
 
-    That is an hour at most where nobody has named a longer time on this machine.
+    It is capped at one hour unless this user approved a longer wait on this machine.
     """
     wait_s = float(_value(config, key))
     if str(wait_s) in _read(paths).settings.get(key, ()):
@@ -109,12 +108,12 @@ def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
 
 
 def is_on_hub(init: str) -> bool:
-    """Return True for a `model.init` that names nothing of this machine."""
+    """Return True if `model.init` does not name a path on this machine."""
     return not can_see(home_path(init))
 
 
 def unnamed(paths: RunPaths, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return those of `settings` that this user has not named for the run here."""
+    """Return the settings that this user has not approved for the run on this machine."""
     known = _read(paths).settings
     return {
         key: value
@@ -124,9 +123,9 @@ def unnamed(paths: RunPaths, settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_named(key: str, value: str, known: Collection[str]) -> bool:
-    """Return True for a value that this user has named; of a limit, for this or a lower one.
+    """Return True if this user approved the value, or for a limit an equal or higher one.
 
-    A limit of a run for which none was ever named here is that of its settings.
+    If no limit was ever approved for the run, the limit in its settings applies.
     """
     if key not in _LIMITS:
         return _whole(key, value) in known
@@ -138,28 +137,27 @@ def _is_named(key: str, value: str, known: Collection[str]) -> bool:
 def require_named(
     paths: RunPaths, settings: Mapping[str, str], *, named: Collection[str] = ()
 ) -> None:
-    """Refuse what a resumed run's own records alone name.
+    """Raise ConfigError for settings that come only from the resumed run's own records.
 
-    `settings` are those that reach beyond it; those in `named` were named by the person who
-    resumes. Raises ConfigError.
+    `settings` are those that need approval. The user who resumes the run has set those in `named`.
     """
-    loose = {key: value for key, value in unnamed(paths, settings).items() if key not in named}
-    if loose:
-        words = ", ".join(f"{key} = {shown(value)}" for key, value in loose.items())
+    unapproved = {key: value for key, value in unnamed(paths, settings).items() if key not in named}
+    if unapproved:
+        values = ", ".join(f"{key} = {shown(value)}" for key, value in unapproved.items())
+        verb = "is" if len(unapproved) == 1 else "are"
         raise ConfigError(
-            f"run {paths.run_id}: {words} {'is' if len(loose) == 1 else 'are'} set only in the "
-            "run's own files, which others may have written. If it is right, add "
-            f"{_options(loose)}"
+            f"run {paths.run_id}: {values} {verb} set only in the "
+            f"run's own files, which another user can edit. To accept, add {_options(unapproved)}"
         )
 
 
 def note_named(
     paths: RunPaths, settings: Mapping[str, str], *, becomes: Path | None = None
 ) -> None:
-    """Record what this user has named for the run, which has its identity already.
+    """Record the settings that this user approved for the run. Raises OSError.
 
-    `becomes` is the run's folder, if that of `paths` gets its name later. Without a key, as in a
-    home that nobody may write to, the next resume asks. Raises OSError.
+    The run must have its identity. `becomes` is the final run folder if `paths` will be renamed.
+    Without a signing key, as in a read-only home, the next resume needs the approval again.
     """
     merged = {key: set(values) for key, values in _read(paths).settings.items()}
     for key, value in settings.items():
@@ -170,7 +168,7 @@ def note_named(
 
 
 def _read(paths: RunPaths) -> _Named:
-    """Return the record; an empty one where there is none that this user has made here."""
+    """Return the record, or an empty one if this user did not sign it for this folder."""
     with suppress(OSError, ConfigError):
         raw = parse_json(read_bytes(paths.named), where=str(paths.named))
         check_schema(raw, SCHEMA_VERSION, where=str(paths.named))
@@ -181,19 +179,19 @@ def _read(paths: RunPaths) -> _Named:
 
 
 def _whole(key: str, value: str) -> str:
-    """Return a setting's value by which it is known: of a place of this machine, the whole path."""
+    """Return a setting's value, with a path on this machine as an absolute path."""
     if key not in _PLACES or is_bucket_address(value):
         return value
     place = home_path(value) if key == "model.init" else Path(value)
     if key == "model.init" and not place.is_absolute() and is_on_hub(value):
         return value
-    with suppress(ValueError):  # a path with a NUL names nothing
+    with suppress(ValueError):  # a NUL byte is not valid in a path
         return os.path.realpath(place)
     return value
 
 
 def _options(settings: Mapping[str, str]) -> str:
-    """Return the --set of each, as a shell takes it."""
+    """Return a `--set` for each setting, quoted for the shell."""
     return " ".join(
         f"--set {shlex.quote(f'{key}={value}')}" if value.isprintable() else f"--set {key}=VALUE"
         for key, value in settings.items()

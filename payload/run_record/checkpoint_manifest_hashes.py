@@ -1,8 +1,8 @@
-"""CONTRACT: the hashes of the manifests of a run's checkpoints, as the run's head wrote them.
+"""CONTRACT: SHA-256 hashes of the manifests of a run's checkpoints, as the head wrote them.
 
-Every node of a cluster with a bucket may write to the run's store, so a manifest there does not say
-who wrote it. The head keeps these hashes on its own disk. They reach other machines over SSH alone,
-and are neither uploaded to a store nor taken from one.
+Every node of a cluster with a bucket can write to the run's store, so a manifest there proves
+nothing about its author. The head keeps these hashes on its own disk. Other machines get them only
+over SSH; they are never uploaded to a store or read from one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from payload.run_record.run_files import NAMES, RunPaths
 SCHEMA_VERSION = 1
 HASHES_FILE = NAMES.manifest_hashes.name
 MOST_HASHES = 500
-"""A record of as many has 90 kB, and is read again whenever the run is looked at."""
+"""A full record has 90 kB, and every command that shows the run reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +36,15 @@ class ManifestHash:
     checkpoint: str = checked(pattern=FOLDER_NAME, wanted="a checkpoint's name")
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     time_unix: float = checked(low=0, high=MAX_SECONDS)
-    """When the head began to upload it, by the head's clock. A step that is trained again has a
-    later one."""
+    """Start of the upload by the head's clock. A step that is trained again gets a later time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: over all attempts, also of checkpoints that were removed since."""
+    """manifest_hashes.json: hashes from all attempts, removed checkpoints included."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
-    """One a checkpoint, the oldest step first."""
+    """One per checkpoint, the oldest step first."""
     schema_version: int = SCHEMA_VERSION
 
     def by_name(self) -> dict[str, str]:
@@ -53,7 +52,7 @@ class ManifestHashes:
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def merged(self, others: Iterable[ManifestHash]) -> ManifestHashes:
-        """Return both, the latest of each checkpoint; of too many those of the last steps."""
+        """Return the union, with the latest hash of each of the last MOST_HASHES checkpoints."""
         latest: dict[str, ManifestHash] = {}
         for each in sorted((*self.hashes, *others), key=lambda each: each.time_unix):
             latest[each.checkpoint] = each
@@ -73,7 +72,7 @@ def parse_hashes(content: str | bytes, *, where: str) -> ManifestHashes:
 
 
 def known_hashes(paths: RunPaths) -> ManifestHashes:
-    """Return what this machine has of the head's hashes; none where the file is damaged."""
+    """Return the head's hashes on this machine; empty if the file is absent or damaged."""
     with suppress(OSError, ConfigError):
         path = paths.manifest_hashes
         return parse_hashes(read_bytes(path), where=str(path))
@@ -81,24 +80,24 @@ def known_hashes(paths: RunPaths) -> ManifestHashes:
 
 
 def note_hash(paths: RunPaths, checkpoint: str, sha256: str) -> None:
-    """Record the hash of a checkpoint that this machine, the run's head, uploads. Raises OSError.
+    """Record the hash of a checkpoint that this machine, the head, uploads. Raises OSError.
 
-    The time of an unchanged hash stays.
+    An unchanged hash keeps its time.
     """
     known = known_hashes(paths)
     if known.by_name().get(checkpoint) == sha256:
         return
-    # Also after a clock was set back: what is written now replaces what was known.
+    # If the clock was set back, the new hash still replaces the old one.
     latest = max((each.time_unix for each in known.hashes), default=0.0)
     fresh = ManifestHash(checkpoint=checkpoint, sha256=sha256, time_unix=max(time.time(), latest))
     write_whole(paths.manifest_hashes, known.merged([fresh]).to_json())
 
 
 def verdict(checkpoint: str, known: ManifestHashes) -> str:
-    """Return in words how far a checkpoint from a store, which was not refused, is known."""
+    """Return a message: whether the head's hash of a checkpoint from a store was available."""
     if checkpoint in known.by_name():
-        return "checked against the hashes that the head wrote"
-    words = "nothing but the store vouches for it: no hash of it by the head is known here"
+        return "its manifest matches the hash that the head wrote"
+    message = "not verified: this machine has no hash of its manifest from the head"
     if known.hashes:
-        words += f", the last one known is that of {known.hashes[-1].checkpoint}"
-    return words
+        message += f"; the last one is of {known.hashes[-1].checkpoint}"
+    return message

@@ -1,7 +1,6 @@
-"""CONTRACT OUT: metrics.jsonl, one object a step and one an evaluation.
+"""CONTRACT OUT: metrics.jsonl, one JSON object per step and one per evaluation.
 
-A row that is damaged is no row: readers leave it out, and the trainer sets the damaged file aside
-when it resumes the run.
+Readers skip damaged rows. When the trainer resumes the run, it moves a damaged file aside.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from payload.core.validation.readers import DeclaredField, fields_of
 from payload.core.validation.records import build
 from payload.core.validation.refusal import RefusedError
 
-_MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
+_MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks takes half of this.
 _MAX_BYTES = 2**30
 _MAX_ROWS = 3_000_000
-"""A larger file is damaged."""
-_HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes, as a dict 1,600.
+"""A larger file counts as damaged."""
+_HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes as text and 1,600 as a dict.
 _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
 _BYTES_PER_LIST = 64
 _MOST_SHORT_LISTS = 16
-"""A confusion matrix of as many labels has lists of that length."""
+"""A confusion matrix of this many labels has lists of this length."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 _MOST_SECONDS = 1e9
@@ -45,22 +44,22 @@ TIMED_PARTS: tuple[TimedPart, ...] = typing.get_args(TimedPart)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Mean seconds of a step in each part, an entry a rank."""
+    """Mean seconds per step in each part, one entry per rank."""
 
     steps: int = checked(low=1)
-    """The mean is over so many steps, the row's own the last of them."""
+    """Number of steps in the mean; the last one is the row's own step."""
     data: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Reading and arranging samples."""
+    """Reading and collating samples."""
     forward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Computing alone, as `backward`."""
+    """Compute only, without waiting; likewise `backward`."""
     backward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     wait: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Waiting for other ranks: for gradients, weights, or whether one is to stop."""
+    """Waiting for other ranks: for gradients, weights, or the decision to stop."""
     checkpoint: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Taking a checkpoint's snapshot, or waiting until the last one is written."""
+    """Taking a snapshot for a checkpoint, or waiting until the previous one is written."""
 
     def work(self) -> tuple[float, ...]:
-        """Return what each rank did by itself in a step."""
+        """Return each rank's own work per step in seconds: data, forward and backward."""
         parts = zip(self.data, self.forward, self.backward, strict=True)
         return tuple(map(sum, parts))
 
@@ -71,7 +70,7 @@ class StepMetrics:
 
     step: int = checked(low=0, high=_MAX_INTEGER)
     tokens: int = checked(low=1, high=_MAX_INTEGER)
-    """Trained on so far, this step included."""
+    """Tokens trained on so far, this step included."""
     loss: float
     lr: float
     grad_norm: float
@@ -79,18 +78,18 @@ class StepMetrics:
     tokens_per_s: float
     """Tokens per second of the whole job."""
     mfu: float | None
-    """Model FLOP/s over the peak measured on these nodes; None when that cannot be a peak."""
+    """Model FLOP/s over the measured peak of these nodes; None if the peak is not plausible."""
     data_time_s: float
     sync_time_s: float
-    """Time that the step waited for gradients after its own backward pass was done."""
+    """Time that the step waited for gradients after its own backward pass."""
     rss_bytes: int = checked(high=_MAX_INTEGER)
     time_unix: float = field(default_factory=time.time)
-    """When the step was done, by rank 0's clock."""
+    """End of the step by rank 0's clock."""
     ranks: RankTimes | None = None
-    """Waiting time of every rank; with many ranks not in every row."""
+    """Times of every rank; with many ranks, not in every row."""
 
     def describe(self) -> str:
-        """Return the task's own part of a step's line, or nothing."""
+        """Return what the task adds to a step's log line; empty by default."""
         return ""
 
 
@@ -102,21 +101,21 @@ class EvalMetrics:
     val_loss: float
     val_tokens: int = checked(high=_MAX_INTEGER)
     time_unix: float = field(default_factory=time.time)
-    """When the evaluation was done, by rank 0's clock."""
+    """End of the evaluation by rank 0's clock."""
 
     def describe(self) -> str:
-        """Return the result in words."""
+        """Return the result as one line of a log."""
         return f"validation loss {self.val_loss:.4f} over {self.val_tokens:,} tokens"
 
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:
-    """Return one line of metrics.jsonl, newline included. Raises ValueError for NaN, infinity."""
+    """Return one line of metrics.jsonl with its newline. Raises ValueError for NaN or infinity."""
     values = {name: value for name, value in asdict(row).items() if name != "ranks" or value}
     return json.dumps(values, allow_nan=False) + "\n"
 
 
 def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
-    """Return the ranks' times in a row; None where it has none that can be used."""
+    """Return the ranks' times in a row; None if they are absent or invalid."""
     try:
         times = build(RankTimes, row.get("ranks"), where="ranks")
     except ConfigError:
@@ -126,38 +125,38 @@ def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
 
 
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:
-    """Return the sound rows of a metrics.jsonl; none where there is no such file.
+    """Return the valid rows of a metrics.jsonl; empty if the file does not exist.
 
-    Of one that is too long for the memory they are the newest: a million, from the last 256 MiB.
+    Of a very long file they are the newest million rows of the last 256 MiB.
     """
     return list(deque(stream_metrics(path, newest=True), maxlen=_HELD_ROWS))
 
 
 def stream_metrics(path: Path, *, newest: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Yield the sound rows of a metrics.jsonl one by one, `newest` of the last 256 MiB alone."""
+    """Yield the valid rows of a metrics.jsonl; with `newest`, only those of the last 256 MiB."""
     with suppress(OSError):
         yield from (row for _, row in read_lines(path, newest=newest) if row is not None)
 
 
 def read_val_losses(path: Path) -> dict[int, float]:
-    """Return the validation losses of a metrics.jsonl by step."""
+    """Return the validation loss of each evaluated step in a metrics.jsonl."""
     return {row["step"]: row["val_loss"] for row in stream_metrics(path) if "val_loss" in row}
 
 
 def read_lines(
     path: Path, *, newest: bool = False
 ) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
-    """Yield each complete line with its row, which is None for a damaged one.
+    """Yield each complete line with its row, or with None for a damaged line.
 
-    A last line still being written is left out. With `newest` the lines are those of the last
-    256 MiB. Raises OSError.
+    An incomplete last line is left out. With `newest` the lines are those of the last 256 MiB.
+    Raises OSError.
     """
     with open_regular(path) as file:
         left, rows = _MAX_BYTES, _MAX_ROWS
         before = os.fstat(file.fileno()).st_size - _HELD_BYTES
         if newest and before > 0:
             file.seek(before - 1)
-            file.readline(_MAX_LINE_BYTES)  # to the end of a line
+            file.readline(_MAX_LINE_BYTES)  # skips to the end of the line
             left = rows = _HELD_BYTES
         while left > 0 and rows > 0 and (line := file.readline(_MAX_LINE_BYTES)):
             left, rows = left - len(line), rows - 1
@@ -170,8 +169,8 @@ def read_lines(
 
 
 def parse_row(line: bytes) -> Mapping[str, Any] | None:
-    """Return the row that a line holds, or None if it is not a valid metrics row."""
-    # Before it is parsed: a line of empty lists takes twenty times its length in memory.
+    """Return the row in a line of metrics.jsonl; None for an invalid row."""
+    # Checked before parsing: a line of empty lists takes twenty times its length in memory.
     lists = line.count(b"[") + line.count(b"{")
     if lists > _MOST_SHORT_LISTS + len(line) // _BYTES_PER_LIST or line.count(b":") > _MOST_NAMES:
         return None
@@ -192,17 +191,17 @@ def parse_row(line: bytes) -> Mapping[str, Any] | None:
 class MetricsTail:
     """Reads the new rows of a metrics.jsonl as it grows.
 
-    A resumed run replaces the file by one that ends with its checkpoint: that one is read from its
-    start.
+    A resumed run replaces the file with one that ends at its checkpoint. The new file is read from
+    the start.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        """`from_end`: leave out what is there already."""
+        """With `from_end`, skip the rows that exist now."""
         self._path = path
         self._inode, self._offset = _identity(path) if from_end else (0, 0)
 
     def new_rows(self) -> list[Mapping[str, Any]]:
-        """Return the sound rows since the last call, of at most 16 MiB; the rest comes next."""
+        """Return the valid rows since the last call, at most 16 MiB; the next call continues."""
         try:
             with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
@@ -226,14 +225,14 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def missing_steps(steps: Iterable[int], *, trained: int) -> tuple[tuple[int, int], ...]:
-    """Return the first and last of each range of steps up to `trained` that `steps` lacks."""
-    there = sorted({step for step in steps if step <= trained})
-    ends = zip([0, *there], [*there, trained + 1], strict=True)
-    return tuple((before + 1, after - 1) for before, after in ends if after - before > 1)
+    """Return the first and last step of each gap in `steps`, up to step `trained`."""
+    present = sorted({step for step in steps if step <= trained})
+    pairs = zip([0, *present], [*present, trained + 1], strict=True)
+    return tuple((before + 1, after - 1) for before, after in pairs if after - before > 1)
 
 
 def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
-    """Return the ranges in words, as in `3, 12 to 20`."""
+    """Return the ranges as text, such as `3, 12 to 20`."""
     return ", ".join(
         f"{first}" if first == last else f"{first} to {last}" for first, last in missing
     )
@@ -241,5 +240,5 @@ def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
 
 @cache
 def _required(kind: type) -> Mapping[str, DeclaredField]:
-    """Return the fields that a row must have; rows of old have no time."""
+    """Return the fields that every row has; rows of older versions have no time."""
     return {key: each for key, each in fields_of(kind).items() if each.is_required}

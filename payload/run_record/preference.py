@@ -1,7 +1,7 @@
-"""CONTRACT: what metrics.jsonl says of training on preference pairs.
+"""CONTRACT: the metrics of training on preference pairs in metrics.jsonl.
 
-An answer's reward is beta times the log-probability that the model gives it above the reference's.
-A pair's margin is the reward of its better answer less that of the worse one.
+An answer's reward is beta times its log-probability under the model minus that under the reference.
+A pair's margin is the reward of the chosen answer minus the reward of the rejected one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class PreferenceStep(StepMetrics):
     """One step on preference pairs: a line of metrics.jsonl."""
 
     reward_accuracy: float = checked(low=0, high=1)
-    """Share of the step's pairs with a margin above 0."""
+    """Fraction of the step's pairs with a margin above 0."""
     reward_margin: float
     """Mean margin of the step's pairs."""
 
     def describe(self) -> str:
-        """Return the task's own part of a step's line, or nothing."""
+        """Return what the task adds to a step's log line."""
         return f"  margin {self.reward_margin:.3f}  accuracy {self.reward_accuracy:.1%}"
 
 
@@ -32,15 +32,15 @@ class PreferenceMetrics(EvalMetrics):
 
     val_pairs: int
     val_accuracy: float
-    """Share of the pairs with a margin above 0."""
+    """Fraction of the pairs with a margin above 0."""
     val_margin: float
     """Mean margin."""
     val_chosen_reward: float
-    """Mean reward of the better answers."""
+    """Mean reward of the chosen answers."""
     val_rejected_reward: float
 
     def describe(self) -> str:
-        """Return the result in words."""
+        """Return the result as one line of a log."""
         return (
             f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.2%}, margin "
             f"{self.val_margin:.4f} (rewards {self.val_chosen_reward:+.4f} and "

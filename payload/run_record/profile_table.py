@@ -1,4 +1,4 @@
-"""CONTRACT: profile/operators.json, where a profiled step's time went, by operator."""
+"""CONTRACT: profile/operators.json, the time of each operator in a profiled step."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _NAME_CHARS = 44
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator, or one kernel of the project's own, under its autograd function's name."""
+    """One operator, or one of our kernels under the name of its autograd function."""
 
     name: str
     calls: int = checked(low=0)
     self_s: float = checked(low=0)
-    """Without what it called."""
+    """Time without the operators that it called."""
     total_s: float = checked(low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileTable:
-    """operators.json"""
+    """The contents of operators.json."""
 
     step: int = checked(low=0)
     rank: int = checked(low=0)
     whole_s: float = checked(low=0)
-    """Time of all operators together, of which there may be more than are listed."""
+    """Total time of all operators, including those that are not listed."""
     trace: str
-    """Name of the trace beside it, for https://ui.perfetto.dev or chrome://tracing."""
+    """File name of the trace in the same folder, for https://ui.perfetto.dev or chrome://tracing."""
     operators: tuple[Operator, ...] = checked(max_items=1_000)
-    """The longest first."""
+    """The slowest operator first."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -53,7 +53,7 @@ def write_table(path: Path, table: ProfileTable) -> None:
 
 
 def read_table(path: Path) -> ProfileTable | None:
-    """Return the table; None where there is none that can be read."""
+    """Return the table; None if the file is absent or damaged."""
     try:
         raw = parse_json(read_bytes(path), where=str(path))
         check_schema(raw, SCHEMA_VERSION, where=str(path))
@@ -63,7 +63,7 @@ def read_table(path: Path) -> ProfileTable | None:
 
 
 def table_lines(table: ProfileTable) -> Iterator[str]:
-    """Yield the longest operators as lines of a terminal."""
+    """Yield the slowest operators as lines for a terminal."""
     yield f"profile   step {table.step} on rank {table.rank}: {table.whole_s:.3g} s in operators"
     yield f"{'operator':<{_NAME_CHARS}} {'calls':>7} {'self':>9} {'share':>7} {'total':>9}"
     for each in table.operators[:_SHOWN]:

@@ -1,7 +1,7 @@
-"""CONTRACT: a run's report and samples are written at its end, by processes of their own.
+"""CONTRACT: separate processes write a run's report and samples after the run.
 
-Whoever ends a run (orchestrate, or the supervisor of a detached one) may not import the report, and
-whatever goes wrong with the page must not become the run's.
+orchestrate, and the supervisor of a detached run, may not import the report. A failure of the page
+must not fail the run.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ _SAMPLES_TIMEOUT_S = 300.0
 def write_report(
     paths: RunPaths, *, show: bool = False, is_started_here: bool = False
 ) -> str | None:
-    """Write report.html into the run folder; return what went wrong, or None.
+    """Write report.html into the run folder; return an error message, or None.
 
-    With `show`, a browser opens it. `is_started_here` is for the run's own supervisor, on a machine
-    where nobody has named the data.
+    With `show`, a browser opens it. The run's own supervisor sets `is_started_here`, because this
+    user has approved no data folder on that machine.
     """
-    words = [*(["--open"] if show else []), *(["--started-here"] if is_started_here else [])]
+    options = [*(["--open"] if show else []), *(["--started-here"] if is_started_here else [])]
     try:
-        process = report_process([str(paths.root), *words])
+        process = report_process([str(paths.root), *options])
     except OSError as error:
         return one_line(error)
     try:
-        _, said = process.communicate(timeout=_TIMEOUT_S)
+        _, stderr = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return f"it took longer than {_TIMEOUT_S:g} s."
     if process.returncode:
-        return last_line(said, otherwise=f"it ended with {process.returncode}")
+        return last_line(stderr, otherwise=f"it exited with code {process.returncode}")
     return None
 
 
 def add_samples(paths: RunPaths) -> str | None:
-    """Write samples.json and the report again; return what went wrong, or None.
+    """Write samples.json and the report again; return an error message, or None.
 
-    An interrupt ends it and is what went wrong: the run itself is over.
+    Ctrl-C stops only this work, and is the error message: the run itself has ended.
     """
     try:
         process = _start(
@@ -56,39 +56,39 @@ def add_samples(paths: RunPaths) -> str | None:
     except OSError as error:
         return one_line(error)
     try:
-        _, said = process.communicate(timeout=_SAMPLES_TIMEOUT_S)
+        _, stderr = process.communicate(timeout=_SAMPLES_TIMEOUT_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             return "interrupted"
         return f"it took longer than {_SAMPLES_TIMEOUT_S:g} s."
     finally:
         if process.poll() is None:
-            # The models' processes are in its session.
+            # Its session includes the processes of the models.
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode:
-        return last_line(said, otherwise=f"it ended with {process.returncode}")
+        return last_line(stderr, otherwise=f"it exited with code {process.returncode}")
     return write_report(paths)
 
 
-def report_process(words: Sequence[str], *, is_live: bool = False) -> subprocess.Popen[str]:
-    """Start `payload.report` with these words. Raises OSError.
+def report_process(arguments: Sequence[str], *, is_live: bool = False) -> subprocess.Popen[str]:
+    """Start `payload.report` with these arguments. Raises OSError.
 
-    A live one goes on until its stdin is closed, and nobody reads what it says.
+    A live process runs until its stdin is closed, and its output is discarded.
     """
     return _start(
         "payload.report",
-        words,
+        arguments,
         stdin=subprocess.PIPE if is_live else subprocess.DEVNULL,
         stderr=subprocess.DEVNULL if is_live else subprocess.PIPE,
     )
 
 
 def _start(
-    program: str, words: Sequence[str], *, stderr: int, stdin: int = subprocess.DEVNULL
+    program: str, arguments: Sequence[str], *, stderr: int, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        module_words(program, *words),
+        module_words(program, *arguments),
         env=code_environment(os.environ),
         stdin=stdin,
         stdout=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""Records that are written though the disk is full.
+"""Writing records on a full disk.
 
-Replacing a file takes room for both of them. Where there is none, a record goes over the old one,
-or into room that was kept for it: what a file has, its file system does not take back.
+Replacing a file needs disk space for the old and the new one. On a full disk a record overwrites
+the old file, or a spare file that was preallocated for it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from payload.core.files import write_whole
 from payload.run_record.run_files import RankExit, RankProgress, RunState, Summary, to_json
 
 _ROOM_BYTES = 4096
-_BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
+_BLOCK_BYTES = 512  # The unit of st_blocks, on every file system.
 
 
 def keep_room(path: Path) -> None:
-    """Room for the first record at `path`, a hidden file beside it; none if there is none now."""
+    """Preallocate a hidden spare file beside `path` for its first record, if the disk has space."""
     with contextlib.suppress(OSError):
         write_whole(_room(path), " " * _ROOM_BYTES, durable=False)
 
 
 def give_room_back(path: Path) -> None:
-    """Remove the room that `keep_room` kept and nobody needed."""
+    """Remove the spare file that `keep_room` made, if it is still there."""
     _room(path).unlink(missing_ok=True)
 
 
 def write_record(
     path: Path, value: Summary | RunState | RankProgress | RankExit, *, durable: bool = True
 ) -> None:
-    """`write_json`, but on a full disk over the record that is there, or into the room for one.
+    """Write a record as `write_json` does; on a full disk, overwrite the old or the spare file.
 
-    Raises OSError where there is neither, and where the run's folder has been removed: a part of
-    it must not come back.
+    Raises OSError if neither is possible. Raises it too if the run folder was removed, so that no
+    part of the folder is created again.
     """
     text = to_json(value)
     run = path.parent.parent if isinstance(value, RankProgress | RankExit) else path.parent
@@ -55,10 +55,10 @@ def write_record(
 
 
 def write_heartbeat(path: Path, value: RankProgress) -> None:
-    """Write a heartbeat over the one before; raises OSError as `write_record` does.
+    """Overwrite the last heartbeat. Raises OSError as `write_record` does.
 
-    A rename over a file makes ext4 allocate the new one's blocks at once (auto_da_alloc), which
-    takes ten times as long as all else here, and heartbeats come twice a second.
+    A rename over a file makes ext4 allocate the new file's blocks immediately (auto_da_alloc). That
+    takes ten times as long as the rest of this function, and heartbeats come twice a second.
     """
     if not _write_over(path, to_json(value).encode()):
         write_record(path, value, durable=False)
@@ -69,20 +69,20 @@ def _room(path: Path) -> Path:
 
 
 def _open_here(path: str, flags: int) -> int:
-    """Open a file, but none that a link leads to: it may be outside of the run folder."""
+    """Open a file without following a symlink, which may lead out of the run folder."""
     return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _write_over(path: Path, content: bytes) -> bool:
-    """Write over the file where it is; return whether it is there and has room enough."""
+    """Overwrite the file in place; return False if it is absent or too small."""
     try:
         file = FileIO(path, "r+", opener=_open_here)
     except OSError:
         return False
     with file:
-        there = os.fstat(file.fileno())
-        if len(content) > there.st_blocks * _BLOCK_BYTES:
+        found = os.fstat(file.fileno())
+        if len(content) > found.st_blocks * _BLOCK_BYTES:
             return False
-        # In one piece, so that no reader sees half of it; JSON may end in spaces.
-        file.write(content.ljust(there.st_size))
+        # In one write, so that readers see a complete record; JSON may end in spaces.
+        file.write(content.ljust(found.st_size))
     return True

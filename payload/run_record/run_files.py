@@ -1,6 +1,6 @@
-"""CONTRACT OUT: what a run leaves behind, and where.
+"""CONTRACT OUT: the files of a run folder and their records.
 
-Programs read these files; nobody parses a log.
+Programs read these files; no program parses a log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SCHEMA_VERSION = 1
 DEFAULT_RUNS_DIR = "runs"
 DEFAULT_GRACE_S = 60.0
 LATEST = "latest"
-"""The link in a runs folder to the newest run that has finished a step."""
+"""The symlink in a runs folder to the newest run that has finished a step."""
 
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
 EventKind = Literal["start", "resume", "failure", "restart", "finished", "stopped", "failed"]
@@ -50,7 +50,7 @@ MOST_EVENTS = 500
 _PHASE = re.compile(r"[a-z ]{1,40}")
 
 _seconds = partial(checked, low=0, high=MAX_SECONDS)
-"""A field with a time that people and sums can do something with."""
+"""Declare a field with a time in a plausible range."""
 
 _JOB_ID = re.compile(r"[0-9]{1,20}")
 
@@ -68,7 +68,7 @@ _T = TypeVar(
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The one place that knows the names in a run folder."""
+    """Paths of the files in a run folder; no other module spells their names."""
 
     root: Path
 
@@ -84,12 +84,12 @@ class RunPaths:
 
     @property
     def identity(self) -> Path:
-        """identity.json: what tells the run from another one of the same name."""
+        """identity.json: distinguishes the run from another run of the same name."""
         return self.root / "identity.json"
 
     @property
     def named(self) -> Path:
-        """named.json: settings that a person has named on this machine."""
+        """named.json: settings that this user approved on this machine."""
         return self.root / "named.json"
 
     @property
@@ -109,32 +109,32 @@ class RunPaths:
 
     @property
     def hosts(self) -> Path:
-        """hosts: what `mpirun -f` reads."""
+        """hosts: the host file for `mpirun -f`."""
         return self.root / "hosts"
 
     @property
     def ranks(self) -> Path:
-        """ranks.json: which rank runs on which node, on which cores."""
+        """ranks.json: the node and the cores of each rank."""
         return self.root / "ranks.json"
 
     @property
     def state(self) -> Path:
-        """state.json: what the supervisor knows of the run."""
+        """state.json: the run's status, written by the supervisor."""
         return self.root / "state.json"
 
     @property
     def stop_request(self) -> Path:
-        """stop.json: that a command asks for a stop, and how."""
+        """stop.json: a command's request to stop the run."""
         return self.root / "stop.json"
 
     @property
     def job(self) -> Path:
-        """job.json: the scheduler's job that the run is in; absent where there is none."""
+        """job.json: the run's job in a scheduler; absent without a scheduler."""
         return self.root / "job.json"
 
     @property
     def metrics(self) -> Path:
-        """metrics.jsonl: one object a step, and one an evaluation."""
+        """metrics.jsonl: one JSON object per step and one per evaluation."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -144,66 +144,66 @@ class RunPaths:
 
     @property
     def store_state(self) -> Path:
-        """storage.json: what of the run is in its store; absent without one."""
+        """storage.json: the state of uploads to the run's store; absent without a store."""
         return self.root / "storage.json"
 
     @property
     def restored(self) -> RunPaths:
-        """restored/: the records of the place that had the run before, from its store."""
+        """restored/: records from the run's store, written where the run was before."""
         return RunPaths(self.root / "restored")
 
     @property
     def samples(self) -> Path:
-        """samples.json: what the model wrote before and after the run."""
+        """samples.json: texts that the model generated before and after the run."""
         return self.root / "samples.json"
 
     @property
     def report(self) -> Path:
-        """report.html: all of it as one page, for people."""
+        """report.html: the run on one page, for people."""
         return self.root / "report.html"
 
     @property
     def profile(self) -> Path:
-        """profile/: the trace of a profiled step, and its operators."""
+        """profile/: the trace of a profiled step and the table of its operators."""
         return self.root / "profile"
 
     @property
     def track(self) -> Path:
-        """track/: what the run's trackers keep, a folder each."""
+        """track/: one folder for each of the run's trackers."""
         return self.root / "track"
 
     @property
     def checkpoints(self) -> Path:
-        """checkpoints/: one folder a checkpoint."""
+        """checkpoints/: one folder per checkpoint."""
         return self.root / CHECKPOINTS_NAME
 
     @property
     def logs(self) -> Path:
-        """logs/: one file a rank, and the launcher's own."""
+        """logs/: one file per rank, and the launcher's log."""
         return self.root / "logs"
 
     @property
     def launcher_log(self) -> Path:
-        """Output of mpirun or torchrun itself."""
+        """logs/launcher.log: the output of mpirun or torchrun itself."""
         return self.logs / "launcher.log"
 
     @property
     def supervisor_log(self) -> Path:
-        """Output of the supervisor itself: nothing, unless it failed."""
+        """logs/supervisor.log: the supervisor's own output; empty unless the supervisor failed."""
         return self.logs / "supervisor.log"
 
     @property
     def lock(self) -> Path:
-        """Locked by the supervisor for as long as it lives."""
+        """supervisor.lock: locked while the supervisor runs."""
         return self.root / "supervisor.lock"
 
     def accelerate_config(self, node_rank: int) -> Path:
-        """The Accelerate config that says the same as the plan, for one node."""
+        """The Accelerate config for one node, equivalent to the plan."""
         return self.root / f"accelerate_node_{node_rank}.yaml"
 
     @property
     def deepspeed_config(self) -> Path:
-        """DeepSpeed's configuration, in a run with `distributed.strategy = "zero3"`."""
+        """deepspeed.json: DeepSpeed's config, with `distributed.strategy = "zero3"`."""
         return self.root / "deepspeed.json"
 
     def checkpoint(self, step: int) -> Path:
@@ -211,13 +211,13 @@ class RunPaths:
         return self.checkpoints / folder_name(step)
 
     def newest_checkpoint(self) -> Path | None:
-        """The last checkpoint that was written to its end."""
+        """Return the newest complete checkpoint, or None."""
         folders = checkpoint_folders(self.checkpoints)
         whole = (each for each in reversed(folders) if (each / MANIFEST_FILE).exists())
         return next(whole, None)
 
     def rank_log(self, rank: int) -> Path:
-        """Everything that one rank printed."""
+        """The output of one rank."""
         return self.logs / f"rank_{rank:04d}.log"
 
     def rank_progress(self, rank: int) -> Path:
@@ -225,23 +225,23 @@ class RunPaths:
         return self.root / "progress" / f"rank_{rank:04d}.json"
 
     def rank_exit(self, rank: int) -> Path:
-        """How one rank ended; absent while it runs and when it died without a word."""
+        """The exit record of one rank; absent while the rank runs, and if it was killed."""
         return self.root / "exits" / f"rank_{rank:04d}.json"
 
 
 NAMES = RunPaths(Path())
-"""Each file's place in a run folder, as a relative path."""
+"""Relative path of each file in a run folder."""
 
 
 def new_run_id(name: str, *, now: datetime, suffix: str) -> str:
-    """Return `name-YYYYmmdd-HHMMSS-suffix`, in which a shell or a path trips over nothing."""
+    """Return `name-YYYYmmdd-HHMMSS-suffix`, which is safe in shells and paths."""
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-._") or "run"
     return f"{plain}-{now:%Y%m%d-%H%M%S}-{suffix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """summary.json: what came of the run."""
+    """summary.json: the run's result."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     status: RunStatus
@@ -251,35 +251,35 @@ class Summary:
     steps: int = checked(0, low=0)
     tokens: int = checked(0, low=0)
     missing_metrics: tuple[tuple[int, int], ...] = checked((), low=1)
-    """First and last of each range of steps whose rows of metrics.jsonl are lost."""
+    """First and last step of each range whose rows of metrics.jsonl are lost."""
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None
     final_val_loss: float | None = None
     best_checkpoint: str | None = None
-    """Name of the checkpoint with the lowest validation loss; None where none was evaluated."""
+    """Checkpoint with the lowest validation loss; None without an evaluated checkpoint."""
     tokens_per_s: float | None = None
     """Median over the steps after warm-up."""
     mfu: float | None = None
     peak_flops_per_s: float | None = None
-    """Sum over all ranks of what a matrix product reached, or None."""
+    """Measured peak FLOP/s of a matmul, summed over all ranks; None if not measured."""
     dequantized_per_s: float | None = None
-    """Weights that a rank dequantised in a second, for a base of 4 bits; else None."""
+    """Weights that a rank dequantizes per second; None unless the base has 4 bits."""
     ready_unix: float | None = _seconds(None)
-    """When the last start came to its first step, or evaluation, by rank 0's clock."""
+    """Time of the first step or evaluation after the last start, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)
-    """Rank 0's work from its birth until then, and how long each part took."""
+    """Seconds of each part of rank 0's start-up until `ready_unix`."""
     ranks_identical: bool = False
-    """True only if the last check, after the last step, found all ranks' parameters equal."""
+    """True if the check after the last step found equal parameters on all ranks."""
     restarts: int = checked(0, low=0)
     """Number of times the supervisor restarted the ranks after a failure."""
     resumes: int = checked(0, low=0)
     """Number of times a command resumed the run."""
     stragglers: tuple[Straggler, ...] = ()
-    """Ranks that the others waited for, in the order of time."""
+    """Ranks that the others waited for, in chronological order."""
     wall_s: float = _seconds(0.0)
     cost_usd: float | None = None
-    """Cost of the nodes while the run had them, over all attempts; None without prices."""
+    """Cost of the nodes over all attempts; None without prices."""
     usd_per_million_tokens: float | None = None
     store: StoreState | None = None
     """State of the run's store; None without one."""
@@ -290,15 +290,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something that happened to a run, for its report's timeline."""
+    """An event of a run, for the timeline of its report."""
 
     kind: EventKind
-    """`start` and `resume` by a command, `restart` by the supervisor after a `failure`; the last
-    three are ends."""
+    """A command causes `start` and `resume`, the supervisor `restart` after a `failure`. The last
+    three kinds end the run."""
     time_unix: float = _seconds()
     attempt: int = checked(1, low=1)
     text: str = ""
-    """In the words of the error or note."""
+    """Text of the error or note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,29 +308,29 @@ class RunState:
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     status: RunStatus
     exit_class: str | None = None
-    """None while the run is alive."""
+    """None while the run is active."""
     error: str | None = None
     failed_rank: int | None = None
-    """The rank whose end is the cause, where one is."""
+    """The rank that caused the failure; None if no rank did."""
     supervisor_pid: int | None = checked(None, low=1)
-    """None where it is not known any more, as in a state that was rebuilt."""
+    """None if unknown, as in a state that was rebuilt from other records."""
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
-    """Name of the node that the supervisor runs on; None likewise."""
+    """Name of the node that the supervisor runs on; None if unknown."""
     started_unix: float = _seconds()
     updated_unix: float = _seconds()
     attempt: int = checked(1, low=1)
     resumes: int = checked(0, low=0)
     """Number of attempts that a command started by resuming the run."""
     note: str | None = None
-    """The last event of a run that goes on: why it was started again, and from where."""
+    """Why the run was restarted, and from which checkpoint."""
     spent_s: float = _seconds(0.0)
-    """Time that a supervisor had this run, over all attempts and resumes."""
+    """Time under a supervisor, over all attempts and resumes."""
     cost_usd: float | None = None
     """Cost of the nodes in that time; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
-    """Time that a stop leaves the ranks to save, a checkpoint that gets on not counted."""
+    """Grace period of a stop for the ranks to save; a checkpoint that progresses extends it."""
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
-    """Over all attempts and resumes, the oldest first."""
+    """Events of all attempts and resumes, the oldest first."""
     store: StoreState | None = None
     """State of the run's store; None without one."""
     schema_version: int = SCHEMA_VERSION
@@ -342,55 +342,58 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """stop.json: lies there before a command signals the supervisor; the system leaves none."""
+    """stop.json: written by a command before it signals the supervisor.
+
+    A signal from the operating system comes without this file.
+    """
 
     pids: tuple[int, ...] = ()
-    """The supervisor's process id, so that no other one takes it for its own."""
+    """Process ids of the supervisor that must stop; any other supervisor ignores the file."""
     grace_s: float | None = checked(None, low=0)
-    """As RunState's, which it replaces; None keeps that."""
+    """Replaces `RunState.grace_s`; None keeps it."""
     schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob:
-    """job.json: written where the job is submitted, then by the job itself."""
+    """job.json: written by the command that submits the job, then by the job itself."""
 
     site: str = checked(pattern=MEMBER_NAME, wanted="a site's name")
     job_id: str = checked(pattern=_JOB_ID, wanted="a job's number")
     pid: int | None = checked(None, low=1)
     """The supervisor's process id; None before the job has begun."""
     restarts: int = checked(0, low=0)
-    """How often the scheduler had queued the job again when that supervisor began."""
+    """Number of times the scheduler had requeued the job before that supervisor started."""
     schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """One rank's heartbeat, replaced at every step."""
+    """One rank's heartbeat, overwritten at every step."""
 
     rank: int = checked(low=0)
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     pid: int = checked(low=1)
     step: int = checked(low=0)
     phase: str = checked(pattern=_PHASE, wanted="a phase")
-    """The phase that it was in: load, calibration, start, kernels (building them), weights
-    (to every rank), step, eval, sync check, checkpoint, end."""
+    """Current phase: load, calibration, start, kernels (building them), weights (sending them to
+    every rank), step, eval, sync check, checkpoint, end."""
     time_unix: float = _seconds()
-    """For people."""
+    """Wall-clock time of the node, for display only."""
     micro_step: int | None = checked(None, low=0)
-    """Forward and backward passes done of this step, or batches of this evaluation."""
+    """Micro-batches done in this step, or batches in this evaluation."""
     micro_steps: int | None = checked(None, low=0)
-    """All of them."""
+    """Number of micro-batches or batches in total."""
     rss_bytes: int | None = checked(None, low=0, high=2**63)
     """The process's memory in RAM."""
     monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
-    """By the node's monotonic clock: nobody sets it, so it orders what happened there."""
+    """Monotonic clock of the node: it is never set back, so it orders events on the node."""
     schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How one rank ended."""
+    """The exit record of one rank."""
 
     rank: int = checked(low=0)
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
@@ -398,23 +401,23 @@ class RankExit:
     """An `ExitCode`, or 128 + the signal's number."""
     signal: int | None = checked(None, low=1, high=64)
     error: str | None = None
-    """The rank's own words, one line."""
+    """Error message of the rank, one line."""
     time_unix: float = _seconds()
-    """For people."""
+    """Wall-clock time of the node, for display only."""
     monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
-    """As RankProgress's."""
+    """Monotonic clock of the node, as in RankProgress."""
     schema_version: int = SCHEMA_VERSION
 
 
 Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | RankProgress | RankExit
-"""The records that are one JSON file each of a run folder."""
+"""Records that are stored as one JSON file each in a run folder."""
 
 
 def point_latest_at(paths: RunPaths) -> None:
-    """Make the link `latest` lead to this run, unless it leads to a newer one. Raises OSError."""
+    """Point the symlink `latest` at this run, unless it points at a newer one. Raises OSError."""
     link = paths.root.with_name(LATEST)
-    there = RunPaths(link).plan
-    if there.exists() and there.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:
+    current = RunPaths(link).plan
+    if current.exists() and current.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:
         return
     fresh = link.with_name(f".{LATEST}.{paths.run_id}")
     fresh.unlink(missing_ok=True)
@@ -428,7 +431,7 @@ def write_json(
     *,
     durable: bool = True,
 ) -> None:
-    """Write `value` so that a reader finds the old file or the new one, never half of one."""
+    """Write `value` atomically: a reader finds the complete old or the complete new file."""
     write_whole(path, to_json(value), durable=durable)
 
 
@@ -438,7 +441,7 @@ def to_json(value: Record) -> str:
 
 
 def read_json(cls: type[_T], path: Path) -> _T | None:
-    """Read a file that `write_json` wrote; None when it is absent. Raises ConfigError."""
+    """Read a file that `write_json` wrote; return None if it is absent. Raises ConfigError."""
     fix = "Remove the file or name another run."
     try:
         text = read_bytes(path)
@@ -452,9 +455,9 @@ def read_json(cls: type[_T], path: Path) -> _T | None:
 
 
 def last_record(cls: type[_T], path: Path) -> _T | None:
-    """Read a file that `write_json` wrote; None when it is absent, damaged or not readable.
+    """Read a file that `write_json` wrote; return None if it is absent, damaged or not readable.
 
-    For whoever can go on without it: a damaged record never stops a run or a command.
+    For callers that do not depend on the record: damage must not stop a run or a command.
     """
     try:
         return read_json(cls, path)
@@ -463,33 +466,33 @@ def last_record(cls: type[_T], path: Path) -> _T | None:
 
 
 def default_runs_dir(*, option: str = "--runs-dir", run: str = "") -> Path:
-    """Return the folder of runs where nobody has named one: `runs` in the current folder.
+    """Return the default folder of runs: `runs` in the current folder.
 
-    Whoever made the current folder could have a link there lead to other runs, which commands then
-    write to or remove. Raises UsageError for a link, with the `option` that names its place, or
-    the folder `run` there.
+    A symlink there, say in a cloned project, could make commands write to or remove other runs. So
+    raise UsageError for a symlink; the message suggests `option` with its target, or with the
+    folder `run` in the target.
     """
     default = Path(DEFAULT_RUNS_DIR)
     if default.is_symlink():
         place = str(Path(os.path.realpath(default), run))
         raise UsageError(
-            f"{default} in this folder is a link, which is not followed unless you name its place: "
+            f"{default} in this folder is a link, which is not followed. To use its target, add "
             f"{option} {quote(place) if place.isprintable() else 'DIR'}"
         )
     return default
 
 
 def require_own_folders(paths: RunPaths) -> None:
-    """Raise ConfigError where a folder in the run's folder is a link that leads out of it.
+    """Raise ConfigError if the run folder contains a symlink to a folder outside of it.
 
-    Whoever made the run's folder could have any other folder read, uploaded or overwritten. The
-    run's folder itself may be a link: a person names it.
+    Otherwise the author of a run folder could have any other folder read, uploaded or overwritten.
+    The run folder itself may be a symlink, because the user names it.
     """
     for link in links_out(paths.root):
-        with suppress(OSError):  # what this user may not look at
+        with suppress(OSError):  # this user has no access
             if link.is_dir():
                 raise ConfigError(
                     f"{link} is a link that leads out of the run's folder, to "
-                    f"{shown(os.path.realpath(link))}: it is not followed. Move it away. To keep "
-                    "a run on another disk, let the run's folder itself be the link."
+                    f"{shown(os.path.realpath(link))}, and is not followed. Move it away. To keep "
+                    "a run on another disk, make the run's folder itself a link."
                 )

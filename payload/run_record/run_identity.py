@@ -1,7 +1,7 @@
-"""CONTRACT: a run's identity, by which it is told from another run of the same name.
+"""CONTRACT: a run's identity, which distinguishes it from another run of the same name.
 
-It is in the run's folder (`identity.json`), in its store's owner.json and in each checkpoint's
-trainer.json. Two records of one name and of two identities are never merged.
+The identity is in the run folder (`identity.json`), in owner.json of the store and in trainer.json
+of each checkpoint. Records of the same name but different identities are never merged.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ WANTED = "32 hexadecimal digits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """identity.json: made with the run's folder, and kept for good."""
+    """identity.json: written with the run folder and never changed."""
 
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """128 random bits. None for a run of an older version that was not resumed since."""
+    """128 random bits. None for a run of an older version that was never resumed."""
     store_token: str | None = checked(None, max_chars=64)
-    """The token of the owner of the run's store, where that is of an older version: until the
-    store has the identity, this is what shows that it is this run's. Empty where the run came from
-    a store whose owner.json could not be read."""
+    """The owner's token in a store of an older version: it shows that the store is this run's until
+    the store has the identity. Empty if the run was restored from a store with an unreadable
+    owner.json."""
     is_older: bool = False
     """True for a run of an older version, whose first checkpoints have no identity."""
     schema_version: int = SCHEMA_VERSION
 
     def words(self) -> str:
-        """Return the identity for a message."""
+        """Return the identity as text for a message."""
         return self.identity or "none"
 
     def to_json(self) -> str:
@@ -56,18 +56,18 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrainerIdentity:
-    """The part of trainer.json that says of which run a checkpoint is."""
+    """The part of trainer.json with the identity of the checkpoint's run."""
 
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
 
 
 def new_identity() -> str:
-    """Return 128 random bits."""
+    """Return 128 random bits in hexadecimal."""
     return secrets.token_hex(16)
 
 
 def parse_identity(content: str | bytes, *, where: str) -> RunIdentity | None:
-    """Read the text of an identity.json; None where it is damaged."""
+    """Parse the text of an identity.json; return None if it is damaged."""
     try:
         raw = parse_json(content, where=where)
         check_schema(raw, SCHEMA_VERSION, where=where)
@@ -77,21 +77,21 @@ def parse_identity(content: str | bytes, *, where: str) -> RunIdentity | None:
 
 
 def known_identity(paths: RunPaths) -> RunIdentity:
-    """Return what the run's folder tells of its identity; where the file is gone, a checkpoint."""
+    """Return the identity from identity.json, or from the newest checkpoint that has one."""
     found = None
     with suppress(OSError):
         found = parse_identity(read_bytes(paths.identity), where=str(paths.identity))
     found = found or RunIdentity()
     if found.identity is None:
         folders = reversed(checkpoint_folders(paths.checkpoints))
-        told = next(filter(None, map(checkpoint_identity, folders)), None)
+        saved = next(filter(None, map(checkpoint_identity, folders)), None)
         token = _token(paths) if found.store_token is None else found.store_token
-        found = replace(found, identity=told, store_token=token)
+        found = replace(found, identity=saved, store_token=token)
     return found
 
 
 def checkpoint_identity(folder: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint, or None where it does not say."""
+    """Return the identity of the run that wrote a checkpoint; None if it has no identity."""
     path = folder / TRAINER_FILE
     try:
         return parse_checkpoint_identity(read_bytes(path), where=str(path))
@@ -100,7 +100,7 @@ def checkpoint_identity(folder: Path) -> str | None:
 
 
 def parse_checkpoint_identity(content: bytes, *, where: str) -> str | None:
-    """Return the identity in the text of a trainer.json, or None where it does not say."""
+    """Return the identity in the text of a trainer.json; None if it has no identity."""
     try:
         return build(_TrainerIdentity, parse_json(content, where=where), where=where).identity
     except ConfigError:
@@ -114,14 +114,14 @@ def settle_identity(
     say: Callable[[str], None],
     fresh: str | None = None,
 ) -> RunIdentity:
-    """Return the run's identity, after giving it one where it has none: `fresh`, or a new one.
+    """Return the run's identity; write `fresh` or a new identity if the run has no identity yet.
 
     `say` gets a warning for a run of an older version. Raises OSError.
     """
     known = known_identity(paths)
     with suppress(OSError):
-        there = parse_identity(read_bytes(paths.identity), where=str(paths.identity))
-        if there is not None and there.identity is not None:
+        current = parse_identity(read_bytes(paths.identity), where=str(paths.identity))
+        if current is not None and current.identity is not None:
             return known
     settled = known
     if known.identity is None:
@@ -130,34 +130,34 @@ def settle_identity(
     if written == settled and known.identity is None and not is_new:
         say(
             f"warning: run {paths.run_id} is of an older version, without an identity. It gets "
-            f"{settled.identity} now; no other run's store or checkpoint is taken for its own"
+            f"{settled.identity} now, and rejects the stores and checkpoints of other runs"
         )
     return written
 
 
 def require_same_run(
-    here: RunIdentity, there: RunIdentity, *, place: str, other: str, fix: str
+    own: RunIdentity, found: RunIdentity, *, place: str, other: str, fix: str
 ) -> None:
-    """Raise ConfigError unless what `place` and `other` have is one run.
+    """Raise ConfigError unless the records in `place` and `other` are of the same run.
 
-    `fix` says what to do. Where `other` is of an older version, and has no identity, the token of
-    its owner shows it.
+    `fix` is the last sentence of the message. If `other` is of an older version, without an
+    identity, the token of its owner is compared.
     """
-    if here.identity is not None and here.identity == there.identity:
+    if own.identity is not None and own.identity == found.identity:
         return
-    is_owner = here.store_token is not None and here.store_token == there.store_token
-    if there.identity is None and is_owner:
+    is_owner = own.store_token is not None and own.store_token == found.store_token
+    if found.identity is None and is_owner:
         return
     why = "these are two runs of one name"
-    if here.identity is None or there.identity is None:
+    if own.identity is None or found.identity is None:
         why = "so nothing shows that these are one run"
     raise ConfigError(
-        f"{place} has run identity {here.words()}, {other} has {there.words()}: {why}. {fix}"
+        f"{place} has run identity {own.words()}, {other} has {found.words()}: {why}. {fix}"
     )
 
 
 def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
-    """Write the file; return what it has then: another process of the run may have been first."""
+    """Write the file and return its identity; another process may have written it first."""
     path = paths.identity
     require_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.fresh")
@@ -176,7 +176,7 @@ def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
 
 
 def _token(paths: RunPaths) -> str | None:
-    """Return the token by which an older version's run owns its store, or owned it."""
+    """Return the token with which a run of an older version owns its store, or owned it."""
     stored = last_record(StoreState, paths.store_state)
     if stored is None:
         state = last_record(RunState, paths.state)

@@ -1,4 +1,4 @@
-"""Who keeps a run alive: a lock on the run folder, which the kernel drops when its holder dies."""
+"""The supervisor's lock on a run folder, which the kernel releases when the process ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.suggested_run_commands import run_command
 
 FORCE_SIGNAL = signal.SIGUSR1
-"""Makes a supervisor end its run at once; SIGTERM, however often, lets the ranks save first."""
+"""Makes a supervisor kill its run immediately; any number of SIGTERMs lets the ranks save first."""
 
-# A reader holds the lock for an instant to see whether it is free.
+# `is_supervised` holds the lock for an instant.
 _RETRY_S = 2.0
 
 
 class RunLock:
-    """Held by one supervisor for as long as it lives. Raises UsageError when another one does."""
+    """Held by a supervisor while it runs. Raises UsageError if another supervisor holds it."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -41,7 +41,7 @@ class RunLock:
             if time.monotonic() > deadline:
                 os.close(self._descriptor)
                 raise UsageError(
-                    f"run {self._paths.run_id} is being supervised already. Follow it with: "
+                    f"run {self._paths.run_id} has a supervisor already. Follow it with: "
                     + run_command("logs -f", self._paths)
                 )
             time.sleep(0.05)
@@ -58,10 +58,10 @@ class RunLock:
 
 @contextmanager
 def starting(paths: RunPaths) -> Iterator[None]:
-    """Within it no other command of this machine starts or removes the run.
+    """Keep other commands on this machine from starting or removing the run within the block.
 
-    It lasts until the supervisor has its own lock, or longer. Raises UsageError when another
-    command is within it, or has removed the run meanwhile, and OSError.
+    The block lasts at least until the supervisor has its own lock. Raises UsageError if another
+    command is in such a block or has just removed the run, and OSError.
     """
     lock = paths.root / ".start.lock"
     require_file(lock)
@@ -71,21 +71,21 @@ def starting(paths: RunPaths) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"run {paths.run_id} is just being started, ended or removed by another "
-                    "command. Look at it with: " + run_command("status", paths)
+                    "command. See its status with: " + run_command("status", paths)
                 )
             time.sleep(0.05)
         if not lock.exists():
-            raise UsageError(f"run {paths.run_id} has just been removed.")
+            raise UsageError(f"run {paths.run_id} was just removed.")
         yield
 
 
 def is_supervised(paths: RunPaths) -> bool:
-    """Return whether a living supervisor holds the run's lock; false from its death on."""
+    """Return True if a running supervisor holds the run's lock."""
     try:
         descriptor = no_follow(str(paths.lock), os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP):
-            return False  # nobody holds a lock through a link
+            return False  # no supervisor locks through a symlink
         raise
     try:
         return not _try_lock(descriptor, fcntl.LOCK_SH)

@@ -1,7 +1,7 @@
-"""CONTRACT: what can still be known of a run whose files are damaged, and room for new ones.
+"""CONTRACT: recovery of a run whose files are damaged.
 
-Nothing that a run wrote may, when damaged, stop the resume of a sound checkpoint: a record is
-rebuilt from the others, and what lies in a file's place is set aside.
+No damaged file of a run may keep a valid checkpoint from being resumed. A damaged record is rebuilt
+from the others, and anything that blocks the path of a file is moved aside.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from payload.run_record.run_files import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """The part of a record that says whose it is."""
+    """The part of a record with the id of its run."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
 
 
 def known_summary(paths: RunPaths) -> Summary | None:
-    """Return summary.json; None when it is absent, damaged or another run's."""
+    """Return summary.json; None if it is absent, damaged or of another run."""
     summary = last_record(Summary, paths.summary)
     return summary if summary is not None and summary.run_id in _ids_of(paths) else None
 
 
 def known_state(paths: RunPaths) -> RunState | None:
-    """Return state.json, or what summary.json still tells of it; None where neither is readable."""
+    """Return state.json, or a state rebuilt from summary.json; None if neither is readable."""
     state = last_record(RunState, paths.state)
     if state is not None and state.run_id in _ids_of(paths):
         return state
@@ -80,9 +80,9 @@ def known_state(paths: RunPaths) -> RunState | None:
 
 
 def known_config(paths: RunPaths) -> RunConfig:
-    """Return run.toml, else what the newest checkpoint was trained by, else the defaults.
+    """Return the settings from run.toml, or from the newest checkpoint, or the defaults.
 
-    For whoever reads a run; a resume asks `resumable_config`.
+    For readers of a run; a resume uses `config_to_resume`.
     """
     with suppress(ConfigError):
         return load_run_config(paths.config)
@@ -94,7 +94,7 @@ def known_config(paths: RunPaths) -> RunConfig:
 
 
 def known_dtype(paths: RunPaths) -> Dtype | None:
-    """Return the dtype of the newest checkpoint that says it; None where none here can be read.
+    """Return the dtype of the newest checkpoint that records it; None if no checkpoint does.
 
     A resume with `precision.dtype = "auto"` keeps it.
     """
@@ -105,25 +105,24 @@ def known_dtype(paths: RunPaths) -> Dtype | None:
 
 
 def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
-    """Return the settings to resume a run with, and a sentence where they are not run.toml's.
+    """Return the settings to resume a run with, and a message if they are not from run.toml.
 
-    A run.toml that is damaged, or is not the one that the run was trained by, gives way to the
-    newest sound checkpoint's. Raises ConfigError where there is neither.
+    If run.toml is damaged, or the run was trained with other settings, those of the newest valid
+    checkpoint replace it. Raises ConfigError without either.
     """
     problem = _problem_with_config(paths)
     if problem is None:
         return load_run_config(paths.config, overrides=overrides), None
-    sound = newest_sound(paths.checkpoints)
-    text = checkpoint_config(sound) if sound else None
-    if sound is None or text is None:
+    valid = newest_sound(paths.checkpoints)
+    text = checkpoint_config(valid) if valid else None
+    if valid is None or text is None:
         raise ConfigError(
-            f"{problem} There is no sound checkpoint with its settings either; name them with "
-            "--config FILE."
+            f"{problem} No valid checkpoint has the settings either. Pass them with --config FILE."
         )
-    config = parse_run_config(text, overrides=overrides, where=str(sound))
+    config = parse_run_config(text, overrides=overrides, where=str(valid))
     with suppress(ConfigError):
-        # A checkpoint says how the run was trained, and not where anything is or goes. A file that
-        # was emptied says nothing at all.
+        # A checkpoint has the settings of the training, not the paths of data and results. An
+        # emptied run.toml has only defaults.
         if load_run_config(paths.config) != RunConfig():
             own = load_run_config(paths.config, overrides=overrides)
             config = replace(
@@ -134,7 +133,7 @@ def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunC
                 track=own.track,
                 limits=own.limits,
             )
-    return config, f"{problem} The settings are those of checkpoint {sound.name}."
+    return config, f"{problem} Using the settings of checkpoint {valid.name}."
 
 
 def _problem_with_config(paths: RunPaths) -> str | None:
@@ -153,31 +152,32 @@ def _problem_with_config(paths: RunPaths) -> str | None:
 
 
 def has_own_record(paths: RunPaths) -> bool:
-    """Tell whether a record in the folder is this run's by its id: no other program's would be."""
+    """Return True if a record in the folder has this run's id, so the folder is a run's."""
     records = (paths.plan, paths.state, paths.summary)
     return any(_id_in(record) == paths.run_id for record in records)
 
 
 def make_room(paths: RunPaths) -> list[str]:
-    """Set aside whatever lies where the run is going to write a file or a folder.
+    """Move aside anything that blocks the path of a file or folder that the run will write.
 
-    So too a link to a file that leads out of the run's folder. Returns a sentence for each. Raises
-    OSError, and ConfigError for such a link to a folder: were it set aside, its checkpoints would
-    be missing.
+    Symlinks to files outside of the run folder are moved, too. Returns a message for each. Raises
+    OSError, and ConfigError for a symlink to an outside folder: moving it would hide checkpoints.
     """
     require_own_folders(paths)
     odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
     odd += [path for path in _replaced_files(paths) if is_odd_file(path)]
     odd += [path for path in _open_files(paths) if path.is_symlink() or is_odd_file(path)]
-    # A damaged checkpoint is passed over, and the trackers refuse theirs.
+    # A damaged checkpoint is skipped, and the trackers check their own folders.
     kept = (paths.checkpoints, paths.track)
     out = [each for each in links_out(paths.root) if not any(map(each.is_relative_to, kept))]
     odd += [path for path in out if path not in odd]
-    return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
+    return [
+        f"{path} blocked a file or folder of the run; moved to {set_aside(path)}" for path in odd
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make room in a run folder, as before a node gets the run's files; print what was moved."""
+    """Run `make_room` before a node receives a run's files, and print its messages."""
     try:
         moved = make_room(RunPaths(Path(argv[0])))
     except OSError as error:
@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ids_of(paths: RunPaths) -> set[str]:
-    """Return the run's ids: its folder may have been renamed after the run."""
+    """Return the run's ids: the folder's name, and the planned id if the folder was renamed."""
     planned = _id_in(paths.plan)
     return {paths.run_id} if planned is None else {paths.run_id, planned}
 

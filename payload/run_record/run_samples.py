@@ -1,8 +1,7 @@
-"""CONTRACT: samples.json, what a model wrote for the same prompts before and after a run.
+"""CONTRACT: samples.json, texts generated from the same prompts before and after a run.
 
-`payload.finetune` has it written at the end of a run that it started, by
-payload/finetune/samples_before_and_after.py. So may any script that samples, with `write_samples`.
-A report shows it.
+After a run that `payload.finetune` started, payload/finetune/samples_before_and_after.py writes the
+file. Any other script can write it with `write_samples`. The report shows it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _MOST = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt and what the model made of it."""
+    """A prompt and the texts that the model generated from it."""
 
     prompt: str
     before: str | None = None
-    """By the weights that the run began with; None for a model from scratch."""
+    """Text from the initial weights; None for a model from scratch."""
     after: str | None = None
-    """By the run's last checkpoint."""
+    """Text from the run's last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +40,12 @@ class _Samples:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples.json, whole or not at all. Raises OSError."""
+    """Write samples.json atomically. Raises OSError."""
     write_whole(path, json.dumps(asdict(_Samples(samples=tuple(samples))), indent=2) + "\n")
 
 
 def read_samples(path: Path) -> Sequence[Sample]:
-    """Return the samples; none where the file is absent or damaged."""
+    """Return the samples; empty if the file is absent or damaged."""
     try:
         raw = parse_json(read_bytes(path), where=str(path))
         check_schema(raw, SCHEMA_VERSION, where=str(path))

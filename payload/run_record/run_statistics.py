@@ -1,4 +1,4 @@
-"""A whole run's figures from metrics.jsonl: for rank 0 at its end, or the supervisor after it."""
+"""Statistics of a run from metrics.jsonl, for rank 0 or the supervisor to write its summary."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from payload.run_record.metrics_log import missing_steps, read_val_losses, strea
 from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.stragglers import find_stragglers
 
-# The first steps build kernels and warm caches; the median leaves out up to this many.
+# The medians leave out up to this many first steps, which build kernels and warm caches.
 _WARM_UP_STEPS = 3
 
 
 def with_metrics(summary: Summary, paths: RunPaths) -> Summary:
-    """Return the summary with what metrics.jsonl says, and the steps whose rows are lost."""
+    """Return the summary with the statistics of metrics.jsonl and the ranges of lost rows."""
     newest = paths.newest_checkpoint()
     saved_step = checkpoint_step(newest) if newest else 0
     return with_rows(summary, list(stream_metrics(paths.metrics)), saved_step=saved_step)
@@ -29,7 +29,8 @@ def with_metrics(summary: Summary, paths: RunPaths) -> Summary:
 def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step: int) -> Summary:
     """Return the summary with steps, tokens, losses, and the medians over the steps after warm-up.
 
-    `saved_step` is the newest checkpoint's: that far the run was trained, whatever rows there are.
+    `saved_step` is the step of the newest checkpoint: the run was trained up to it even if rows are
+    missing.
     """
     steps = [row for row in rows if "loss" in row]
     trained = max(saved_step, steps[-1]["step"] if steps else 0)
@@ -60,7 +61,7 @@ def with_best(summary: Summary, paths: RunPaths) -> Summary:
 
 
 def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
-    """The summary with its time, and what that costs where the inventory has prices."""
+    """Return the summary with the wall time, and its cost if the inventory has prices."""
     hourly_usd = None
     with suppress(ConfigError):
         hourly_usd = ClusterInventory.load(paths.inventory).hourly_usd()
@@ -69,7 +70,7 @@ def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
 
 
 def with_cost(summary: Summary, cost_usd: float | None) -> Summary:
-    """The summary with what the run cost."""
+    """Return the summary with the run's cost."""
     known = cost_usd is not None and summary.tokens > 0
     per_million = cost_usd / summary.tokens * 1e6 if known and cost_usd is not None else None
     return replace(summary, cost_usd=cost_usd, usd_per_million_tokens=per_million)

@@ -1,4 +1,4 @@
-"""Places in the copy of a run that is elsewhere; whatever lies there is not written through."""
+"""Paths in the local copy of a remote run, checked so that no write follows a symlink."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from payload.run_record.run_files import RunPaths
 
 
 def inside(paths: RunPaths, name: str) -> Path:
-    """Return a file's place in the run folder, and make the folders on the way.
+    """Return the path of a file in the run folder, after creating its parent folders.
 
-    What lies in such a folder's place is set aside. Raises ConfigError when a part of the way is a
-    symlink, which could lead out of the folder, or cannot be made, and UsageError when the run's
-    folder is gone.
+    Anything that blocks a parent folder is moved aside. Raises ConfigError if a parent cannot be
+    created or is a symlink, which could lead out of the folder. Raises UsageError if the run folder
+    is gone.
     """
     path = paths.root
     _refuse_link(path)
     if not path.is_dir():
         raise UsageError(
-            f"{path}, the copy of the run, was removed. Make it again: attach to the run with "
+            f"{path}, the copy of the run, was removed. To make it again, attach to the run with "
             "--inventory."
         )
     for part in PurePosixPath(name).parts:
@@ -32,7 +32,7 @@ def inside(paths: RunPaths, name: str) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of the copy where there is none, whatever lies there. Raises ConfigError."""
+    """Create a folder of the copy; anything that blocks it is moved aside. Raises ConfigError."""
     try:
         set_aside_no_folder(path)
         path.mkdir(exist_ok=True)
@@ -41,16 +41,16 @@ def make_folder(path: Path) -> None:
 
 
 def set_aside_no_folder(path: Path) -> None:
-    """Set aside what lies in a folder's place and is none. Raises OSError."""
+    """Move aside anything except a folder that is at `path`. Raises OSError."""
     if os.path.lexists(path) and not path.is_dir():
         set_aside(path)
 
 
 def unwritable(error: OSError, path: Path) -> ConfigError:
-    """Return the error for a place in the copy that cannot be written."""
+    """Return the error for a path in the copy that cannot be written."""
     return ConfigError(
         f"{error.filename or path}: the run's copy cannot be written ({error.strerror}). Free disk "
-        "space, or move away what is in its place."
+        "space, or move away the file that blocks it."
     )
 
 

@@ -1,4 +1,4 @@
-"""CONTRACT: what of a run is in its store, as the uploader writes it into the run folder."""
+"""CONTRACT: the state of a run's uploads to its store, which the uploader writes."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreState:
-    """storage.json; state.json and summary.json carry it, too."""
+    """The contents of storage.json; also part of state.json and summary.json."""
 
     address: str = checked(max_chars=2000)
-    """The run's own: `storage.results` and its id."""
+    """Address of the run in the store: `storage.results` and the run id."""
     checkpoint: str | None = checked(None, pattern=FOLDER_NAME, wanted="a checkpoint's name")
-    """The newest one that is whole in the store."""
+    """The newest complete checkpoint in the store."""
     sent_bytes: int = checked(0, low=0)
-    """Since the run was started or resumed."""
+    """Bytes uploaded since the start or resume."""
     sent_unix: float | None = checked(None, low=0, high=MAX_SECONDS)
-    """When something last got there; None before."""
+    """Time of the last upload; None before the first one."""
     waiting_checkpoints: int = checked(0, low=0)
-    """On the head's disk, and not yet in the store."""
+    """Number of checkpoints on the head's disk that are not in the store yet."""
     waiting_bytes: int = checked(0, low=0)
     problem: str | None = None
-    """Why the store takes nothing now, in one line; None while it does."""
+    """Why uploads fail now, in one line; None while they work."""
     failing_since_unix: float | None = checked(None, low=0, high=MAX_SECONDS)
     failures: int = checked(0, low=0)
-    """Attempts that failed, each after retries of its own."""
+    """Number of uploads that failed after their retries."""
     lost: bool = False
-    """True once another place has resumed the run, so that this one uploads nothing any more."""
+    """True after the run was resumed elsewhere: this machine uploads nothing more."""
     is_idle: bool = False
-    """True when the run has ended and all that can be sent is in the store."""
+    """True if the run has ended and every file that can be uploaded is in the store."""
     is_drained: bool = False
-    """True when that is all there was: no damaged checkpoint and no file that is too large."""
+    """True if no file was left out, such as a damaged checkpoint or a file that is too large."""
     token: str | None = checked(None, pattern=_TOKEN, wanted="32 hexadecimal digits")
-    """The token that this place writes to the store's owner.json, and by which it may write."""
+    """The token in owner.json with which this machine owns the store and may write to it."""
     updated_unix: float = checked(0.0, low=0, high=MAX_SECONDS)
     schema_version: int = 1
 
     def words(self) -> str:
-        """Return one line for people."""
+        """Return the state as one line of text."""
         newest = self.checkpoint or "no checkpoint yet"
         parts = [f"{newest} in {self.address}", f"{self.sent_bytes / 1e6:,.1f} MB sent"]
         if self.waiting_checkpoints:

@@ -1,7 +1,7 @@
-"""CONTRACT: which rank is slow, since when and by how much, from the rows of metrics.jsonl.
+"""CONTRACT: detection of slow ranks (stragglers) from the rows of metrics.jsonl.
 
-Ranks that wait for each other all take as long as the slowest one. What tells them apart is their
-own work: reading data, and the forward and backward passes without the waiting in them.
+Ranks that wait for each other all take as long as the slowest rank. Only their own work differs:
+reading data, and the forward and backward passes without waiting.
 """
 
 from __future__ import annotations
@@ -18,63 +18,63 @@ from payload.core.validation.fields import checked
 from payload.run_record.metrics_log import rank_times
 
 _SLOW = 1.25
-"""A rank whose work takes so many times the others' is slow. Half its cores make that 2."""
+"""Ratio to the other ranks' median work above which a rank is slow. With half its cores it is 2."""
 _WELL = 1.1
-"""Below this it is slow no more."""
+"""Ratio below which a rank is no longer slow."""
 _LEAST_S = 0.003
-"""A smaller difference is noise."""
+"""A smaller difference in seconds is noise."""
 _ROWS = 7
 _EPISODE_ROWS = 1000
 _STEPS = 5
-"""So many steps must agree, of which half may be disturbed."""
+"""Number of steps for a decision; its median tolerates outliers in up to half of them."""
 _WARM_UP_STEPS = 2
-"""The first steps build kernels and warm caches, on each rank in its own time."""
+"""The first steps build kernels and warm caches, which takes a different time on each rank."""
 _SETTLE_STEPS = 20
 _REMIND_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """One rank that the others waited for."""
+    """One episode of a rank that the others waited for."""
 
     rank: int = checked(low=0)
     first_step: int = checked(low=0)
     last_step: int | None = checked(None, low=0)
-    """None while it is slow, and where it was slow to the end."""
+    """None while the rank is slow, and if it was slow until the run ended."""
     work_s: float = checked(low=0)
-    """Its own work in a step: `others_s` times the median ratio of the steps in which it was slow.
-    So the ratio is never below what counts as slow, however much the steps differ in length."""
+    """The rank's own work per step: `others_s` times the median ratio of its slow steps. So the
+    ratio is never below the threshold, however much the steps differ in length."""
     others_s: float = checked(low=0)
-    """The others' work, the median of the same steps."""
+    """Median work of the other ranks in the same steps."""
 
     def words(self, *, node: str | None = None) -> str:
-        """Return a sentence."""
+        """Return the episode as a sentence."""
         return SlowRank(self).words(node=node)
 
     def ratio(self) -> float:
-        """Return how many times the others' work its own was; 0 where theirs took no time."""
+        """Return the ratio to the other ranks' work; 0 if their work took no time."""
         return self.work_s / self.others_s if self.others_s else 0.0
 
 
 class SlowRank:
-    """One rank's times of slowness, told in one sentence."""
+    """All episodes of one rank, summarized in one sentence."""
 
     def __init__(self, *stragglers: Straggler) -> None:
-        """Take one rank's stragglers, in the order of time."""
+        """Take one rank's episodes in chronological order."""
         self._stragglers = stragglers
 
     @property
     def rank(self) -> int:
-        """Return the rank."""
+        """Return the number of the rank."""
         return self._stragglers[-1].rank
 
     @property
     def is_slow(self) -> bool:
-        """Tell whether the last time of slowness goes on."""
+        """Return True if the last episode has not ended."""
         return self._stragglers[-1].last_step is None
 
     def words(self, *, node: str | None = None) -> str:
-        """Return a sentence: since when or from when to when, and by how much at the worst."""
+        """Return a sentence with the steps of the episodes and the worst ratio."""
         first, last, count = self._stragglers[0], self._stragglers[-1], len(self._stragglers)
         worst = max(self._stragglers, key=Straggler.ratio)
         at = f" on {node}" if node else ""
@@ -93,30 +93,30 @@ class SlowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """One row."""
+class _Row:
+    """The work of all ranks in one row."""
 
     step: int
     steps: int
     work: tuple[float, ...]
     others: tuple[float, ...]
-    """For each rank the median work of all others."""
+    """For each rank, the median work of the others."""
 
     def ratio(self, rank: int) -> float:
         return self.work[rank] / self.others[rank] if self.others[rank] else 1.0
 
 
 class StragglerWatch:
-    """Takes in rows as they come, and says when a rank becomes slow or is well again."""
+    """Detects from each new row which ranks become slow, or are no longer slow."""
 
     def __init__(self) -> None:
-        self._rows: deque[_Seen] = deque(maxlen=_ROWS)
+        self._rows: deque[_Row] = deque(maxlen=_ROWS)
         self._slow: dict[int, Straggler] = {}
-        self._episodes: dict[int, deque[_Seen]] = {}
-        """The rows in which each rank that is slow now was slow."""
+        self._episodes: dict[int, deque[_Row]] = {}
+        """For each slow rank, the rows in which it was slow."""
 
     def add(self, row: Mapping[str, Any]) -> list[Straggler]:
-        """Return the ranks that this row shows to be slow, or not to be any more."""
+        """Return the episodes that begin or end with this row."""
         times = rank_times(row)
         if times is None or row["step"] <= _WARM_UP_STEPS or len(times.data) < 2:
             return []
@@ -126,23 +126,23 @@ class StragglerWatch:
             self._slow.clear()
             self._episodes.clear()
         elif self._rows and row["step"] <= self._rows[-1].step:
-            # Ranks that were started again repeat steps.
+            # Restarted ranks repeat steps.
             self._rows.clear()
-        self._rows.append(_Seen(row["step"], times.steps, work, _others(work)))
+        self._rows.append(_Row(row["step"], times.steps, work, _others(work)))
         is_even = max(work) < _SLOW * min(work)
         if (is_even and not self._slow) or sum(each.steps for each in self._rows) < _STEPS:
             return []
-        return [news for rank in range(len(work)) if (news := self._look_at(rank)) is not None]
+        return [change for rank in range(len(work)) if (change := self._update(rank)) is not None]
 
     def slow(self) -> list[Straggler]:
-        """Return the ranks that are slow now."""
+        """Return the current episode of each slow rank."""
         return [self._measured(each) for each in self._slow.values()]
 
     def is_slow(self, rank: int) -> bool:
-        """Tell whether one rank is slow now."""
+        """Return True if the rank is slow now."""
         return rank in self._slow
 
-    def _look_at(self, rank: int) -> Straggler | None:
+    def _update(self, rank: int) -> Straggler | None:
         ratio = statistics.median(each.ratio(rank) for each in self._rows)
         known = self._slow.get(rank)
         if known is not None and ratio < _WELL:
@@ -161,79 +161,81 @@ class StragglerWatch:
         return self._measured(first)
 
     def _difference_s(self, rank: int) -> float:
-        """Return how much longer the rank's work takes than the others', in recent rows."""
+        """Return the median difference between the rank's and the others' work in recent rows."""
         return statistics.median(each.work[rank] - each.others[rank] for each in self._rows)
 
     def _measured(self, straggler: Straggler) -> Straggler:
-        """Return the straggler with the medians over its whole episode."""
+        """Return the episode with the medians over its rows."""
         rows, rank = self._episodes[straggler.rank], straggler.rank
         ratio = statistics.median(each.ratio(rank) for each in rows)
         others_s = statistics.median(each.others[rank] for each in rows)
         return replace(straggler, work_s=ratio * others_s, others_s=others_s)
 
     def _since(self, rank: int) -> int:
-        """Return the first step of the present slowness that is still known."""
+        """Return the first step of the current episode among the recent rows."""
         slow = itertools.takewhile(lambda each: each.ratio(rank) >= _SLOW, reversed(self._rows))
         return min((each.step - each.steps + 1 for each in slow), default=self._rows[-1].step)
 
 
 @dataclass(slots=True)
-class _Told:
-    """One rank as the console has it."""
+class _Reported:
+    """The reports so far about one rank."""
 
-    spells: list[Straggler] = field(default_factory=list)
-    """The ended times of slowness that the next sentence counts."""
-    is_told: bool = False
-    """The last sentence said that it is slow."""
+    ended: list[Straggler] = field(default_factory=list)
+    """Ended episodes that the next report includes."""
+    is_slow: bool = False
+    """True if the last report was that the rank is slow."""
     settle_steps: int = 0
-    """It must not be slow for so long before its end is told."""
+    """Number of steps without slowness before the end of an episode is reported."""
     remind_steps: int = _REMIND_STEPS
     remind_at: int = 0
 
 
 class StragglerNews:
-    """Takes in rows as they come, and picks what is worth a line on a console.
+    """Selects from the episodes of all ranks the reports for a console.
 
-    A slow rank is told at once when it begins. On a busy machine ranks are slow for moments, in
-    turns. So from the second time on the end is told only once the rank has been well for a while,
-    which doubles each time, and what comes in between is counted. A rank that stays slow is told
-    again after steps that double, too. So a rank has some 20 lines in 100,000 steps, and one that
-    is slow never has a last line that says otherwise.
+    The start of a rank's first episode is reported immediately. On a busy machine, ranks take turns
+    being slow for a moment. So from the second episode on, an end is reported only after the rank
+    has not been slow for a number of steps, which doubles each time; episodes in between are
+    counted. A rank that stays slow is reported again after a number of steps that doubles, too.
+    This gives about 20 lines per rank in 100,000 steps. The last line about a slow rank is always
+    that it is slow.
     """
 
     def __init__(self) -> None:
         self._watch = StragglerWatch()
-        self._told: defaultdict[int, _Told] = defaultdict(_Told)
+        self._reported: defaultdict[int, _Reported] = defaultdict(_Reported)
 
     def add(self, row: Mapping[str, Any]) -> list[SlowRank]:
-        """Return the ranks to tell of after this row."""
+        """Return the reports that are due after this row."""
         for each in self._watch.add(row):
-            told = self._told[each.rank]
+            reported = self._reported[each.rank]
             if each.last_step is not None:
-                told.spells.append(each)
-        return [news for rank in [*self._told] if (news := self._news(rank, row["step"]))]
+                reported.ended.append(each)
+        return [report for rank in [*self._reported] if (report := self._report(rank, row["step"]))]
 
-    def _news(self, rank: int, step: int) -> SlowRank | None:
-        told = self._told[rank]
+    def _report(self, rank: int, step: int) -> SlowRank | None:
+        """Return the report about one rank if it is due at this step."""
+        past = self._reported[rank]
         if self._watch.is_slow(rank):
-            if told.is_told and step < told.remind_at:
+            if past.is_slow and step < past.remind_at:
                 return None
-            told.remind_steps *= 2 if told.is_told else 1
-            told.is_told, told.remind_at = True, step + told.remind_steps
-            present = next(each for each in self._watch.slow() if each.rank == rank)
-            return SlowRank(*told.spells, present)
-        settled_at = (told.spells[-1].last_step or 0) + told.settle_steps if told.spells else 0
-        if not told.is_told or step < settled_at:
+            past.remind_steps *= 2 if past.is_slow else 1
+            past.is_slow, past.remind_at = True, step + past.remind_steps
+            current = next(each for each in self._watch.slow() if each.rank == rank)
+            return SlowRank(*past.ended, current)
+        settled_at = (past.ended[-1].last_step or 0) + past.settle_steps if past.ended else 0
+        if not past.is_slow or step < settled_at:
             return None
-        # Without an ended spell the run has gone on with other ranks.
-        news = SlowRank(*told.spells) if told.spells else None
-        told.spells, told.is_told = [], False
-        told.settle_steps = max(_SETTLE_STEPS, 2 * told.settle_steps)
-        return news
+        # Without an ended episode the run was restarted on other ranks.
+        report = SlowRank(*past.ended) if past.ended else None
+        past.ended, past.is_slow = [], False
+        past.settle_steps = max(_SETTLE_STEPS, 2 * past.settle_steps)
+        return report
 
 
 def by_rank(stragglers: Iterable[Straggler]) -> list[SlowRank]:
-    """Return each rank that was slow, the one that was slow last at the end."""
+    """Return each rank with episodes; the rank with the latest episode is last."""
     found: dict[int, list[Straggler]] = {}
     for each in stragglers:
         found[each.rank] = found.pop(each.rank, [])
@@ -242,7 +244,7 @@ def by_rank(stragglers: Iterable[Straggler]) -> list[SlowRank]:
 
 
 def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
-    """Return every rank that was slow for a while, in the order of time."""
+    """Return all episodes in chronological order."""
     watch, ended = StragglerWatch(), []
     for row in rows:
         if "loss" in row:
@@ -251,9 +253,9 @@ def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
 
 
 def _others(work: Sequence[float]) -> tuple[float, ...]:
-    """Return the median of all other ranks' work, for each rank."""
+    """Return for each rank the median work of the other ranks."""
     order = sorted(work)
-    # The median without one value is among the two or three in the middle.
+    # Without one value, the median is one of the two or three middle values.
     middle, is_odd = len(order) // 2, len(order) % 2
     found = []
     for own in work:

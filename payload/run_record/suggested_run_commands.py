@@ -1,4 +1,4 @@
-"""Commands on one run that messages tell the user to type."""
+"""Commands on one run that messages suggest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths
 
 
 def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
-    """Return the command line by which orchestrate does `verb` to this run, wherever its folder is.
+    """Return the orchestrate command that applies `verb` to this run.
 
-    The run's id comes last in `verb`, as in `status` or `run --resume`.
+    The run id follows `verb`, as in `status RUN` or `run --resume RUN`. `--runs-dir` is added if
+    the run is not in the default folder.
     """
-    words = [*verb.split(), paths.run_id, *arguments]
+    argv = [*verb.split(), paths.run_id, *arguments]
     runs_dir = paths.root.absolute().parent
     default = Path(DEFAULT_RUNS_DIR)
     if default.is_symlink() or runs_dir.resolve() != default.resolve():
         within = runs_dir.is_relative_to(Path.cwd())
-        words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
-    return command("orchestrate", *words)
+        argv += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
+    return command("orchestrate", *argv)

@@ -1,6 +1,6 @@
-"""CONTRACT: a run's trackers run in a process of their own, beside whoever follows the run.
+"""CONTRACT: a run's trackers run in a separate process.
 
-They may not take a step's time, nor end a run: what they do wrong is a note.
+They must not slow down a step or end a run: their failures are notes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LEAVE_S = 10.0
 
 
 def wanted_trackers(to: Sequence[str]) -> tuple[str, ...]:
-    """Return the trackers' names; `auto` is trackio where it is installed."""
+    """Return the names of the requested trackers; `auto` is trackio if it is installed."""
     auto = (AUTO_TRACKER,) if _is_installed(AUTO_TRACKER) else ()
     names = [name for each in to for name in (auto if each == "auto" else (each,))]
     return tuple(dict.fromkeys(names))
 
 
 def installed_trackers(to: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the wanted ones whose packages are here."""
+    """Return the requested trackers whose packages are installed."""
     return tuple(name for name in wanted_trackers(to) if _is_installed(name))
 
 
@@ -36,15 +36,15 @@ def missing_notes(config: RunConfig) -> list[str]:
     """Return a line for each tracker whose package is not installed."""
     missing = set(wanted_trackers(config.track.to)) - set(installed_trackers(config.track.to))
     return [
-        f"note: track.to = {name}: its package is not installed here, so the run goes on without "
-        f"it. Install it with: pip install {name}"
+        f"note: track.to = {name}: its package is not installed, so the run continues without it. "
+        f"Install it with: pip install {name}"
         for name in sorted(missing)
     ]
 
 
 @contextmanager
 def tracked(paths: RunPaths, config: RunConfig) -> Iterator[None]:
-    """Within it, new rows go to the run's trackers as they come."""
+    """Send new rows of the run to its trackers within the block."""
     process = None
     if installed_trackers(config.track.to):
         with suppress(OSError):
@@ -63,30 +63,32 @@ def tracked(paths: RunPaths, config: RunConfig) -> Iterator[None]:
 
 
 def hand_over(paths: RunPaths, config: RunConfig) -> list[str]:
-    """Give a run that has ended to its trackers, whole; return what went wrong, a line each."""
+    """Send a run that has ended to its trackers; return a note for each failure."""
     if not installed_trackers(config.track.to):
         return []
     try:
         process = report_process([str(paths.root), "--track"])
     except OSError as error:
-        return [f"note: no tracker was started: {one_line(error)}"]
+        return [f"note: the trackers cannot be started: {one_line(error)}"]
     try:
-        _, said = process.communicate(timeout=_END_S)
+        _, stderr = process.communicate(timeout=_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return [f"note: the trackers took longer than {_END_S:g} s and were ended"]
-    lines = said.splitlines()
-    said_before = missing_notes(config)
-    notes = [line for line in lines if line.startswith("note: ") and line not in said_before]
+        return [f"note: the trackers took longer than {_END_S:g} s and were killed"]
+    lines = stderr.splitlines()
+    earlier = missing_notes(config)
+    notes = [line for line in lines if line.startswith("note: ") and line not in earlier]
     if process.returncode and not notes:
-        notes = [f"note: the trackers ended: {one_line(lines[-1] if lines else 'no reason given')}"]
+        notes = [
+            f"note: the trackers failed: {one_line(lines[-1] if lines else 'no reason given')}"
+        ]
     return notes
 
 
 def _is_installed(name: str) -> bool:
     with suppress(ImportError, ValueError):
         found = importlib.util.find_spec(name)
-        # A folder of that name where the user is, as wandb leaves one, is no package.
+        # A folder of that name in the current folder, such as wandb's, is not a package.
         return found is not None and found.origin is not None
     return False

@@ -1,1 +1,1 @@
-"""Prometheus itself, on real runs: the metrics, the dashboards' queries and the alerts."""
+"""Metrics, dashboard queries and alerts of real runs in a real Prometheus."""

@@ -1,4 +1,4 @@
-"""A real run of two ranks with Prometheus beside it; where Prometheus is not installed, a note."""
+"""A real run of two ranks that a real Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.launching import TINY_RUN
 
 @pytest.fixture(scope="module")
 def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A run that goes on, scraped by a Prometheus whose alerts have short thresholds."""
+    """A long run, scraped by a Prometheus whose alerts have short thresholds."""
     folder = tmp_path_factory.mktemp("watched")
     config = folder / "run.toml"
     config.write_text(TINY_RUN.format(data=tiny_data), encoding="utf-8")
@@ -31,10 +31,10 @@ def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         f"storage.results={folder / 'store'}",
     )
     orchestrate = [sys.executable, "-m", "payload.orchestrate"]
-    which = ["--runs-dir", str(folder / "runs")]
+    runs_dir = ["--runs-dir", str(folder / "runs")]
     start = [*orchestrate, "run", "--config", str(config), "--run-id", "watched", "--detach"]
-    start += [*which, "--inventory", "local"]
-    start += [word for each in settings for word in ("--set", each)]
+    start += [*runs_dir, "--inventory", "local"]
+    start += [argument for each in settings for argument in ("--set", each)]
     subprocess.run(start, cwd=REPO, check=True, timeout=120, capture_output=True)
     paths = RunPaths(folder / "runs" / "watched")
     try:
@@ -49,5 +49,5 @@ def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             ) as pages:
                 yield Watched(url=pages[-1].removesuffix("/alerts"), paths=paths, pids=pids)
     finally:
-        stop = [*orchestrate, "stop", "watched", "--force", *which]
+        stop = [*orchestrate, "stop", "watched", "--force", *runs_dir]
         subprocess.run(stop, cwd=REPO, timeout=120, capture_output=True)

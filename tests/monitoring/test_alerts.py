@@ -1,4 +1,4 @@
-"""Each alert fires when its cause is there, and not before; on a real run: test_dashboards.py."""
+"""Each alert fires only with its cause; test_dashboards.py tests alerts of a real run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = Path(__file__).with_name("alerts_test.yml")
 
 
 @pytest.mark.processes
-def test_each_alert_fires_by_its_cause_and_not_without(promtool: str) -> None:
+def test_each_alert_fires_only_with_its_cause(promtool: str) -> None:
     done = subprocess.run(
         [promtool, "test", "rules", str(CASES)], capture_output=True, text=True, check=False
     )

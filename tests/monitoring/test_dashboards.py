@@ -29,13 +29,13 @@ def has_values(result: list[dict[str, Any]]) -> bool:
 def test_a_panel_shows_data(watched: Watched, name: str, panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
         query = filled_in(target["expr"], run=watched.paths.run_id)
-        ask = watched.now if target.get("instant") else watched.lately
-        # A rate needs two scrapes, an alert's count an evaluation.
-        wait_for(lambda: has_values(ask(query)), f"data of {name}: {query}")  # noqa: B023
+        fetch = watched.now if target.get("instant") else watched.lately
+        # A rate needs two scrapes, the count of an alert one evaluation of the rules.
+        wait_for(lambda: has_values(fetch(query)), f"data of {name}: {query}")  # noqa: B023
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: str(path.stem))
-def test_the_choices_of_a_dashboard_are_there(watched: Watched, path: Any) -> None:
+def test_the_variables_of_a_dashboard_have_values(watched: Watched, path: Any) -> None:
     for variable in load(path)["templating"]["list"]:
         query = filled_in(variable["query"]["query"], run=watched.paths.run_id)
         selector, _, label = query.removeprefix("label_values(").removesuffix(")").rpartition(", ")
@@ -59,7 +59,7 @@ def test_prometheus_has_every_metric_with_its_labels(watched: Watched) -> None:
     assert ranks == {"0", "1"}
 
 
-def test_the_steps_before_prometheus_began_are_one_curve_with_those_after(watched: Watched) -> None:
+def test_steps_before_and_after_the_start_of_prometheus_form_one_series(watched: Watched) -> None:
     (first,) = watched.now('min_over_time(tileforge_step{run="watched"}[30m])')
     (last,) = watched.now('tileforge_step{run="watched"}')
     assert float(first["value"][1]) == 1 and float(last["value"][1]) > 45
@@ -68,14 +68,14 @@ def test_the_steps_before_prometheus_began_are_one_curve_with_those_after(watche
 def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
     watched: Watched,
 ) -> None:
-    """The last test here: it stops the run that the others look at."""
-    wanted = {"RunMakesNoProgress", "CheckpointIsOld"}
-    assert not wanted & watched.firing()
+    """The last test in the file: it stops the run that the other tests query."""
+    expected = {"RunMakesNoProgress", "CheckpointIsOld"}
+    assert not expected & watched.firing()
     for pid in watched.pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: wanted <= watched.firing(), "both alerts", timeout_s=100)
+        wait_for(lambda: expected <= watched.firing(), "both alerts", timeout_s=100)
     finally:
         for pid in watched.pids:
             os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not wanted & watched.firing(), "the end of both", timeout_s=100)
+    wait_for(lambda: not expected & watched.firing(), "the end of both", timeout_s=100)

@@ -1,4 +1,4 @@
-"""The files that Prometheus and Grafana read, by promtool and by Grafana's documented form."""
+"""Configuration of Prometheus and Grafana, checked with promtool and Grafana's documentation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNITS = {"none", "s", "bytes", "decmbytes", "Bps", "percent", "percentunit", "c
 
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["config", "rules"])
-def test_promtool_finds_no_fault(promtool: str, what: str, tmp_path: Path) -> None:
+def test_promtool_accepts_the_files(promtool: str, what: str, tmp_path: Path) -> None:
     name = "prometheus.yml" if what == "config" else "alerts.yml"
     argv = [promtool, "check", what, str(FILES / name)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -35,7 +35,7 @@ def test_promtool_finds_no_fault(promtool: str, what: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: str(path.stem))
-def test_a_dashboard_has_the_form_that_grafana_documents(path: Path) -> None:
+def test_a_dashboard_follows_grafana_s_documented_format(path: Path) -> None:
     """https://grafana.com/docs/grafana/latest/dashboards/build-dashboards/view-dashboard-json-model/"""
     found = load(path)
     assert found["uid"] == f"tileforge-{path.stem}" and len(found["uid"]) <= 40
@@ -95,7 +95,7 @@ def test_a_local_grafana_gets_its_own_addresses_and_folders(tmp_path: Path) -> N
     assert f"path: {tmp_path}/dashboards\n" in texts[1]
 
 
-def test_the_key_of_grafana_s_packages_is_the_one_that_is_documented() -> None:
+def test_the_key_of_grafana_s_packages_has_the_documented_fingerprint() -> None:
     """RFC 4880, 12.2: a V4 key's fingerprint is the SHA-1 of its packet."""
     lines = (FILES / "grafana.asc").read_text(encoding="ascii").splitlines()
     body = [line for line in lines[lines.index("") + 1 :] if line and line[0] not in "=-"]

@@ -1,4 +1,4 @@
-"""The exporter's metrics of a run's store are what storage.json says."""
+"""The exporter's metrics of a run's store match storage.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def of_store(paths: RunPaths) -> dict[str, float]:
     return {name: value for name, value in found.items() if name.startswith("store_")}
 
 
-def test_a_store_that_fails_is_told_as_in_storage_json(tmp_path: Path) -> None:
+def test_the_metrics_of_a_failing_store_match_storage_json(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "a-run")
     paths.root.mkdir()
     assert of_store(paths) == {}
@@ -43,7 +43,7 @@ def test_a_store_that_fails_is_told_as_in_storage_json(tmp_path: Path) -> None:
     }
 
 
-def test_a_store_that_works_fails_for_no_time_and_may_have_no_checkpoint_yet(
+def test_a_working_store_has_failed_for_0_seconds_and_may_have_no_checkpoint(
     tmp_path: Path,
 ) -> None:
     paths = RunPaths(tmp_path / "a-run")

@@ -1,4 +1,4 @@
-"""Helpers of the tests: a Prometheus, the files that it reads, and the panels' queries."""
+"""Test helpers: queries to Prometheus, its configuration, and the panels of the dashboards."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A run, and the Prometheus that scrapes it."""
+    """A run and the Prometheus that scrapes it."""
 
     url: str
     paths: RunPaths
     pids: Sequence[int]
     """Process ids of the ranks' trainers."""
 
-    def ask(self, path: str, **parameters: str | float) -> Any:
-        """Return the data of an answer of Prometheus's HTTP API."""
+    def get(self, path: str, **parameters: str | float) -> Any:
+        """Return the data of a response of Prometheus's HTTP API."""
         query = urllib.parse.urlencode(parameters)
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as answer:
             found = json.load(answer)
@@ -44,26 +44,26 @@ class Watched:
         return found["data"]
 
     def now(self, expression: str) -> list[Json]:
-        """Return what an expression is now."""
-        found: list[Json] = self.ask("query", query=expression)["result"]
+        """Return the current values of an expression."""
+        found: list[Json] = self.get("query", query=expression)["result"]
         return found
 
     def lately(self, expression: str, *, seconds: float = 60.0) -> list[Json]:
-        """Return the curves of an expression over the last seconds."""
+        """Return the time series of an expression over the last `seconds`."""
         end = time.time()
-        found: list[Json] = self.ask(
+        found: list[Json] = self.get(
             "query_range", query=expression, start=end - seconds, end=end, step=1
         )["result"]
         return found
 
     def firing(self) -> set[str]:
         """Return the names of the alerts that fire now."""
-        alerts = self.ask("alerts")["alerts"]
+        alerts = self.get("alerts")["alerts"]
         return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
 
 
 def short_thresholds(files: Path, *, gpus: str) -> None:
-    """Copy the project's files to `files`, with alerts that fire after seconds."""
+    """Copy the configuration to `files`, with alerts that fire after seconds."""
     shutil.copytree(FILES, files)
     path = files / "alerts.yml"
     rules = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -80,7 +80,7 @@ def short_thresholds(files: Path, *, gpus: str) -> None:
 
 
 class Gpus:
-    """Serves what NVIDIA's DCGM exporter would for one GPU: test machines have none."""
+    """A fake of NVIDIA's DCGM exporter with one GPU."""
 
     _TEXT = "".join(
         f'# TYPE {name} gauge\n{name}{{gpu="0",UUID="GPU-1",modelName="none"}} {value}\n'
@@ -103,7 +103,7 @@ class Gpus:
                 self.wfile.write(text)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         self.address = f"127.0.0.1:{self._server.server_port}"
@@ -138,7 +138,7 @@ def load(path: Path) -> Json:
 
 
 def filled_in(text: str, *, run: str) -> str:
-    """Return a query with the dashboards' variables replaced as Grafana does it."""
+    """Return a query with the dashboards' variables replaced, as Grafana does it."""
     for name, value in (("run", run), ("rank", "1"), ("node", ".*")):
         text = text.replace(f"${name}", value)
     return text

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from payload.core.errors import PreflightError, UsageError
-from payload.monitor.local import in_origins_of_their_own, local_stack
+from payload.monitor.local import local_stack, with_random_hosts
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
 from payload.orchestrate.commands.run_options import DashboardOptions
@@ -177,7 +177,7 @@ def test_the_command_ends_all_that_it_started(
     request.close()
     mine = children(process.pid)
     assert len(mine) >= 2
-    while not (line := process.stderr.readline()).startswith("Where names"):
+    while not (line := process.stderr.readline()).startswith("If names under .localhost"):
         assert line
     assert f"(Safari, scripts): http://127.0.0.1:{address.port}/" in line
     process.send_signal(number)
@@ -192,10 +192,10 @@ def test_each_server_has_an_origin_of_its_own_and_its_pages_share_it() -> None:
         "http://127.0.0.1:8/graph?a=%7B",
         "http://127.0.0.1:8/",
     ]
-    pages = in_origins_of_their_own(plain)
+    pages = with_random_hosts(plain)
     hosts = [urlsplit(page).hostname for page in pages]
     assert len({"127.0.0.1", *hosts}) == 3 and hosts[1] == hosts[2]
-    assert in_origins_of_their_own(plain) != pages
+    assert with_random_hosts(plain) != pages
     back = [re.sub("tileforge-[0-9a-f]{16}[.]localhost", "127.0.0.1", page) for page in pages]
     assert back == plain
 

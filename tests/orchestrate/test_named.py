@@ -278,7 +278,9 @@ def test_a_linked_runs_folder_is_refused_before_training_begins(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").symlink_to("elsewhere")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"its place: --run-dir {tmp_path}/elsewhere/NAME$"):
+    with pytest.raises(
+        UsageError, match=f"To use its target, add --run-dir {tmp_path}/elsewhere/NAME$"
+    ):
         settings_of(parser().parse_args(["--config", "absent.toml"]), is_launched=False)
 
 

@@ -343,7 +343,7 @@ def test_the_default_folder_of_runs_is_no_link(
         assert main(words, os.environ) == ExitCode.USAGE
         assert "runs in this folder is a link, which is not followed" in capsys.readouterr().err
     assert report(["a"]) == ExitCode.USAGE
-    assert f"name its place: --runs-dir {runs}" in capsys.readouterr().err
+    assert f"To use its target, add --runs-dir {runs}" in capsys.readouterr().err
     assert names(runs) == ["d", "c", "b", "a"]
     assert remove(Path("runs"), "a") == 0
     assert names(runs) == ["d", "c", "b"]

@@ -1,4 +1,4 @@
-"""Every figure on a page against the file that it names, read here on its own way."""
+"""Compares every value on a page with its source file, without the project's own readers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _UNITS = {
 _UNITS |= {"d": 86400.0}
 
 _DEFAULTS = {"meta.json#task": "text"}
-"""Values that stand for a missing key."""
+"""Values of keys that may be missing."""
 
 
 def check_figures(browser: Browser, runs: Path) -> dict[str, str]:
-    """Compare all of the open page's figures; return their texts by run and source."""
+    """Compare all values on the open page; return their texts by run and source."""
     found = {}
     for each in browser.run(_COLLECT):
         folder = Files(runs / each["run"])
@@ -55,12 +55,12 @@ def check_figures(browser: Browser, runs: Path) -> dict[str, str]:
 def setting_text(value: object) -> str:
     """Return a setting as the page shows it."""
     if isinstance(value, list):
-        value = tuple(value)
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def shows(text: str, value: object, *, source: str) -> bool:
-    """Tell whether a text is this value, to half of the last digit that it has."""
+    """Return True if a text shows this value, rounded to its last digit."""
     if not isinstance(value, int | float):
         return text == str(value)
     read, step = 0.0, 1.0
@@ -69,7 +69,7 @@ def shows(text: str, value: object, *, source: str) -> bool:
         scale = 1.0 if source.endswith("memory_gib") else _UNITS.get(unit, 1.0)
         read += float(whole.replace(",", "") + decimals + power) * scale
         step = scale * 10.0 ** (int(power[1:] or 0) - max(0, len(decimals) - 1))
-    # Of two units, what is below the second one is left out.
+    # Text with two units omits the smaller ones.
     return bool(found) and abs(read - value) <= step * (0.5001 if len(found) == 1 else 1)
 
 
@@ -93,7 +93,7 @@ class Files:
         return json.loads((self._folder / name).read_text(encoding="utf-8"))
 
     def value(self, source: str) -> Any:
-        """Return what `summary.json#steps` names."""
+        """Return the value of a source such as `summary.json#steps`."""
         name, _, path = source.partition("#")
         if name == "metrics.jsonl":
             *kind, place, key = path.split(".")
@@ -108,12 +108,12 @@ class Files:
             elif source in _DEFAULTS:
                 return _DEFAULTS[source]
             else:
-                # A version's name may have dots itself.
+                # The name of a version can contain dots.
                 return found[".".join(path.split(".")[index:])]
         return found
 
     def derived(self, how: str) -> float:
-        """Compute what the page says that it computed."""
+        """Compute a derived value of the page."""
         kind, _, rest = how.partition(".")
         if kind == "time":
             return self._time()[rest]
@@ -141,7 +141,7 @@ class Files:
         )
 
     def rank_mean(self, part: str, rank: int) -> float:
-        """Return a rank's mean time of a part, its first step left out."""
+        """Return a rank's mean time in a part, without the first step."""
         assert part in TIMED_PARTS
         times = [row["ranks"] for row in self.steps if row["step"] > 1]
         total = sum(each[part][rank] * each["steps"] for each in times)
@@ -163,7 +163,7 @@ class Files:
 
 
 def check_curves(browser: Browser, runs: Path) -> None:
-    """Compare each point of the page's curves with the row that it is of."""
+    """Compare each point of the page's curves with its row of metrics.jsonl."""
     data = json.loads(browser.run("return document.getElementById('data').textContent"))
     for run in data["runs"]:
         files = Files(runs / run["id"])

@@ -1,4 +1,4 @@
-"""Real runs of a tiny model on two ranks, each ended in another way."""
+"""Real runs of a tiny model on two ranks, each with a different end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TIMEOUT_S = 180.0
 
 
 STEPS = 400
-"""Steps of the run that finishes: it is stopped at about 20 and loses a rank at about 40.
+"""Steps of the finished run, which is stopped at about step 20 and loses a rank at about 40.
 
-It goes on for seconds after that: on a busy machine the rank is killed much later than it is seen.
+It continues for seconds after that, because on a busy machine the rank is killed late.
 """
 TRACKERS = '["csv", "mlflow"]'
-"""Its trackers."""
+"""Trackers of the finished run."""
 
 
 def make_runs(folder: Path) -> Path:
-    """Return a runs folder with `stopped` and `resumed`, which have trackers."""
+    """Return a runs folder with the runs `stopped` and `resumed`, which have trackers."""
     data = make_data_folder(folder / "data", vocab_size=512)
     config = folder / "run.toml"
     config.write_text(TINY_RUN.format(data=data), encoding="utf-8")
@@ -43,9 +43,9 @@ def make_runs(folder: Path) -> Path:
 
 
 def make_failed_run(runs: Path) -> None:
-    """Add `failed` to the runs of `make_runs`."""
-    words = _words(runs, runs.parent / "run.toml", runs.parent / "inventory.json")
-    failing = [*words, "--run-id", "failed", "--set", "optimizer.lr=1e30"]
+    """Add the run `failed` to the folder of `make_runs`."""
+    argv = _argv(runs, runs.parent / "run.toml", runs.parent / "inventory.json")
+    failing = [*argv, "--run-id", "failed", "--set", "optimizer.lr=1e30"]
     done = subprocess.run(failing, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 40, done.stderr
     assert done.stderr.splitlines()[-1] == f"report: {RunPaths(runs / 'failed').report}"
@@ -62,43 +62,43 @@ def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
         f"track.to={TRACKERS}",
         f"storage.results={runs.parent / 'store'}",
     )
-    words = _words(runs, config, inventory, *settings)
-    first = subprocess.Popen([*words, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
+    argv = _argv(runs, config, inventory, *settings)
+    first = subprocess.Popen([*argv, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
     before = wait_for_steps(paths, step=10)
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=TIMEOUT_S)
-    assert first.returncode == 130, said.decode()
-    printed(runs / "stopped").write_bytes(said)
+    _, stderr = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 130, stderr.decode()
+    printed(runs / "stopped").write_bytes(stderr)
     shutil.copytree(paths.root, runs / "stopped")
     _rename(RunPaths(runs / "stopped"))
-    second = subprocess.Popen([*words, "--resume", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
+    second = subprocess.Popen([*argv, "--resume", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
     pids = wait_for_steps(paths, step=40, after=before)
     os.kill(pids[1], signal.SIGKILL)
-    _, said = second.communicate(timeout=TIMEOUT_S)
-    assert second.returncode == 0, said.decode()
-    assert said.decode().splitlines()[-1] == f"report: {paths.report}"
-    printed(paths.root).write_bytes(said)
+    _, stderr = second.communicate(timeout=TIMEOUT_S)
+    assert second.returncode == 0, stderr.decode()
+    assert stderr.decode().splitlines()[-1] == f"report: {paths.report}"
+    printed(paths.root).write_bytes(stderr)
 
 
 def printed(run: Path) -> Path:
-    """Return the path of what the command of a run wrote to stderr."""
+    """Return the file with the stderr of a run's command."""
     return run.parent.with_name(f"{run.name}.stderr")
 
 
 def _rename(paths: RunPaths) -> None:
-    """Give a copied run an id of its own, as its folder's name is."""
+    """Set the id of a copied run to its folder's name."""
     for path in (paths.state, paths.summary, paths.plan):
         values = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**values, "run_id": paths.run_id}), encoding="utf-8")
 
 
 def _priced_inventory() -> str:
-    here = load_cluster("local", env={}).inventory
-    nodes = tuple(replace(node, hourly_usd=HOURLY_USD) for node in here.nodes)
-    return replace(here, nodes=nodes).to_json()
+    local = load_cluster("local", env={}).inventory
+    nodes = tuple(replace(node, hourly_usd=HOURLY_USD) for node in local.nodes)
+    return replace(local, nodes=nodes).to_json()
 
 
-def _words(runs: Path, config: Path, inventory: Path, *settings: str) -> list[str]:
+def _argv(runs: Path, config: Path, inventory: Path, *settings: str) -> list[str]:
     return [
         *(sys.executable, "-m", "payload.orchestrate", "run", "--config", str(config)),
         *("--inventory", str(inventory), "--runs-dir", str(runs)),

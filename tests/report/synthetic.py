@@ -1,4 +1,4 @@
-"""Run folders that no real run leaves soon: hostile ones, and one of 100,000 steps."""
+"""Synthetic run folders: with hostile text, and with any number of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = (
 
 
 def make_hostile(source: Path, target: Path) -> None:
-    """Copy a run; everything in it that is text becomes markup."""
+    """Copy a run and replace every text in it with markup."""
     shutil.copytree(source, target)
     paths = RunPaths(target)
     text = " ".join(HOSTILE)
@@ -46,7 +46,7 @@ def make_hostile(source: Path, target: Path) -> None:
 
 
 def make_long(source: Path, target: Path, *, steps: int, ranks: int) -> None:
-    """Copy a run, and give it so many steps on so many ranks."""
+    """Copy a run and give it `steps` steps on `ranks` ranks."""
     shutil.copytree(source, target)
     paths = RunPaths(target)
     for path in (paths.state, paths.summary, paths.plan):

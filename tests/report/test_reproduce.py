@@ -1,4 +1,4 @@
-"""The commands on the page that prepare the data again."""
+"""The page's commands that prepare the data again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def meta(tmp_path: Path) -> DataMeta:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "options"),
     [
         ({"source": "stdlib: Python 3.11.2"}, "--source stdlib"),
         (
@@ -74,11 +74,11 @@ def meta(tmp_path: Path) -> DataMeta:
     ],
 )
 def test_data_is_prepared_again_with_its_source_task_and_tokenizer(
-    fields: dict[str, Any], words: str, meta: DataMeta
+    fields: dict[str, Any], options: str, meta: DataMeta
 ) -> None:
     meta = replace(meta, **fields)
     line, *notes = prepare_lines(meta, out="data/mine")
-    assert line.endswith(f"prepare {words} --tokenizer {meta.tokenizer} --out data/mine")
+    assert line.endswith(f"prepare {options} --tokenizer {meta.tokenizer} --out data/mine")
     typed = shlex.split(line)
     assert parser().parse_args(typed[typed.index("prepare") :]).out == Path("data/mine")
     assert all(note.startswith("# If it was made with other options") for note in notes)
@@ -95,7 +95,7 @@ def test_data_is_prepared_again_with_its_source_task_and_tokenizer(
         "jsonl: a, b\nrm -r /",
     ],
 )
-def test_a_source_that_does_not_tell_all_inputs_is_no_command(source: str, meta: DataMeta) -> None:
+def test_a_source_without_all_inputs_gives_a_comment(source: str, meta: DataMeta) -> None:
     lines = prepare_lines(replace(meta, source=source), out="data/mine")
     assert len(lines) == 1 and "\n" not in lines[0]
     assert lines[0].startswith("# Repeat the command that made data/mine of ")
@@ -105,8 +105,8 @@ def test_the_command_makes_the_same_data_again(tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"text": "one two"}\n{"text": "three four"}\n{"text": "five"}\n' * 9)
     first, second = tmp_path / "first", tmp_path / "second"
-    words = ["--source", "jsonl", "--input", str(text), "--quiet"]
-    assert main(["prepare", *words, "--out", str(first)]) == 0
+    options = ["--source", "jsonl", "--input", str(text), "--quiet"]
+    assert main(["prepare", *options, "--out", str(first)]) == 0
     typed = shlex.split(prepare_lines(load_meta(first), out=str(second))[0])
     assert main([*typed[typed.index("prepare") :], "--quiet"]) == 0
     assert load_meta(second) == load_meta(first)
@@ -117,12 +117,12 @@ ESCAPES = (
     "a'\x9bm' $(touch PWNED) '",
     "\x1b]a\x07'; touch PWNED #",
 )
-"""The escape sequence goes with a quote where it is removed from a quoted word."""
+"""Removing the escape sequence from a quoted argument would remove a quote, too."""
 
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_control_character_does_not_take_a_quote_with_it(name: str, meta: DataMeta) -> None:
-    """The page shows no control character: nothing may be removed after quoting."""
+    """The page removes control characters, which must happen before quoting."""
     line, _ = prepare_lines(
         replace(meta, source=f"jsonl: {name}", tokenizer=name), out=f"data/{name}"
     )

@@ -1,4 +1,4 @@
-"""Trackers with their real packages, offline: what they keep is what the run's files say."""
+"""Trackers with their real packages, offline: their data matches the run's files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIMEOUT_S = 200
 
 
 def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
-    """Copy the stopped run, with these trackers in its config and nothing tracked yet."""
+    """Copy the stopped run, with these trackers in its config and no tracked data."""
     shutil.copytree(
         runs / "stopped", target, ignore=shutil.ignore_patterns(RunPaths(target).track.name)
     )
@@ -52,7 +52,7 @@ def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
     return paths
 
 
-def hand_over(paths: RunPaths, env: dict[str, str]) -> str:
+def send(paths: RunPaths, env: dict[str, str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "payload.report", "--track", str(paths.root)],
         cwd=REPO,
@@ -72,17 +72,17 @@ def losses(paths: RunPaths, key: str) -> list[list[float]]:
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("tracker", PACKAGES)
-def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
+def test_a_tracker_s_offline_data_matches_the_files_and_has_no_key(
     tracker: str, runs: Path, tmp_path: Path
 ) -> None:
     paths = tracked_copy(runs, tmp_path / "runs" / "one", tracker)
     env = environment(
         tracker, TRACKIO_DIR=str(tmp_path / "trackio"), WANDB_API_KEY=KEY, HF_TOKEN=KEY
     )
-    assert hand_over(paths, env) == ""
+    assert send(paths, env) == ""
     reader = Path(__file__).parent / "readers" / f"{tracker}.py"
     read = subprocess.run(
-        # -P: the readers are called like the packages.
+        # -P: the readers have the names of the packages.
         [sys.executable, "-P", str(reader), str(paths.track)],
         env=env,
         capture_output=True,
@@ -91,11 +91,12 @@ def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
         check=False,
     )
     assert read.returncode == 0, read.stderr
-    told, texts = json.loads(read.stdout.splitlines()[-1])
+    logged, texts = json.loads(read.stdout.splitlines()[-1])
     for key in ("loss", "val_loss"):
-        wanted = losses(paths, key)
-        assert [step for step, _ in told[key]] == [step for step, _ in wanted]
-        assert [value for _, value in told[key]] == pytest.approx([v for _, v in wanted], rel=1e-6)
+        expected = losses(paths, key)
+        assert [step for step, _ in logged[key]] == [step for step, _ in expected]
+        values = [value for _, value in expected]
+        assert [value for _, value in logged[key]] == pytest.approx(values, rel=1e-6)
     assert {"config", "summary"} <= set(texts)
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
@@ -105,13 +106,13 @@ def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
 @pytest.mark.ranks
 def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Path) -> None:
     paths = tracked_copy(runs, tmp_path / "runs" / "one", "csv")
-    assert hand_over(paths, dict(os.environ)) == ""
+    assert send(paths, dict(os.environ)) == ""
     with (paths.track / "csv" / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     kept = [[int(row["step"]), float(row["loss"])] for row in rows if row["loss"]]
     assert kept == losses(paths, "loss")
     shutil.copyfile(runs / "resumed" / "metrics.jsonl", paths.metrics)
-    assert hand_over(paths, dict(os.environ)) == ""
+    assert send(paths, dict(os.environ)) == ""
     text = (paths.track / "csv" / "metrics.csv").read_text(encoding="utf-8")
     assert len(text.splitlines()) == len(read_metrics(paths.metrics)) + 1
     summary = json.loads((paths.track / "csv" / "summary.json").read_text(encoding="utf-8"))
@@ -120,16 +121,18 @@ def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_path: Path) -> None:
+def test_a_tracker_that_fails_is_one_note_and_the_others_continue(
+    runs: Path, tmp_path: Path
+) -> None:
     paths = tracked_copy(runs, tmp_path / "runs" / "one", "wandb", "csv", "mlflow")
     broken = tmp_path / "broken" / "wandb"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('no\\nsuch \\x1b[31mthing')\n")
-    notes = hand_over(paths, {**os.environ, "PYTHONPATH": str(broken.parent)}).splitlines()
+    notes = send(paths, {**os.environ, "PYTHONPATH": str(broken.parent)}).splitlines()
     assert notes == [
-        "note: track.to = mlflow: its package is not installed here, so the run goes on without "
+        "note: track.to = mlflow: its package is not installed, so the run continues without "
         "it. Install it with: pip install mlflow",
-        "note: track.to: wandb failed; the run goes on without it: no.",
+        "note: track.to: wandb failed; the run continues without it: no.",
     ]
     assert (paths.track / "csv" / "metrics.csv").is_file()
 
@@ -137,7 +140,7 @@ def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("run", ["stopped", "resumed"])
-def test_a_real_run_is_tracked_while_it_goes_on_and_at_its_end(run: str, runs: Path) -> None:
+def test_a_real_run_is_tracked_while_it_runs_and_after_it(run: str, runs: Path) -> None:
     lines = printed(runs / run).read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if "track.to = mlflow" in line]) == 1
     paths = RunPaths(runs / run)
@@ -147,7 +150,7 @@ def test_a_real_run_is_tracked_while_it_goes_on_and_at_its_end(run: str, runs: P
     assert (paths.track / "csv" / "summary.json").is_file()
 
 
-def test_every_name_has_a_file() -> None:
+def test_every_tracker_has_a_module() -> None:
     folder = REPO / "payload" / "report" / "trackers"
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "registry"}
     assert files == set(TRACKERS)
@@ -170,20 +173,20 @@ def test_a_list_is_written_in_toml_or_with_commas(given: str, expected: Any) -> 
 
 
 @pytest.mark.parametrize("given", ["[1]", "7", "true", '["csv", "nosuch"]', '["a\\u001b"]'])
-def test_what_is_no_tracker_is_refused_in_one_line(given: str) -> None:
+def test_an_unknown_tracker_is_refused_in_one_line(given: str) -> None:
     with pytest.raises(Exception, match=r"track\.to") as caught:
         parse_run_config("", overrides=[f"track.to={given}"], where="test")
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_auto_is_trackio_where_it_is_installed() -> None:
+def test_auto_is_trackio_if_it_is_installed() -> None:
     config = parse_run_config("", where="test")
     assert wanted_trackers(config.track.to) in ((), ("trackio",))
     assert missing_notes(config) == []
 
 
 class Kept:
-    """A tracker that remembers its rows."""
+    """A tracker that records its rows."""
 
     starts_over: ClassVar[bool] = False
 
@@ -209,7 +212,7 @@ def test_every_row_comes_once_however_they_arrive(tmp_path: Path) -> None:
     kept = Kept()
     tracked = tracking.Tracked(name="kept", tracker=kept, last=-1, place=tmp_path / "kept.last")
     for end in range(len(rows) + 1):
-        tracked.log(rows[max(0, end - 2) : end])  # as after a resume, some come again
+        tracked.log(rows[max(0, end - 2) : end])  # as after a resume, some are repeated
     assert kept.rows == rows
     assert (tmp_path / "kept.last").read_text(encoding="ascii") == "14\n"
 
@@ -236,7 +239,7 @@ RUN = "0123456789abcdef" * 2
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand in for MLflow: each run's files go where MLFLOW_PLACE says; returns what was sent."""
+    """Fake MLflow with artifacts at MLFLOW_PLACE; return the list of uploads."""
     made: list[str] = []
 
     class Client:
@@ -273,7 +276,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["http://attacker/x", "file:///home/me", "mlflow-artifacts:/x"])
-def test_a_planted_mlflow_store_does_not_say_where_the_report_goes(
+def test_a_planted_mlflow_store_does_not_decide_where_the_report_goes(
     place: str, sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: meta.yaml in a run's folder had the report sent with the user's token."""
@@ -294,7 +297,7 @@ def test_a_planted_mlflow_store_does_not_say_where_the_report_goes(
     assert len(sent) == 1
 
 
-def test_a_folder_names_no_run_of_a_server(
+def test_a_run_folder_cannot_choose_a_run_on_a_server(
     sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: mlflow_run_id named another run of the user's server, which got the rows."""
@@ -308,11 +311,11 @@ def test_a_folder_names_no_run_of_a_server(
         tracker.end({}, tmp_path / "report.html")
     assert not [each for each in sent if each.startswith(RUN)] and len(sent) == 2
     monkeypatch.setattr(sys.modules["mlflow"].MlflowClient, "create_run", None)
-    mlflow.make().start(about)  # this user's own goes on
+    mlflow.make().start(about)  # this user's own run is continued
 
 
 @pytest.mark.processes
-def test_nobody_else_s_run_is_sent_and_no_linked_report(
+def test_an_unapproved_run_and_a_linked_report_are_not_sent(
     sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: report.html was a link to a private key, and run.toml named MLflow."""
@@ -320,18 +323,18 @@ def test_nobody_else_s_run_is_sent_and_no_linked_report(
     paths = make_run(tmp_path / "demo", settings=["track.to=mlflow,csv"])
     (tmp_path / "key").write_text("private")
     paths.report.symlink_to(tmp_path / "key")
-    said: list[str] = []
-    tracking.track(Run(paths), live=False, say=said.append)
-    assert "--track --to mlflow" in said[0] and len(said) == 1 and not sent
+    notes: list[str] = []
+    tracking.track(Run(paths), live=False, say=notes.append)
+    assert "--track --to mlflow" in notes[0] and len(notes) == 1 and not sent
     assert (paths.track / "csv").is_dir() and not (paths.track / "mlflow").exists()
-    tracking.track(Run(paths), live=False, say=said.append, named=["mlflow"])
+    tracking.track(Run(paths), live=False, say=notes.append, named=["mlflow"])
     note_named(paths, reaching(load_run_config(paths.config)))
-    tracking.track(Run(paths), live=False, say=said.append)
-    assert len(said) == 1 and not [each for each in sent if "report.html" in each]
+    tracking.track(Run(paths), live=False, say=notes.append)
+    assert len(notes) == 1 and not [each for each in sent if "report.html" in each]
     refused = make_run(tmp_path / "other", settings=["track.to=mlflow"])
     assert report([str(refused.root), "--track"]) == ExitCode.CONFIG
-    tracking.track(Run(refused), live=False, say=said.append, named=["mlflow"])
+    tracking.track(Run(refused), live=False, say=notes.append, named=["mlflow"])
     paths.report.unlink()
     paths.report.write_text("page")
-    tracking.track(Run(paths), live=False, say=said.append)
+    tracking.track(Run(paths), live=False, say=notes.append)
     assert [each for each in sent if "report.html" in each]

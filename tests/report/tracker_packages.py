@@ -1,6 +1,6 @@
-"""Trackers' real packages for tests: each in a folder of its own in the tests' cache.
+"""The trackers' real packages for tests, each in a separate folder of the tests' cache.
 
-They are large, and each wants its own versions of what others need: none is in the lock.
+They are not in the lock, because they are large and their requirements conflict.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = {
 
 
 def package_folder(tracker: str) -> Path:
-    """Return the folder with a tracker's package and all that it needs; installs it once."""
+    """Return the folder with a tracker's package and its requirements, installed on first use."""
     package = PACKAGES[tracker]
     folder = _CACHE / package.replace("==", "-")
     if not (folder / ".done").exists():
@@ -36,8 +36,8 @@ def package_folder(tracker: str) -> Path:
     return folder
 
 
-def environment(tracker: str, **more: str) -> dict[str, str]:
+def environment(tracker: str, **variables: str) -> dict[str, str]:
     """Return an environment in which the tracker's package can be imported."""
-    # The file store of MLflow's newest releases has to be asked for.
-    more["MLFLOW_ALLOW_FILE_STORE"] = "true"
-    return {**os.environ, "PYTHONPATH": str(package_folder(tracker)), **more}
+    # MLflow's newest releases require this for a file store.
+    variables["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    return {**os.environ, "PYTHONPATH": str(package_folder(tracker)), **variables}

@@ -26,8 +26,8 @@ from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.uploading import upload_all
 from tests.support.identities import write_identity
 
-CHECKED = "checked against the hashes that the head wrote"
-UNKNOWN = "nothing but the store vouches for it"
+CHECKED = "its manifest matches the hash that the head wrote"
+UNKNOWN = "not verified: this machine has no hash of its manifest from the head"
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_second_operator_and_an_older_run_go_on_with_a_line(
             found = bring(store, here, say=said.append)
             assert found is not None and content_of(found) == content_of(head.checkpoint(5))
             assert sum(UNKNOWN in line for line in said) == 1
-            assert ("the last one known is that of step_00000001" in said[-1]) is (known is head)
+            assert ("the last one is of step_00000001" in said[-1]) is (known is head)
             shutil.rmtree(here.checkpoints)
             said.clear()
     with pytest.raises(FileNotFoundError):

@@ -489,7 +489,7 @@ def test_a_second_supervisor_is_refused(tmp_path: Path, capfd: pytest.CaptureFix
     first = supervise(paths)
     wait_for_steps(paths, ranks=1)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.USAGE
-    assert "is being supervised already" in capfd.readouterr().err
+    assert "has a supervisor already" in capfd.readouterr().err
     ask_to_stop(paths, first)
     assert first.wait(DEADLINE_S) == ExitCode.OK
 

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import which
 from types import TracebackType
@@ -123,23 +124,39 @@ class Browser:
         return base64.b64decode(self._ask("POST", "/print", {}))
 
     def drag(self, selector: str, *, start: float, end: float) -> None:
-        """Drag across an element, between two fractions of its width."""
-        box = self.run(
+        """Drag over an element, between two fractions of its width."""
+        x, y = self._point(selector, start, 0.5)
+        to, _ = self._point(selector, end, 0.5)
+        self._point_at(
+            {"type": "pointerMove", "duration": 0, "x": x, "y": y},
+            {"type": "pointerDown", "button": 0},
+            {"type": "pointerMove", "duration": 20, "x": to, "y": y},
+            {"type": "pointerUp", "button": 0},
+        )
+
+    def hover(self, selector: str, *, across: float, down: float = 0.5) -> None:
+        """Move the pointer over an element, to a fraction of its width and its height."""
+        x, y = self._point(selector, across, down)
+        self._point_at({"type": "pointerMove", "duration": 0, "x": x, "y": y})
+
+    def double_click(self, selector: str) -> None:
+        """Double-click the middle of an element."""
+        x, y = self._point(selector, 0.5, 0.5)
+        press = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
+        self._point_at({"type": "pointerMove", "duration": 0, "x": x, "y": y}, *press, *press)
+
+    def _point(self, selector: str, across: float, down: float) -> tuple[int, int]:
+        left, top, width, height = self.run(
             "const found = document.querySelector(arguments[0]);"
             "found.scrollIntoView({block: 'center'});"
             "const box = found.getBoundingClientRect();"
             "return [box.left, box.top, box.width, box.height];",
             selector,
         )
-        left, top, width, height = box
-        y = round(top + height / 2)
-        moves = [
-            {"type": "pointerMove", "duration": 0, "x": round(left + width * start), "y": y},
-            {"type": "pointerDown", "button": 0},
-            {"type": "pointerMove", "duration": 20, "x": round(left + width * end), "y": y},
-            {"type": "pointerUp", "button": 0},
-        ]
-        source = {"type": "pointer", "id": "mouse", "actions": moves}
+        return round(left + width * across), round(top + height * down)
+
+    def _point_at(self, *actions: Mapping[str, object]) -> None:
+        source = {"type": "pointer", "id": "mouse", "actions": actions}
         self._ask("POST", "/actions", {"actions": [source]})
         self.settle()
 

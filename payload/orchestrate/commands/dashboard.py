@@ -18,8 +18,8 @@ from payload.machines.inventory import ClusterInventory
 from payload.monitor.local import (
     GRAFANA_PORT,
     PROMETHEUS_PORT,
-    answers,
     ended_by_sigterm,
+    is_healthy,
     local_stack,
     run_page,
     stay,
@@ -98,9 +98,9 @@ def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
         ports = stack.enter_context(forwarded(head, (GRAFANA_PORT, PROMETHEUS_PORT)))
         grafana, prometheus = (f"http://127.0.0.1:{port}" for port in ports)
         pages = []
-        if answers(f"{grafana}/api/health"):
+        if is_healthy(f"{grafana}/api/health"):
             pages.append(run_page(grafana, run_id))
-        if answers(f"{prometheus}/-/ready"):
+        if is_healthy(f"{prometheus}/-/ready"):
             pages.append(f"{prometheus}/alerts")
         if not pages:
             raise PreflightError(

@@ -1,1 +1,1 @@
-"""Where a run's numbers go besides its folder: a file a tracker, found by name."""
+"""Trackers that a run's numbers are sent to: one module per tracker, found by name."""

@@ -1,4 +1,4 @@
-"""The seam between a run folder and a tracker."""
+"""The interface between a run folder and a tracker."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 Row = Mapping[str, float]
-"""One step's or evaluation's numbers; `step` and `time_unix` are always there."""
+"""Numbers of one step or evaluation, always with `step` and `time_unix`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """The run that is tracked."""
+    """The tracked run."""
 
     run_id: str
     name: str
-    """run.name: what belongs together has one."""
+    """The setting run.name, which runs of one project share."""
     folder: Path
-    """The tracker's own folder within the run's."""
+    """The tracker's folder in the run folder."""
     config: Mapping[str, Any]
-    """Every setting, as `optimizer.lr`. It holds no key and no password."""
+    """All settings, by names such as `optimizer.lr`. They contain no keys or passwords."""
 
 
 class Tracker(Protocol):
-    """One tracker of one run. Whatever it raises is said once, and it is asked no more."""
+    """One tracker of one run. Its first exception is logged and disables it."""
 
     starts_over: ClassVar[bool]
-    """True if it forgets what it had and takes all rows again when a run is continued."""
+    """True if the tracker discards its data and needs all rows again when a run is resumed."""
 
     def start(self, about: About) -> None:
-        """Open the run, or go on with it. Raises ImportError without the package."""
+        """Open or continue the run. Raises ImportError without the tracker's package."""
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Take rows in the order in which they came."""
+        """Log rows in chronological order."""
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Take the results and the page, and close. Without a summary the run goes on."""
+        """Log the results and the page, and close. With an empty summary the run continues."""

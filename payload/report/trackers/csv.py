@@ -1,4 +1,4 @@
-"""metrics.csv: for a spreadsheet."""
+"""metrics.csv, for spreadsheets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE = "metrics.csv"
 
 
 class CsvTracker:
-    """Writes a table with a line for each row, and the settings and results beside it."""
+    """Writes a table with one line per row, and files with the settings and the results."""
 
     starts_over: ClassVar[bool] = True
 
@@ -31,7 +31,7 @@ class CsvTracker:
         write_whole(about.folder / "config.json", json.dumps(dict(about.config), indent=2) + "\n")
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Append rows; one with a new column has the file written again with it."""
+        """Append rows; if a row has a new column, rewrite the file with that column."""
         self._rows += rows
         new = dict.fromkeys(name for row in rows for name in row if name not in self._names)
         if new:
@@ -42,7 +42,7 @@ class CsvTracker:
                 file.write(self._lines(rows, head=False))
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Write the results; the page is in the run's folder anyway."""
+        """Write the results. The page is already in the run folder."""
         del report
         if summary:
             write_whole(self._folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""MLflow: files below the run, unless MLFLOW_TRACKING_URI names a server."""
+"""MLflow: a file store in the run folder, unless MLFLOW_TRACKING_URI is set to a server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MOST_AT_ONCE = 1_000
 _MOST_PARAMETERS = 100
 _ID = "mlflow_run_id"
 _RUN = re.compile(r"([0-9a-f]{32})(?: ([0-9a-f]{64}))?")
-"""The run's id, and a proof that this user's tracker got it from the server."""
+"""The run's id, and a signed proof that this user's tracker created the run on the server."""
 
 
 class MlflowTracker:
-    """Logs to a file store; a password for a server stays in the environment."""
+    """Logs to a file store or a server. A password for the server stays in the environment."""
 
     starts_over: ClassVar[bool] = False
 
@@ -33,8 +33,8 @@ class MlflowTracker:
         """The file store; None for a server."""
 
     def start(self, about: About) -> None:
-        """Make the experiment and the run, or go on with them."""
-        # The file store is deprecated, not gone; it is the one that needs no database.
+        """Create or continue the experiment and the run."""
+        # The file store is deprecated but still works, and is the only one without a database.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -73,7 +73,7 @@ class MlflowTracker:
             self._client.log_batch(self._run, metrics=metrics[first : first + _MOST_AT_ONCE])
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log results as tags and the page as an artifact, and close."""
+        """Log the results as tags and the page as an artifact, and close the run."""
         for name, value in summary.items():
             self._client.set_tag(self._run, f"summary.{name}", str(value)[:500])
         if report is not None:
@@ -84,9 +84,10 @@ class MlflowTracker:
             self._client.set_terminated(self._run, status=status)
 
     def _require_own_store(self) -> None:
-        """Raise ConfigError where the store's own files have the report go elsewhere.
+        """Raise ConfigError if the file store would put the report elsewhere.
 
-        They name the place of a run's files, which may be another folder or a server.
+        The store's files contain the location of a run's artifacts, which may be another folder or
+        a server.
         """
         if self._store is None:
             return
@@ -94,15 +95,16 @@ class MlflowTracker:
         own = f"{self._store.as_uri()}/{found.experiment_id}/{self._run}/artifacts"
         if found.artifact_uri != own:
             raise ConfigError(
-                f"{self._store} was made for another folder: its run's files would go to "
+                f"{self._store} was made for another folder: the run's files would go to "
                 f"{found.artifact_uri}. Move {self._store.parent} away"
             )
 
 
 def _known_run(known: Path, *, server: str | None) -> str:
-    """Return the id of the run to go on with; empty for a new one.
+    """Return the id of the run to continue; empty for a new run.
 
-    Of a server only a run that this user's tracker made: a folder could name any other one there.
+    On a server, only a run that this user's tracker created is continued: an untrusted run folder
+    could contain the id of any other run there.
     """
     try:
         found = _RUN.fullmatch(read_bytes(known).decode(errors="replace").strip())

@@ -13,7 +13,7 @@ from payload.report.trackers.base import About, Row, Tracker
 
 
 class TensorboardTracker:
-    """Writes new event files: what a resume trained again must not be there twice."""
+    """Writes new event files, so that steps repeated after a resume do not appear twice."""
 
     starts_over: ClassVar[bool] = True
 
@@ -59,7 +59,7 @@ class TensorboardTracker:
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-        # Indented by four, it is code to TensorBoard's Markdown.
+        # Four spaces of indentation make a code block in TensorBoard's Markdown.
         lines = [f"    {line}" for line in json.dumps(values, indent=2).splitlines()]
         kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         tensor = TensorProto(dtype=DT_STRING, string_val=["\n".join(lines).encode()])

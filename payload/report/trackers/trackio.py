@@ -10,7 +10,7 @@ from payload.report.trackers.base import About, Row, Tracker
 
 
 class TrackioTracker:
-    """Logs to trackio's own folder on this machine (TRACKIO_DIR); nothing leaves it."""
+    """Logs to trackio's folder on this machine (TRACKIO_DIR) and uploads nothing."""
 
     starts_over: ClassVar[bool] = False
 
@@ -18,7 +18,7 @@ class TrackioTracker:
         self._trackio: Any = None
 
     def start(self, about: About) -> None:
-        """Open the run, or go on with it."""
+        """Open or continue the run."""
         import trackio
 
         self._trackio = trackio
@@ -39,7 +39,7 @@ class TrackioTracker:
             self._trackio.log(values, step=int(row["step"]))
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log the results as numbers of the last step, and where the page is."""
+        """Log the results as numbers of the last step, and the page as an artifact."""
         numbers = {
             f"summary/{name}": value
             for name, value in summary.items()

@@ -1,4 +1,4 @@
-"""Weights & Biases: offline, unless WANDB_MODE says otherwise; `wandb sync` sends it later."""
+"""Weights & Biases: offline unless WANDB_MODE is set; `wandb sync` uploads the run later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.report.trackers.base import About, Row, Tracker
 
 
 class WandbTracker:
-    """Writes wandb's offline files below the run; a key stays in the environment or in netrc."""
+    """Writes wandb's offline files in the run folder; API keys stay in the environment or netrc."""
 
     starts_over: ClassVar[bool] = False
 
@@ -21,10 +21,10 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, about: About) -> None:
-        """Open the run, or go on with it."""
+        """Open or continue the run."""
         about.folder.mkdir(parents=True, exist_ok=True)
         folder = about.folder.absolute()
-        # A file wandb/settings in the current folder may name another server, which gets the key.
+        # A file wandb/settings in the current folder could send the API key to another server.
         with chdir("/"):
             import wandb
 
@@ -47,13 +47,13 @@ class WandbTracker:
             )
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Log each row at its step; an evaluation's goes with its step's."""
+        """Log each row at its step; an evaluation shares the step of training."""
         for row in rows:
             values = {name: value for name, value in row.items() if name != "step"}
             self._run.log(values, step=int(row["step"]))
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Take the results and the page, and close."""
+        """Log the results and the page, and close the run."""
         self._run.summary.update(dict(summary))
         if report is not None:
             self._run.save(str(report), base_path=str(report.parent), policy="now")

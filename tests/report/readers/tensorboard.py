@@ -1,4 +1,4 @@
-"""Prints what TensorBoard reads in a run's event files."""
+"""Print the values that TensorBoard reads from a run's event files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 if __name__ == "__main__":
     found = EventAccumulator(str(Path(sys.argv[1]) / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
-    told = {
+    logged = {
         tag: [[each.step, each.value] for each in found.Scalars(tag)]
         for tag in ("loss", "val_loss")
     }
-    sys.stdout.write(json.dumps([told, found.Tags()["tensors"]]))
+    sys.stdout.write(json.dumps([logged, found.Tags()["tensors"]]))

@@ -1,0 +1,70 @@
+"""Numbers, times and settings as text for people."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+
+def count(value: float) -> str:
+    """Return `1,234`."""
+    return f"{value:,.0f}"
+
+
+def loss(value: float) -> str:
+    """Return a loss with four decimals."""
+    return f"{value:.4f}"
+
+
+def percent(value: float) -> str:
+    """Return `41.2 %`."""
+    return f"{value:.1%}".replace("%", " %")
+
+
+def usd(value: float) -> str:
+    """Return dollars with two decimals, or two significant digits below one cent."""
+    if value and abs(value) < 0.01:
+        return f"${value:.2g}"
+    return f"${value:,.2f}"
+
+
+def seconds(value: float) -> str:
+    """Return a short time with three significant digits."""
+    return f"{value * 1e3:.3g} ms" if 0 < value < 0.9995 else f"{value:.3g} s"
+
+
+def gib(value: float) -> str:
+    """Return bytes in GiB with two decimals."""
+    return f"{value / 2**30:.2f} GiB"
+
+
+def megabytes(value: float) -> str:
+    """Return bytes in MB with one decimal."""
+    return f"{value / 1e6:,.1f} MB"
+
+
+def memory_gib(value: float) -> str:
+    """Return GiB with four significant digits."""
+    return f"{value:.4g} GiB"
+
+
+def tflops(value: float) -> str:
+    """Return FLOP/s in TFLOP/s."""
+    return f"{value / 1e12:.3g} TFLOP/s"
+
+
+def plain(value: object) -> str:
+    """Return a setting in TOML, except strings without quotes and None as `none`."""
+    if isinstance(value, tuple | list):
+        return json.dumps(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
+def moment(value: float) -> str:
+    """Return a Unix time as a date and a time in UTC."""
+    try:
+        return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "?"
