@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the system packages named as arguments, as root on Debian and Ubuntu; elsewhere it says
-# what is missing, and the tests that need it leave themselves out with a line of their own.
+# Installs the system packages named as arguments, as root on Debian and Ubuntu; on other systems it
+# prints the missing ones, and pytest skips and lists the tests that need them.
 set -euo pipefail
 
 missing=()

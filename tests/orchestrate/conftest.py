@@ -1,4 +1,4 @@
-"""Nodes for tests that talk SSH; says so where none can be started."""
+"""Nodes for tests over SSH; skips and lists these tests if no sshd can be started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StartSshd = Callable[..., Sshd]
 PATIENT = Deadlines(connect_s=60.0, handshake_s=60.0, auth_s=60.0)
 """For nodes that answer, however busy the machine is."""
 SILENT_LATER = replace(PATIENT, connect_s=3.0)
-"""For nodes that answer no more once somebody has logged in."""
+"""For nodes that stop answering after a login."""
 
 
 def remote_run(
@@ -44,7 +44,7 @@ def remote_run(
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what starts an sshd where there is none."""
+    """Deselect tests that start an sshd on machines without one."""
     # On other systems the loopback interface has one address only.
     if not (sys.platform == "linux" and SSHD.exists() and which("ssh-keygen")):
         leave_out(
@@ -110,7 +110,7 @@ def node(tmp_path_factory: pytest.TempPathFactory, login: Login) -> Iterator[Ssh
 
 @pytest.fixture
 def head(start_sshd: StartSshd, tmp_path: Path) -> Sshd:
-    """A node that lies where a test has written an answer down (`hostile.lie`)."""
+    """A node that returns the false answers that a test has written (`hostile.lie`)."""
     return start_sshd("node-0", "127.0.0.2", more=command_of(tmp_path))
 
 
@@ -129,7 +129,7 @@ def cluster(inventory: ClusterInventory, login: Login) -> Iterator[Cluster]:
 def run(
     head: Sshd, inventory: ClusterInventory, login: Login, tmp_path: Path
 ) -> Iterator[RemoteRun]:
-    """A run with one rank on the head and one on a worker that is not asked."""
+    """A run with one rank on the head and one on a worker that is never contacted."""
     there = head.home / "tileforge" / "runs" / "one"
     there.mkdir(parents=True)
     paths = RunPaths(tmp_path / "operator" / "runs" / "one")

@@ -1,4 +1,4 @@
-"""A node that lies: real sshd, behind which a program answers what a test has written down."""
+"""A hostile node: a real sshd whose programs return the answers that a test has written."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ LOOK = {
     "has": ["data/0/meta.json"],
 }
 
-# Answers of the programs named in answers.json are taken from there; all else is done as asked.
+# Programs named in answers.json return those answers; all other commands run normally.
 _COMMAND = """\
 #!{python}
 import json, os, sys

@@ -60,7 +60,7 @@ def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: 
 
 
 def head_says(monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
-    """From now on `up` and `down` are told this of the head; nobody answers at its address."""
+    """Set the head's reported state for `up` and `down`, because its address is unreachable."""
     monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: Head(**said))
 
 

@@ -211,7 +211,7 @@ def test_a_quota_that_is_not_listed_is_compared_with_a_default_projects(
     )
     assert f"unknown: {metric} in all regions: {words}" in out
     assert "no check failed; 1 of " in err
-    # More than that fails, until somebody has looked.
+    # More than the default is an error.
     if metric == "CPUS_ALL_REGIONS":
         assert doctor(project, "--node-count", "5") == ExitCode.QUOTA
         words = f"40 needed, the limit is not listed; a default project has {default}"

@@ -73,7 +73,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     assert "this deletes 2 machine(s) with all their data: mine-0, mine-1" in err
     last = err.splitlines()[-1]
     assert "cannot determine if a run is active, so the cluster stays in its zone" in last
-    # A head that says that there is none: what this folder lacks still has to come home.
+    # The head reports no run: results missing in this folder must still be collected.
     monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: Head())
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
     last = capsys.readouterr().err.splitlines()[-1]
