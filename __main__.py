@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pulumi
 
-from infra.bootstrap_values import boots_alike, user_data
+from infra.bootstrap_values import rebuild_triggers, user_data
 from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
@@ -40,7 +40,9 @@ with shown_plainly():
     cost = price_of_cluster(config, catalog)
     files = BootstrapFiles.load(root / "bootstrap")
     boot_text = user_data(config, files, authorized_keys=authorized_keys, version=__version__)
-    boot_parts = boots_alike(config, files, has_keys=bool(authorized_keys), version=__version__)
+    boot_parts = rebuild_triggers(
+        config, files, has_keys=bool(authorized_keys), version=__version__
+    )
 speed = last_measured_speed(
     root / "runs", machine_type=config.machine_type, node_count=config.node_count
 )

@@ -51,7 +51,7 @@ def user_data(
     return render_user_data(node, files)
 
 
-def boots_alike(
+def rebuild_triggers(
     config: ClusterConfig, files: BootstrapFiles, *, has_keys: bool, version: str
 ) -> tuple[str, str]:
     """Return the user-data of head and worker whose changes replace a machine.

@@ -8,7 +8,7 @@ from infra.config import ClusterConfig
 from infra.measured import Speed
 from payload.core.errors import BudgetError
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
-from payload.pricing.cluster_cost import Billed, Cost, cluster_cost
+from payload.pricing.cluster_cost import BilledResources, Cost, cluster_cost
 from payload.stack.cloud_requirements import UNLISTED
 
 
@@ -17,7 +17,7 @@ def cost_of(
 ) -> Cost:
     """Return the hourly cost of the settings; `spot` overrides the setting."""
     surcharges = {"tier1": config.tier1, "confidential": config.confidential}
-    billed = Billed(
+    billed = BilledResources(
         machine_type=config.machine_type,
         node_count=config.node_count,
         region=config.region,

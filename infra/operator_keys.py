@@ -9,7 +9,7 @@ import pulumi
 from infra.cloud_init import key_problem
 from infra.config import ClusterConfig
 from payload.core.regular_files import read_bytes
-from payload.stack.operator_key import make_key, would_make_key
+from payload.stack.operator_key import make_key, preview_key
 
 _MOST_KEY_BYTES = 2**18
 """Size limit of the public key file, which is that of user-data."""
@@ -23,7 +23,7 @@ def make_missing_key(public_file: Path) -> str:
     private_file = public_file.with_suffix("")
     if pulumi.runtime.is_dry_run():
         pulumi.info(f"would create the cluster's SSH key: {private_file}")
-        return would_make_key(public_file)
+        return preview_key(public_file)
     public = make_key(public_file)
     pulumi.info(f"created the cluster's SSH key: {private_file}")
     return public

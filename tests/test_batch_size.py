@@ -10,7 +10,7 @@ import pytest
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError
-from payload.estimates.batch_size import USED, as_recorded, left_open, settle_batch
+from payload.estimates.batch_size import USED, resolve_batch, with_auto_size, with_recorded_size
 from payload.launch.plan import LaunchPlan
 from payload.models.spec import ModelSpec
 from payload.orchestrate.inventories.chosen import load_cluster
@@ -35,7 +35,7 @@ def spec_of(config: RunConfig) -> ModelSpec:
 def settled(
     config: RunConfig, *, free_bytes: int | None, ranks: int = 1
 ) -> tuple[RunConfig, str | None]:
-    return settle_batch(
+    return resolve_batch(
         config,
         spec_of(config),
         dtype="bf16",
@@ -110,22 +110,22 @@ def test_ranks_that_cannot_share_the_batch_are_refused_with_what_they_could() ->
 
 def test_a_resume_takes_the_recorded_size_where_it_still_divides() -> None:
     recorded, _ = settled(auto(), free_bytes=GIB // 8)
-    again = as_recorded(auto(), recorded)
+    again = with_recorded_size(auto(), recorded)
     assert again.batch.micro_batch_size == 1 and again.memory.activation_checkpointing == "on"
     size = parse_run_config(
         "", overrides=["batch.micro_batch_size=24", "batch.global_batch_size=24"], where="test"
     )
-    assert as_recorded(auto(), size).batch.micro_batch_size == 24
-    assert as_recorded(auto(), size, world_size=2) == auto()
+    assert with_recorded_size(auto(), size).batch.micro_batch_size == 24
+    assert with_recorded_size(auto(), size, world_size=2) == auto()
     number = parse_run_config("", where="test")
-    assert as_recorded(number, size) == number
+    assert with_recorded_size(number, size) == number
 
 
 def test_a_size_that_a_plan_chose_is_open_again_and_a_given_one_is_not() -> None:
     chosen = replace(auto(), batch=replace(auto().batch, micro_batch_size=24))
-    assert left_open(chosen, auto_size=24) == auto()
-    assert left_open(chosen, auto_size=None) == chosen
-    assert left_open(chosen, auto_size=12) == chosen
+    assert with_auto_size(chosen, auto_size=24) == auto()
+    assert with_auto_size(chosen, auto_size=None) == chosen
+    assert with_auto_size(chosen, auto_size=12) == chosen
 
 
 @pytest.mark.processes

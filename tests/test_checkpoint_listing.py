@@ -12,7 +12,7 @@ from payload.formats.checkpoint_listing import (
     NEEDED_FILES,
     checkpoint_config,
     manifest_problems,
-    newest_sound,
+    newest_valid,
 )
 
 
@@ -36,9 +36,9 @@ def test_the_newest_sound_checkpoint_is_found_behind_damaged_ones(tmp_path: Path
     make_checkpoint(tmp_path / "step_00000030.partial")
     (tmp_path / "step_00000040").write_text("a file")
     passed: list[str] = []
-    assert newest_sound(tmp_path, passed_over=lambda folder, _: passed.append(folder.name)) == good
+    assert newest_valid(tmp_path, passed_over=lambda folder, _: passed.append(folder.name)) == good
     assert passed == ["step_00000040", "step_00000020"]
-    assert newest_sound(tmp_path / "none") is None
+    assert newest_valid(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_manifest_that_leaves_out_a_file_makes_no_checkpoint_sound(
     del manifest["files"][name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert manifest_problems(folder) == [f"manifest.json: does not list {name}."]
-    assert newest_sound(tmp_path) is None
+    assert newest_valid(tmp_path) is None
 
 
 def test_a_checkpoint_says_what_it_was_trained_by(tmp_path: Path) -> None:

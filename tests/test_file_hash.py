@@ -15,7 +15,7 @@ import pytest
 from payload.config.store_address import parse_store_address
 from payload.core import file_hash
 from payload.core.file_hash import sha256_of
-from payload.formats.checkpoint_listing import manifest_problems, newest_sound
+from payload.formats.checkpoint_listing import manifest_problems, newest_valid
 from payload.orchestrate.commands.config_choice import load_config
 from payload.orchestrate.commands.run_options import ConfigOptions
 from payload.run_record.run_files import RunPaths
@@ -99,7 +99,7 @@ def test_a_command_reads_a_checkpoint_once_and_still_refuses_it_after_a_change(
 ) -> None:
     folder = make_checkpoint(tmp_path / "step_00000010")
     reads.clear()
-    assert newest_sound(tmp_path) == newest_sound(tmp_path) == folder
+    assert newest_valid(tmp_path) == newest_valid(tmp_path) == folder
     assert not manifest_problems(folder)
     assert set(reads.values()) <= {1}
     weights = folder / "model.safetensors"
@@ -107,7 +107,7 @@ def test_a_command_reads_a_checkpoint_once_and_still_refuses_it_after_a_change(
     sleep_for_a_tick(weights)
     weights.write_bytes(b"weightz")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert newest_sound(tmp_path) is None
+    assert newest_valid(tmp_path) is None
     problem = "model.safetensors: its SHA-256 differs from the manifest."
     assert manifest_problems(folder) == [problem]
 
@@ -123,7 +123,7 @@ def test_a_resume_that_takes_its_settings_from_a_checkpoint_reads_that_once(
     reads.clear()
     options = ConfigOptions(inventory=None, config=None, overrides=())
     assert load_config(options, resumed=paths).train.steps == 77
-    assert newest_sound(paths.checkpoints) == folder
+    assert newest_valid(paths.checkpoints) == folder
     assert set(reads.values()) == {1} and len(reads) == 4
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from payload.config.store_address import StoreAddress, parse_store_address
-from payload.core.python_processes import SAFE_PATH, code_environment, code_path, module_words
+from payload.core.python_processes import SAFE_PATH, code_environment, code_path, module_command
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_arguments
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.storage.isolated_reader import watched_store
-from payload.storage.store_access import try_store_here
+from payload.storage.store_access import check_store_access
 from payload.supervise.shared_folders import _FolderProbe
 
 REPO = Path(__file__).resolve().parents[1]
@@ -64,7 +64,7 @@ def test_the_store_helpers_take_no_code_from_the_current_folder(
 ) -> None:
     with watched_store(store, env=os.environ, say=print) as reader:
         assert [each.name for each in reader.entries()] == ["run.toml"]
-    try_store_here(store, env=os.environ)
+    check_store_access(store, env=os.environ)
     assert not trap.exists()
 
 
@@ -107,7 +107,7 @@ def test_what_a_launcher_starts_takes_no_code_from_the_current_folder(trap: Path
 @pytest.mark.parametrize("module", ["payload.supervise", "payload.orchestrate.sites.allocation"])
 def test_a_module_takes_no_code_from_the_current_folder(trap: Path, module: str) -> None:
     done = subprocess.run(
-        module_words(module, "--help"),
+        module_command(module, "--help"),
         env=code_environment({**os.environ, "PYTHONPATH": f"/absent{os.pathsep}"}),
         capture_output=True,
         check=False,

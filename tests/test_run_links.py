@@ -14,17 +14,17 @@ from payload.config.store_address import parse_store_address
 from payload.core.errors import CheckpointError, ConfigError, DataError, ExitCode
 from payload.core.file_hash import sha256_of
 from payload.data.tokenizers import load_tokenizer
-from payload.formats.checkpoint_listing import checkpoint_folders, newest_sound
+from payload.formats.checkpoint_listing import checkpoint_folders, newest_valid
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.run_index import collect_from_store
 from payload.orchestrate.ssh.cluster import operator_key
 from payload.report.source import Run
 from payload.report.track import track
-from payload.run_record.approved_settings import note_named
+from payload.run_record.approved_settings import record_approved
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import is_supervised
-from payload.run_record.run_repair import make_room
+from payload.run_record.run_repair import move_blockers_aside
 from payload.storage.__main__ import main as storage
 from payload.storage.checkpoints import fetch_checkpoint
 from payload.storage.opening import open_store
@@ -88,7 +88,7 @@ def test_a_linked_checkpoint_is_no_checkpoint_of_the_run(
     put_link(run.root / place, victim if is_all else victim / "step_00000009")
     own = None if is_all else run.checkpoint(3)
     assert checkpoint_folders(run.checkpoints) == ([] if own is None else [own])
-    assert run.newest_checkpoint() == newest_sound(run.checkpoints) == own
+    assert run.newest_checkpoint() == newest_valid(run.checkpoints) == own
     named = run.root / place / "step_00000009" if is_all else run.root / place
     for name in (named, *([run.root, run.checkpoints] if is_all else [])):
         for verify in (True, False):
@@ -122,7 +122,7 @@ def test_best_leads_to_a_checkpoint_beside_it_and_a_run_s_folder_may_be_a_link(
 def test_a_link_to_a_file_is_set_aside_by_a_resume(run: RunPaths, victim: Path) -> None:
     for name in ("samples.json", "profile/operators.json"):
         put_link(run.root / name, victim / "operators.json")
-    assert len(make_room(run)) == 2
+    assert len(move_blockers_aside(run)) == 2
     assert not os.path.lexists(run.root / "samples.json") and not list(run.profile.glob("*.json"))
 
 
@@ -137,7 +137,7 @@ def test_a_resume_in_a_folder_with_a_linked_folder_is_refused(
     assert main(words, os.environ) == ExitCode.CONFIG
     assert f"{run.root / place} is a link" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(ConfigError, match="is a link"):
-        make_room(run)  # as on a node
+        move_blockers_aside(run)  # as on a node
     assert contents(victim) == before
 
 
@@ -188,7 +188,7 @@ def test_a_person_s_upload_and_restore_need_own_folders_and_a_named_store(
     assert contents(victim) == before
     run.checkpoints.unlink()
     assert storage(["restore", *words, "--set", f"storage.results={results}"]) == ExitCode.OK
-    note_named(run, {"storage.results": str(results)})
+    record_approved(run, {"storage.results": str(results)})
     assert storage(["restore", *words]) == ExitCode.OK
 
 
@@ -245,7 +245,7 @@ def test_a_report_reads_the_data_that_somebody_named_for_the_run(tmp_path: Path)
     paths = write_identity(make_run(tmp_path / "demo", settings=[f"data.dir={data}"]))
     assert Run(paths).data is None
     assert Run(paths, is_started_here=True).data is not None
-    note_named(paths, {"data.dir": load_run_config(paths.config).data.dir})
+    record_approved(paths, {"data.dir": load_run_config(paths.config).data.dir})
     assert Run(paths).data is not None
 
 

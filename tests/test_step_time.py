@@ -13,7 +13,7 @@ from payload.config.run_config import parse_run_config
 from payload.estimates.compute_time import BACKWARD_SHARE, compute_time
 from payload.estimates.gradient_buckets import buckets
 from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
-from payload.estimates.run_estimate import work_out
+from payload.estimates.run_estimate import estimate_run
 from payload.estimates.run_time import Speed
 from payload.estimates.step_time import StepTime, predict_step, run_step_time, step_time
 from payload.machines.core_speed import GPU_MFU
@@ -252,7 +252,7 @@ def test_computing_takes_the_flops_at_the_expected_share_of_the_peak() -> None:
 
 def test_an_evaluation_takes_a_third_of_the_training_on_as_many_tokens() -> None:
     config = parse_run_config("", overrides=["precision.dtype=bf16"], where="test")
-    numbers = work_out(config, spec=GPT2, world_size=1, link_bytes_per_s=1.0)
+    numbers = estimate_run(config, spec=GPT2, world_size=1, link_bytes_per_s=1.0)
     speed = Speed.of_steps(numbers, step_s=2.0)
     assert speed == Speed.of_tokens(numbers, tokens_per_s=speed.tokens_per_s())
     whole_s = speed.run_s(steps=10, evaluated_tokens=3 * numbers.tokens_per_step)

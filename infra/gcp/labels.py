@@ -13,7 +13,7 @@ from payload.core.errors import ConfigError
 from payload.stack.cluster_identity import (
     IDENTITY_LABEL,
     recorded_cluster_identity,
-    settle_cluster_identity,
+    resolve_cluster_identity,
 )
 from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
@@ -37,7 +37,7 @@ def program_identity(root: Path, cluster: str) -> str:
             "an older version. If the cluster is yours, run tileforge up --dry-run and type the "
             "cluster's name."
         )
-    return settle_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
+    return resolve_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
 
 
 def cluster_labels(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from infra.gcp.security_checks import Resource
 from payload.pricing.cloud_prices import filestore_price
-from payload.pricing.cluster_cost import Billed, cluster_cost
+from payload.pricing.cluster_cost import BilledResources, cluster_cost
 
 _MACHINE = "gcp:compute/instance:Instance"
 _FILESTORE = "gcp:filestore/instance:Instance"
@@ -43,7 +43,7 @@ def _price(instance: Resource) -> float | None:
     size = disk.get("size")
     if not isinstance(size, (int, float)) or not size:
         return None
-    billed = Billed(
+    billed = BilledResources(
         machine_type=str(inputs.get("machineType")),
         node_count=1,
         region=region,

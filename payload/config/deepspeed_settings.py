@@ -23,7 +23,7 @@ def deepspeed_config(config: RunConfig, *, dtype: Dtype) -> dict[str, Any]:
     DeepSpeed is configured for one micro-batch.
     """
     found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": config.batch.sequences(),
+        "train_micro_batch_size_per_gpu": config.batch.micro_batch(),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.grad_clip,
         "zero_allow_untested_optimizer": True,

@@ -56,7 +56,7 @@ def require_compiler(settings: EngineSection) -> None:
         )
 
 
-def require_means_here(config: RunConfig) -> None:
+def require_packages_here(config: RunConfig) -> None:
     """Raise ConfigError, with the fix, for a package or device that this machine lacks."""
     if config.device.kind == "cuda" and not has_nvidia_device():
         raise ConfigError(

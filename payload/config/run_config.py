@@ -171,7 +171,7 @@ class RunConfig:
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return the settings of a rank that its memory estimate depends on."""
         return RankSetting(
-            micro_batch_size=self.batch.sequences() * self.task.sequences_per_sample(),
+            micro_batch_size=self.batch.micro_batch() * self.task.sequences_per_sample(),
             dtype=dtype,
             kernels=self.uses_kernels(),
             alone=world_size == 1,
@@ -179,11 +179,11 @@ class RunConfig:
             shards=self.distributed.shards(world_size),
             tensor=self.distributed.tensor_parallel,
             stages=self.distributed.pipeline_parallel,
-            passes_kept=self._passes_kept(world_size),
+            micro_batches_kept=self._micro_batches_kept(world_size),
             state_bytes=find_optimizer(self.optimizer.name).state_bytes,
         )
 
-    def _passes_kept(self, world_size: int) -> int:
+    def _micro_batches_kept(self, world_size: int) -> int:
         passes, stages = self.passes(world_size), self.distributed.pipeline_parallel
         return passes if self.distributed.pipeline_schedule == "gpipe" else min(passes, stages)
 

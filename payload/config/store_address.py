@@ -88,7 +88,7 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
     return StoreAddress(bucket, prefix)
 
 
-def settled_results(results: str, *, bucket: str | None) -> str:
+def resolve_results_address(results: str, *, bucket: str | None) -> str:
     """Resolve `auto` for a cluster with this bucket, or without one."""
     if results != AUTO:
         return results

@@ -161,7 +161,7 @@ class BatchSection:
     """Sequences per rank per micro-batch; lower it if memory runs out. `auto`: the largest that
     fits the memory estimate, chosen when the ranks are placed; run.toml then has the number."""
 
-    def sequences(self) -> int:
+    def micro_batch(self) -> int:
         """Return `micro_batch_size` as a number; planning or rank 0 must have resolved `auto`."""
         assert self.micro_batch_size != AUTO, "settle_batch() comes first"
         return self.micro_batch_size
@@ -181,7 +181,7 @@ class BatchSection:
 
     def grad_accum_steps(self, world_size: int) -> int:
         """Return the micro-batches per step on each rank. Raises ConfigError if it is not whole."""
-        size = self.sequences()
+        size = self.micro_batch()
         per_pass = size * world_size
         self._require_multiple(
             per_pass, f"micro_batch_size x world_size = {size} x {world_size} = {per_pass}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from payload.core.links import no_follow
 
 
-def set_aside(path: Path) -> Path:
+def move_aside(path: Path) -> Path:
     """Rename a damaged file to `<name>.damaged-<number>`; return the new path."""
     taken = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
     aside = next(each for each in taken if not os.path.lexists(each))
@@ -19,7 +19,7 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def is_odd_file(path: Path) -> bool:
+def is_not_regular(path: Path) -> bool:
     """Return True if the path exists and is not a regular file: a folder, a pipe, a broken link."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
@@ -29,7 +29,7 @@ def is_odd_file(path: Path) -> bool:
 
 def require_file(path: Path) -> Path | None:
     """Move a folder, pipe or broken link at `path` aside; return its new path, or None."""
-    return set_aside(path) if is_odd_file(path) else None
+    return move_aside(path) if is_not_regular(path) else None
 
 
 def discard(path: Path) -> None:

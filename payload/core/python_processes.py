@@ -12,7 +12,7 @@ SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
 """The variable for `-P`, for a launcher that writes the ranks' command lines itself."""
 
 
-def module_words(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
     """Return the command line that runs a module.
 
     Without `-P`, Python searches the current folder first. A folder `payload` or a file `json.py`

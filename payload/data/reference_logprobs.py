@@ -79,7 +79,9 @@ class Reference:
     schema_version: int = SCHEMA_VERSION
 
 
-def how_to_make(folder: Path, model: ReferenceModel | None, *, dtype: Dtype | None = None) -> str:
+def reference_command(
+    folder: Path, model: ReferenceModel | None, *, dtype: Dtype | None = None
+) -> str:
     """Return the command that computes and stores a model's log-probabilities."""
     arguments = ["--model", "MODEL" if model is None else model.name(), "--data", str(folder)]
     if dtype is not None:
@@ -95,7 +97,7 @@ def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
     Raises DataError for a damaged file.
     """
     path = folder / REFERENCE_FILE
-    fix = f"Remove it, or recompute it with: {how_to_make(folder, None)}"
+    fix = f"Remove it, or recompute it with: {reference_command(folder, None)}"
     try:
         raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
     except FileNotFoundError:
@@ -115,7 +117,7 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
     name = VALUES_FILES[dtype]
     if name not in found.files:
         return None
-    path, again = folder / name, how_to_make(folder, found.model, dtype=dtype)
+    path, again = folder / name, reference_command(folder, found.model, dtype=dtype)
     try:
         with open_regular(inside_folder(path)) as file:
             content = file.read()

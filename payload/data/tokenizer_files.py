@@ -30,7 +30,7 @@ from payload.data.tokenizers.gpt2 import (
 from payload.data.tokenizers.special_tokens import special_tokens, tokenizer_config
 from payload.formats.data_folder import DataMeta
 from payload.formats.hf_folder import read_tokenizer_files
-from payload.formats.prepare_hints import how_to_make_again
+from payload.formats.prepare_hints import prepare_again_hint
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -96,7 +96,7 @@ def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
         if hashlib.sha256(text.encode()).hexdigest() == record.template_sha256
     ]
     if not found:
-        again = how_to_make_again(data, source=meta.source)
+        again = prepare_again_hint(data, source=meta.source)
         raise DataError(
             f"{data}: the chat template of its conversations is missing (sha256 "
             f"{record.template_sha256[:12]}). {again}"

@@ -17,7 +17,7 @@ from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, convert_errors
 from payload.data.tokenizers.probe import Encode, same_tokens
 from payload.formats.data_folder import DataMeta
-from payload.formats.prepare_hints import how_to_make_again
+from payload.formats.prepare_hints import prepare_again_hint
 from payload.formats.tokenizer_identity import (
     GPT2_SHA256,
     TOKENIZER_FILE,
@@ -35,7 +35,7 @@ def verified_file(meta: DataMeta, data: Path, name: str) -> bytes:
 
     Raises DataError.
     """
-    again = how_to_make_again(data, source=meta.source)
+    again = prepare_again_hint(data, source=meta.source)
     try:
         content = read_bytes(data / name)
     except OSError as error:

@@ -29,7 +29,7 @@ and other programs need some."""
 _GIB = 2**30
 
 
-def settle_batch(
+def resolve_batch(
     config: RunConfig,
     spec: ModelSpec,
     *,
@@ -77,7 +77,7 @@ def settle_batch(
         else f"{need / _GIB:.1f} GiB a rank, more than the {room / _GIB:.1f} GiB available"
     )
     return chosen, (
-        f"{setting}: {chosen.batch.sequences()} of at most {sizes[-1]} sequences a micro-batch"
+        f"{setting}: {chosen.batch.micro_batch()} of at most {sizes[-1]} sequences a micro-batch"
         f"{suffix}; needs {memory}"
     )
 
@@ -92,7 +92,7 @@ def with_size(
     return replace(config, batch=replace(config.batch, micro_batch_size=size), memory=memory)
 
 
-def left_open(config: RunConfig, *, auto_size: int | None) -> RunConfig:
+def with_auto_size(config: RunConfig, *, auto_size: int | None) -> RunConfig:
     """Return the config with `auto` again if its number was resolved by a plan.
 
     `auto_size` is that number; None if the settings had a number.
@@ -102,7 +102,7 @@ def left_open(config: RunConfig, *, auto_size: int | None) -> RunConfig:
     return replace(config, batch=replace(config.batch, micro_batch_size=AUTO))
 
 
-def as_recorded(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
+def with_recorded_size(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
     """Return the config of a resume: `auto` resolves to the run's recorded size if it divides.
 
     So a resumed run has the same micro-batches, and is bitwise equal.

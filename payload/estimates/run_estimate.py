@@ -15,7 +15,7 @@ from payload.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
+class RunEstimate:
     """Estimated numbers of a run."""
 
     params: int
@@ -59,7 +59,7 @@ class Arithmetic:
     None without a measurement."""
 
 
-def work_out(
+def estimate_run(
     config: RunConfig,
     *,
     spec: ModelSpec,
@@ -67,7 +67,7 @@ def work_out(
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
     threads: int = 1,
-) -> Arithmetic:
+) -> RunEstimate:
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
     `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
@@ -92,14 +92,14 @@ def work_out(
     sent = sent_bytes(config, spec, ranks=world_size)
     mesh = config.distributed.mesh(world_size)
     is_hidden = mesh.shard == 1 and not mesh.splits_model()
-    return Arithmetic(
+    return RunEstimate(
         params=spec.num_params(),
         checkpoint_bytes=config.checkpoint_bytes(spec),
         flops_per_step=step_flops(config, spec),
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,
-        micro_batch_size=config.batch.sequences(),
+        micro_batch_size=config.batch.micro_batch(),
         memory_bytes_per_rank=config.memory_bytes(
             spec,
             dtype=config.dtype(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from payload.config.run_config import RunConfig
 from payload.estimates.compute_time import compute_time, evaluation_s
-from payload.estimates.run_estimate import Arithmetic
+from payload.estimates.run_estimate import RunEstimate
 from payload.models.spec import ModelSpec
 
 
@@ -14,7 +14,7 @@ from payload.models.spec import ModelSpec
 class Speed:
     """Speed of a run's ranks in training and evaluation."""
 
-    numbers: Arithmetic
+    numbers: RunEstimate
     """The run's estimate, with the FLOPs and tokens of a step."""
     step_s: float
     """Seconds of a step."""
@@ -22,12 +22,12 @@ class Speed:
     """Rate at which the ranks evaluate."""
 
     @classmethod
-    def of_steps(cls, numbers: Arithmetic, *, step_s: float) -> Speed:
+    def of_steps(cls, numbers: RunEstimate, *, step_s: float) -> Speed:
         """Return the speed of ranks that evaluate at the rate at which they train."""
         return cls(numbers=numbers, step_s=step_s, flops_per_s=numbers.flops_per_step / step_s)
 
     @classmethod
-    def of_tokens(cls, numbers: Arithmetic, *, tokens_per_s: float) -> Speed:
+    def of_tokens(cls, numbers: RunEstimate, *, tokens_per_s: float) -> Speed:
         """Return the speed of ranks that train at `tokens_per_s` together."""
         return cls.of_steps(numbers, step_s=numbers.tokens_per_step / tokens_per_s)
 
@@ -49,7 +49,7 @@ class Speed:
 def typical_speed(
     config: RunConfig,
     spec: ModelSpec,
-    numbers: Arithmetic,
+    numbers: RunEstimate,
     *,
     core_flops_per_s: float,
     cores: int,

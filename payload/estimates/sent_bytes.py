@@ -91,7 +91,7 @@ def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     matmuls; the embedding's output and the head's gradient, in fp32; and, with activation
     checkpointing, the outputs again.
     """
-    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
+    numbers = config.batch.micro_batch() * config.data.sequence_length * spec.width()
     size = 4 if config.dtype() == "fp32" else 2
     sums = 6 if config.memory.activation_checkpointing == "on" else 4
     return float(numbers * (spec.num_layers() * sums * size + 2 * BYTES_PER_WEIGHT))
@@ -106,6 +106,6 @@ def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
     stages = config.distributed.pipeline_parallel
     if stages == 1:
         return 0.0
-    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
+    numbers = config.batch.micro_batch() * config.data.sequence_length * spec.width()
     tied = spec.embedding_size() / config.distributed.tensor_parallel if spec.is_tied() else 0
     return BYTES_PER_WEIGHT * float(passes * numbers * min(2, stages - 1) + tied)

@@ -9,7 +9,7 @@ from payload.config.launch_sections import DistributedSection
 from payload.config.model_checks import require_split
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.estimates.run_estimate import work_out
+from payload.estimates.run_estimate import estimate_run
 from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.rank_mesh import divisors
 from payload.models.spec import ModelSpec
@@ -21,7 +21,7 @@ specification, 242 TFLOP/s with sparsity, half of it without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class StrategyPrediction:
     """The prediction for one strategy on the run's ranks."""
 
     strategy: str
@@ -59,7 +59,7 @@ def compare_strategies(
     peak_flops_per_s: float | None,
     free_bytes: int | None,
     threads: int = 1,
-) -> tuple[Compared, ...]:
+) -> tuple[StrategyPrediction, ...]:
     """Return the possible strategies, ordered by fit into memory, then by predicted step time.
 
     `free_bytes` is a node's free memory, which its ranks share. If the peak was not measured,
@@ -69,14 +69,14 @@ def compare_strategies(
     on_gpus = config.device.kind == "cuda"
     core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)
     assumed = world_size * (_ASSUMED_GPU_FLOPS_PER_S if on_gpus else core * threads)
-    found: list[tuple[float, Compared]] = []
+    found: list[tuple[float, StrategyPrediction]] = []
     for distributed in _candidates(
         config.distributed, world_size=world_size, ranks_per_node=ranks_per_node
     ):
         changed = replace(config, distributed=distributed)
         if changed.strategy_conflicts() or not _is_possible(changed, spec, world_size):
             continue
-        numbers = work_out(
+        numbers = estimate_run(
             changed,
             spec=spec,
             world_size=world_size,
@@ -86,7 +86,7 @@ def compare_strategies(
         )
         assert numbers.step_s is not None
         need = numbers.memory_bytes_per_rank * ranks_per_node
-        each = Compared(
+        each = StrategyPrediction(
             strategy=distributed.strategy,
             shard_size=numbers.shards,
             mesh=distributed.mesh(world_size).describe(),
@@ -134,6 +134,6 @@ def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
     return True
 
 
-def _rank(found: tuple[float, Compared]) -> tuple[bool, float, int]:
+def _rank(found: tuple[float, StrategyPrediction]) -> tuple[bool, float, int]:
     step_s, each = found
     return each.fits is False, step_s, each.memory_bytes

@@ -19,7 +19,7 @@ from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeErr
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
 from payload.run_record.run_files import DEFAULT_RUNS_DIR
@@ -88,7 +88,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     more = ["--detach"] if arguments.detach else []
     more += ["--samples"] if decided.is_sampled and not arguments.no_samples else []
     # Replaces this process, so that the run gets its signals and sets its exit code.
-    program = module_words("payload.orchestrate", *decided.run, *more)
+    program = module_command("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
 
 
@@ -113,7 +113,7 @@ def _require_unedited(config: Path, text: str, *, force: bool) -> None:
 def _run_for_json(arguments: Sequence[str]) -> Any:
     """Run a program of the project and return its JSON; its error line becomes an exception."""
     done = subprocess.run(
-        module_words(*arguments),
+        module_command(*arguments),
         env=code_environment(os.environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -132,7 +132,7 @@ def _run_for_json(arguments: Sequence[str]) -> Any:
 
 def _run_to_end(arguments: Sequence[str]) -> int:
     """Run a program of the project, forward signals to it, and return its exit code."""
-    process = subprocess.Popen(module_words(*arguments), env=code_environment(os.environ))
+    process = subprocess.Popen(module_command(*arguments), env=code_environment(os.environ))
 
     def forward(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

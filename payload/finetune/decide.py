@@ -37,7 +37,7 @@ from payload.finetune.recognise import DataOptions, DetectedData, detect_data, m
 from payload.formats.hub_names import HubName
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import NAMES
-from payload.weights.source import find_source, pinned, spec_on_hub
+from payload.weights.source import find_source, pinned_name_of, spec_on_hub
 
 _GIB = 2**30
 _DIVISIBLE_BATCH_SIZE = 720_720
@@ -176,7 +176,7 @@ def _spec(model: str) -> ModelSpec:
     source = find_source(model, setting="--model", verify=False)
     spec = source.spec()
     if spec is None and source.kind == "hub":
-        name = HubName.parse(pinned(model, setting="--model"))
+        name = HubName.parse(pinned_name_of(model, setting="--model"))
         assert name is not None
         spec = spec_on_hub(name, setting="--model")
     if spec is None:

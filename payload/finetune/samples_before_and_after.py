@@ -24,7 +24,7 @@ from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError
 from payload.core.files import write_whole
 from payload.core.one_line import last_line
 from payload.core.printable_text import one_line, printable
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.data.reading.packed_blocks import Split
 from payload.data.show import read_samples
 from payload.formats.data_folder import VAL_NAME, DataMeta, load_meta
@@ -152,7 +152,7 @@ def _continue(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
             "1",
         ]
         done = subprocess.run(
-            module_words("payload.generate", *arguments),
+            module_command("payload.generate", *arguments),
             env=code_environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,

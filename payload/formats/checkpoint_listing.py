@@ -129,7 +129,7 @@ def require_own(path: Path) -> None:
         raise CheckpointError(f"{path}: {error.strerror}. Name another checkpoint.") from None
 
 
-def newest_sound(
+def newest_valid(
     checkpoints: Path, *, passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None
 ) -> Path | None:
     """Return the newest checkpoint whose files match its manifest, or None.

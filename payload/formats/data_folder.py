@@ -22,7 +22,7 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256
 from payload.core.validation.records import build, check_schema
 from payload.formats.hf_folder import TOKENIZER_FILES
-from payload.formats.prepare_hints import how_to_make_again, missing_data
+from payload.formats.prepare_hints import missing_data, prepare_again_hint
 
 META_NAME = "meta.json"
 TRAIN_NAME = "train.bin"
@@ -238,7 +238,7 @@ def load_meta(folder: Path) -> DataMeta:
     out of the folder are refused: they could lead training to any file of the right size.
     """
     path = folder / META_NAME
-    remedy = how_to_make_again(folder, source=None)
+    remedy = prepare_again_hint(folder, source=None)
     try:
         content = read_bytes(inside_folder(path))
         raw = parse_json(content, where=str(path), fix=remedy, error=DataError)
@@ -323,10 +323,10 @@ def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> 
     except OSError as error:
         raise DataError(
             f"{folder / name}, which meta.json lists: {error.strerror}. "
-            f"{how_to_make_again(folder, source=source)}"
+            f"{prepare_again_hint(folder, source=source)}"
         ) from None
     if status.st_size != expected.bytes:
         raise DataError(
             f"{folder / name}: {status.st_size:,} bytes, but {expected.bytes:,} in meta.json. "
-            f"{how_to_make_again(folder, source=source)}"
+            f"{prepare_again_hint(folder, source=source)}"
         )

@@ -56,7 +56,7 @@ def _how_to_prepare(given: Path) -> str:
     return f"If it holds your texts, prepare them with: {prepare} - and set data.dir to {out}"
 
 
-def how_to_make_again(folder: Path, *, source: object) -> str:
+def prepare_again_hint(folder: Path, *, source: object) -> str:
     """Return a sentence with the command for a damaged folder; `source` is from its meta.json."""
     if not isinstance(source, str):
         source = None

@@ -14,7 +14,7 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import MEMBER_NAME, RUN_ID
 from payload.core.validation.records import build, check_schema
-from payload.estimates.run_estimate import Arithmetic
+from payload.estimates.run_estimate import RunEstimate
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."
@@ -43,7 +43,7 @@ class LaunchPlan:
     world_size: int = checked(low=1)
     ranks_per_node: int = checked(low=1)
     nodes: int = checked(low=1)
-    arithmetic: Arithmetic
+    arithmetic: RunEstimate
     ssh: tuple[str, ...] = ()
     """ssh's arguments on the head to reach the other nodes; empty for a single node."""
     node_command: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ Dimension = Literal["pipeline", "replicate", "shard", "tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankIndices:
     """One rank's index in each dimension."""
 
     pipeline: int
@@ -52,14 +52,14 @@ class Mesh:
         """Return True if ranks split a model by tensor or pipeline parallelism."""
         return self.tensor > 1 or self.pipeline > 1
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankIndices:
         """Return a rank's indices."""
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.shard)
         pipeline, replica = divmod(rank, self.replicate)
-        return Place(pipeline=pipeline, replicate=replica, shard=shard, tensor=tensor)
+        return RankIndices(pipeline=pipeline, replicate=replica, shard=shard, tensor=tensor)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: RankIndices) -> int:
         """Return the rank at these indices."""
         found = place.pipeline * self.replicate + place.replicate
         return (found * self.shard + place.shard) * self.tensor + place.tensor
@@ -150,6 +150,6 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def one_of(place: Place, **changed: int) -> Place:
+def replace_indices(place: RankIndices, **changed: int) -> RankIndices:
     """Return `place` with changed indices."""
     return replace(place, **changed)

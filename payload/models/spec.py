@@ -77,7 +77,7 @@ class RankSetting:
     """Ranks that split each layer: its heads, MLP and vocabulary."""
     stages: int = 1
     """Pipeline stages, each with some of the layers."""
-    passes_kept: int = 1
+    micro_batches_kept: int = 1
     """Micro-batches whose activations the first stage keeps; each later stage keeps one less."""
 
     state_bytes: int = field(default_factory=default_state_bytes)
@@ -210,7 +210,7 @@ class ModelSpec(ABC):
         outer = outer_weights(self, setting.stages)
         found: list[float] = []
         for stage, (numbers, held) in enumerate(zip(ranges, weights, strict=True)):
-            kept = max(1, setting.passes_kept - stage) if setting.stages > 1 else 1
+            kept = max(1, setting.micro_batches_kept - stage) if setting.stages > 1 else 1
             activations = len(numbers) * kept * layers
             if stage == setting.stages - 1:
                 activations += logits / setting.tensor

@@ -23,7 +23,7 @@ import payload
 from payload.core.errors import PreflightError
 from payload.core.interrupts import Presses
 from payload.core.printable_text import one_line
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import MONITORING_FOLDER
 
@@ -109,7 +109,7 @@ def local_stack(
         workspace = Path(folder)
         _copy_files(files, workspace)
         options = ["--run-dir", str(paths.root)]
-        exporter = module_words("payload.monitor.exporter", *options, python=python)
+        exporter = module_command("payload.monitor.exporter", *options, python=python)
         _backfill(exporter, workspace, env=env, say=say)
         # The label of the history, so that both form one series.
         _target(

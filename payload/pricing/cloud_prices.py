@@ -55,7 +55,7 @@ class DiskPrice:
     """Hourly price of one disk in dollars."""
 
     usd: float
-    is_bound: bool
+    is_upper_bound: bool
     """True if the price is an upper bound, from a more expensive type of disk."""
 
 
@@ -128,12 +128,12 @@ def disk_price(
     """Return the price of one disk, or None if unknown."""
     rate = catalog.rates.get(rate_key(disk_type, region=region)) if catalog is not None else None
     if rate is not None:
-        return DiskPrice(usd=gib * rate / HOURS_A_MONTH, is_bound=False)
+        return DiskPrice(usd=gib * rate / HOURS_A_MONTH, is_upper_bound=False)
     named = _BOUNDED_BY.get(disk_type, disk_type)
     per_month = _others().get((named, region))
     if per_month is None:
         return None
-    return DiskPrice(usd=gib * per_month / HOURS_A_MONTH, is_bound=named != disk_type)
+    return DiskPrice(usd=gib * per_month / HOURS_A_MONTH, is_upper_bound=named != disk_type)
 
 
 def nat_price(*, nodes: int, region: str) -> float | None:

@@ -16,7 +16,7 @@ from payload.pricing.cloud_prices import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Billed:
+class BilledResources:
     """Resources of a cluster that are billed by the hour; traffic, logs and buckets are extra."""
 
     machine_type: str
@@ -79,7 +79,7 @@ class Cost:
         return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
 
 
-def cluster_cost(billed: Billed, *, catalog: Catalog | None = None) -> Cost:
+def cluster_cost(billed: BilledResources, *, catalog: Catalog | None = None) -> Cost:
     """Return the hourly cost of the resources."""
     region, kind = billed.region, "spot" if billed.spot else "on demand"
     machine = machine_price(billed.machine_type, region=region, spot=billed.spot, catalog=catalog)
@@ -99,7 +99,7 @@ def cluster_cost(billed: Billed, *, catalog: Catalog | None = None) -> Cost:
         (f"Filestore ({billed.filestore_gib} GiB) in {region}", filestore is None),
         (f"NAT and addresses in {region}", None in (nat, address)),
     )
-    bounded = any(disk is not None and disk.is_bound for disk in disks)
+    bounded = any(disk is not None and disk.is_upper_bound for disk in disks)
     cost = Cost(
         machine=machine,
         disks=disks,

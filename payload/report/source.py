@@ -21,7 +21,7 @@ from payload.core.validation.names import RUN_ID
 from payload.core.validation.records import build
 from payload.formats.data_folder import META_NAME, DataMeta
 from payload.machines.inventory import ClusterInventory
-from payload.run_record.approved_settings import unnamed
+from payload.run_record.approved_settings import unapproved_settings
 from payload.run_record.metrics_log import RankTimes, rank_times, read_metrics
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
@@ -131,7 +131,7 @@ class Run:
         """
         path, named = self.data_folder / META_NAME, self.config.data.dir
         place = named if is_bucket_address(named) else str(self.data_folder)
-        if not self._is_started_here and unnamed(self.paths, {"data.dir": place}):
+        if not self._is_started_here and unapproved_settings(self.paths, {"data.dir": place}):
             return None
         with suppress(OSError, ConfigError, DataError, ValueError):
             raw = parse_json(read_bytes(path), where=str(path), error=DataError)

@@ -24,7 +24,11 @@ from payload.core.suggested_commands import command
 from payload.report.source import Run
 from payload.report.trackers.base import About, Row, Tracker
 from payload.report.trackers.registry import make_tracker
-from payload.run_record.approved_settings import SENDING_TRACKERS, reaching, unnamed
+from payload.run_record.approved_settings import (
+    SENDING_TRACKERS,
+    settings_to_approve,
+    unapproved_settings,
+)
 from payload.run_record.metrics_log import parse_row
 from payload.run_record.tracker_process import installed_trackers
 
@@ -110,7 +114,7 @@ def _allowed(
     run: Run, names: Sequence[str], *, named: Collection[str], say: Callable[[str], None]
 ) -> list[str]:
     """Return the trackers that are approved or upload nothing; note the others with `say`."""
-    is_named = not unnamed(run.paths, reaching(run.config, of=["track.to"]))
+    is_named = not unapproved_settings(run.paths, settings_to_approve(run.config, of=["track.to"]))
     allowed = [name for name in names if is_named or name in named or name not in SENDING_TRACKERS]
     for name in names:
         if name not in allowed:

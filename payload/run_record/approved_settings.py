@@ -57,7 +57,7 @@ class _Named:
         return "named", os.path.realpath(folder), known_identity(paths).identity, self.settings
 
 
-def reaching(
+def settings_to_approve(
     config: RunConfig, *, reads_init: bool = True, of: Collection[str] | None = None
 ) -> dict[str, str]:
     """Return the settings that need this user's approval, with their values.
@@ -86,7 +86,7 @@ def reaching(
     return {key: value for key, value in found.items() if of is None or key in of}
 
 
-def named_by(overrides: Iterable[str]) -> set[str]:
+def override_keys(overrides: Iterable[str]) -> set[str]:
     """Return the keys of the settings in the values of `--set`."""
     return {each.partition("=")[0].strip() for each in overrides}
 
@@ -112,7 +112,7 @@ def is_on_hub(init: str) -> bool:
     return not can_see(home_path(init))
 
 
-def unnamed(paths: RunPaths, settings: Mapping[str, str]) -> dict[str, str]:
+def unapproved_settings(paths: RunPaths, settings: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that this user has not approved for the run on this machine."""
     known = _read(paths).settings
     return {
@@ -134,24 +134,28 @@ def _is_named(key: str, value: str, known: Collection[str]) -> bool:
     return value != _NO_LIMIT and float(value) <= max(map(float, known))
 
 
-def require_named(
+def require_approved(
     paths: RunPaths, settings: Mapping[str, str], *, named: Collection[str] = ()
 ) -> None:
     """Raise ConfigError for settings that come only from the resumed run's own records.
 
     `settings` are those that need approval. The user who resumes the run has set those in `named`.
     """
-    unapproved = {key: value for key, value in unnamed(paths, settings).items() if key not in named}
-    if unapproved:
-        values = ", ".join(f"{key} = {shown(value)}" for key, value in unapproved.items())
-        verb = "is" if len(unapproved) == 1 else "are"
+    missing = {
+        key: value
+        for key, value in unapproved_settings(paths, settings).items()
+        if key not in named
+    }
+    if missing:
+        values = ", ".join(f"{key} = {shown(value)}" for key, value in missing.items())
+        verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
             f"run {paths.run_id}: {values} {verb} set only in the "
-            f"run's own files, which another user can edit. To accept, add {_options(unapproved)}"
+            f"run's own files, which another user can edit. To accept, add {_options(missing)}"
         )
 
 
-def note_named(
+def record_approved(
     paths: RunPaths, settings: Mapping[str, str], *, becomes: Path | None = None
 ) -> None:
     """Record the settings that this user approved for the run. Raises OSError.

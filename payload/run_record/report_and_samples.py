@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from payload.core.one_line import last_line
 from payload.core.printable_text import one_line
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.run_record.run_files import RunPaths
 
 _TIMEOUT_S = 120.0
@@ -88,7 +88,7 @@ def _start(
     program: str, arguments: Sequence[str], *, stderr: int, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        module_words(program, *arguments),
+        module_command(program, *arguments),
         env=code_environment(os.environ),
         stdin=stdin,
         stdout=subprocess.DEVNULL,

@@ -19,14 +19,14 @@ _ROOM_BYTES = 4096
 _BLOCK_BYTES = 512  # The unit of st_blocks, on every file system.
 
 
-def keep_room(path: Path) -> None:
+def preallocate_spare_file(path: Path) -> None:
     """Preallocate a hidden spare file beside `path` for its first record, if the disk has space."""
     with contextlib.suppress(OSError):
         write_whole(_room(path), " " * _ROOM_BYTES, durable=False)
 
 
-def give_room_back(path: Path) -> None:
-    """Remove the spare file that `keep_room` made, if it is still there."""
+def remove_spare_file(path: Path) -> None:
+    """Remove the spare file that `preallocate_spare_file` made, if it is still there."""
     _room(path).unlink(missing_ok=True)
 
 
@@ -51,7 +51,7 @@ def write_record(
         elif not _write_over(path, text.encode()):
             raise
     else:
-        give_room_back(path)
+        remove_spare_file(path)
 
 
 def write_heartbeat(path: Path, value: RankProgress) -> None:

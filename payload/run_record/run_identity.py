@@ -107,7 +107,7 @@ def parse_checkpoint_identity(content: bytes, *, where: str) -> str | None:
         return None
 
 
-def settle_identity(
+def ensure_identity(
     paths: RunPaths,
     *,
     is_new: bool,

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from payload.core.errors import UsageError
-from payload.core.files import require_file, set_aside
+from payload.core.files import move_aside, require_file
 from payload.core.links import no_follow
 from payload.run_record.run_files import RunPaths
 from payload.run_record.suggested_run_commands import run_command
@@ -34,7 +34,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         if self._paths.lock.is_symlink():
-            set_aside(self._paths.lock)
+            move_aside(self._paths.lock)
         self._descriptor = no_follow(str(self._paths.lock), os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + _RETRY_S
         while not _try_lock(self._descriptor, fcntl.LOCK_EX):
@@ -57,7 +57,7 @@ class RunLock:
 
 
 @contextmanager
-def starting(paths: RunPaths) -> Iterator[None]:
+def start_lock(paths: RunPaths) -> Iterator[None]:
     """Keep other commands on this machine from starting or removing the run within the block.
 
     The block lasts at least until the supervisor has its own lock. Raises UsageError if another

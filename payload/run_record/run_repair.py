@@ -21,7 +21,7 @@ from payload.config.run_config import (
 )
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError, ExitCode
-from payload.core.files import is_odd_file, set_aside
+from payload.core.files import is_not_regular, move_aside
 from payload.core.links import links_out
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
@@ -32,7 +32,7 @@ from payload.formats.checkpoint_listing import (
     checkpoint_config,
     checkpoint_dtype,
     checkpoint_folders,
-    newest_sound,
+    newest_valid,
 )
 from payload.run_record.run_files import (
     RunPaths,
@@ -113,7 +113,7 @@ def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunC
     problem = _problem_with_config(paths)
     if problem is None:
         return load_run_config(paths.config, overrides=overrides), None
-    valid = newest_sound(paths.checkpoints)
+    valid = newest_valid(paths.checkpoints)
     text = checkpoint_config(valid) if valid else None
     if valid is None or text is None:
         raise ConfigError(
@@ -157,7 +157,7 @@ def has_own_record(paths: RunPaths) -> bool:
     return any(_id_in(record) == paths.run_id for record in records)
 
 
-def make_room(paths: RunPaths) -> list[str]:
+def move_blockers_aside(paths: RunPaths) -> list[str]:
     """Move aside anything that blocks the path of a file or folder that the run will write.
 
     Symlinks to files outside of the run folder are moved, too. Returns a message for each. Raises
@@ -165,21 +165,21 @@ def make_room(paths: RunPaths) -> list[str]:
     """
     require_own_folders(paths)
     odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
-    odd += [path for path in _replaced_files(paths) if is_odd_file(path)]
-    odd += [path for path in _open_files(paths) if path.is_symlink() or is_odd_file(path)]
+    odd += [path for path in _replaced_files(paths) if is_not_regular(path)]
+    odd += [path for path in _open_files(paths) if path.is_symlink() or is_not_regular(path)]
     # A damaged checkpoint is skipped, and the trackers check their own folders.
     kept = (paths.checkpoints, paths.track)
     out = [each for each in links_out(paths.root) if not any(map(each.is_relative_to, kept))]
     odd += [path for path in out if path not in odd]
     return [
-        f"{path} blocked a file or folder of the run; moved to {set_aside(path)}" for path in odd
+        f"{path} blocked a file or folder of the run; moved to {move_aside(path)}" for path in odd
     ]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `make_room` before a node receives a run's files, and print its messages."""
+    """Run `move_blockers_aside` before a node receives a run's files, and print its messages."""
     try:
-        moved = make_room(RunPaths(Path(argv[0])))
+        moved = move_blockers_aside(RunPaths(Path(argv[0])))
     except OSError as error:
         sys.stderr.write(f"{error.filename or argv[0]}: {error.strerror}\n")
         return ExitCode.PREFLIGHT

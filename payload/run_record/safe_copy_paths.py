@@ -6,11 +6,11 @@ import os
 from pathlib import Path, PurePosixPath
 
 from payload.core.errors import ConfigError, UsageError
-from payload.core.files import set_aside
+from payload.core.files import move_aside
 from payload.run_record.run_files import RunPaths
 
 
-def inside(paths: RunPaths, name: str) -> Path:
+def path_in_copy(paths: RunPaths, name: str) -> Path:
     """Return the path of a file in the run folder, after creating its parent folders.
 
     Anything that blocks a parent folder is moved aside. Raises ConfigError if a parent cannot be
@@ -34,16 +34,16 @@ def inside(paths: RunPaths, name: str) -> Path:
 def make_folder(path: Path) -> None:
     """Create a folder of the copy; anything that blocks it is moved aside. Raises ConfigError."""
     try:
-        set_aside_no_folder(path)
+        move_aside_non_folder(path)
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise unwritable(error, path) from None
 
 
-def set_aside_no_folder(path: Path) -> None:
+def move_aside_non_folder(path: Path) -> None:
     """Move aside anything except a folder that is at `path`. Raises OSError."""
     if os.path.lexists(path) and not path.is_dir():
-        set_aside(path)
+        move_aside(path)
 
 
 def unwritable(error: OSError, path: Path) -> ConfigError:

@@ -62,7 +62,7 @@ def tracked(paths: RunPaths, config: RunConfig) -> Iterator[None]:
                 process.wait()
 
 
-def hand_over(paths: RunPaths, config: RunConfig) -> list[str]:
+def send_to_trackers(paths: RunPaths, config: RunConfig) -> list[str]:
     """Send a run that has ended to its trackers; return a note for each failure."""
     if not installed_trackers(config.track.to):
         return []

@@ -13,7 +13,7 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.readers import fields_of
 from payload.core.validation.records import build
 from payload.machines.gpu_catalog import gpus_of
-from payload.pricing.cluster_cost import Billed
+from payload.pricing.cluster_cost import BilledResources
 from payload.stack.google_name_patterns import CLOUD_NAME, KMS_KEY, REGION
 from payload.stack.stack_settings import DEFAULTS
 
@@ -38,7 +38,7 @@ _DISK_QUOTAS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class CloudRequirements:
     """The resources of a cluster that quotas, prices and permissions depend on."""
 
     machine_type: str = DEFAULTS.machine_type
@@ -114,9 +114,9 @@ class Need:
             f"{self.disk_gib} GiB {self.disk_type}"
         )
 
-    def billed(self, *, spot: bool) -> Billed:
+    def billed(self, *, spot: bool) -> BilledResources:
         """Return the resources that are billed by the hour."""
-        return Billed(
+        return BilledResources(
             machine_type=self.machine_type,
             node_count=self.node_count,
             region=self.region,
@@ -249,7 +249,7 @@ def _set_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     return given | {"spot": spot, "zones": text_list(settings.get("zones"))}
 
 
-def need_of(settings: Mapping[str, Any]) -> Need:
+def requirements_of(settings: Mapping[str, Any]) -> CloudRequirements:
     """Return the requirements of a stack's config; a missing key has its default.
 
     Raises ConfigError.
@@ -259,7 +259,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
     access, egress = (settings.get(key) for key in ("accessMode", "egress"))
     has_filestore = settings.get("sharedStorage") == "filestore"
     names_bucket = stack.bucket not in ("none", "create")
-    return Need(
+    return CloudRequirements(
         machine_type=stack.machine_type,
         node_count=stack.node_count,
         region=stack.region,

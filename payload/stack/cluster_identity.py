@@ -81,7 +81,7 @@ def accept_cluster_identity(folder: Path, cluster: str) -> None:
         _write(path, _signed(found, folder, cluster))
 
 
-def settle_cluster_identity(
+def resolve_cluster_identity(
     folder: Path,
     cluster: str,
     *,

@@ -73,7 +73,7 @@ def make_key(public_file: Path) -> str:
         ) from None
 
 
-def would_make_key(public_file: Path) -> str:
+def preview_key(public_file: Path) -> str:
     """Return a new public key for a preview, which writes no files."""
     return _line(_public_half(_new_key()), public_file)
 

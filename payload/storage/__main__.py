@@ -17,7 +17,11 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
 from payload.formats.checkpoint_listing import CHECKPOINTS_NAME
-from payload.run_record.approved_settings import named_by, reaching, require_named
+from payload.run_record.approved_settings import (
+    override_keys,
+    require_approved,
+    settings_to_approve,
+)
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints
 from payload.storage.isolated_reader import serve, watched_store
@@ -103,8 +107,10 @@ def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
     require_own_folders(paths)
     config = load_run_config(paths.config, overrides=arguments.overrides)
     if not arguments.started_here:
-        require_named(
-            paths, reaching(config, of=["storage.results"]), named=named_by(arguments.overrides)
+        require_approved(
+            paths,
+            settings_to_approve(config, of=["storage.results"]),
+            named=override_keys(arguments.overrides),
         )
     results = config.storage.address()
     if results is None:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from payload.config.store_address import StoreAddress
 from payload.core.errors import TileforgeError
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.storage.objects import (
     ConflictError,
     MissingObjectError,
@@ -86,7 +86,7 @@ class _WatchedStore:
         self._note_s = note_s
         arguments = ["serve", "--below", str(address.num_below), str(address)]
         self._process = subprocess.Popen(
-            module_words("payload.storage", *arguments),
+            module_command("payload.storage", *arguments),
             env=code_environment(env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.printable_text import shown_name
-from payload.formats.checkpoint_listing import best_step, checkpoint_step, newest_sound
+from payload.formats.checkpoint_listing import best_step, checkpoint_step, newest_valid
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, verdict
 from payload.run_record.metrics_log import read_val_losses, stream_metrics
 from payload.run_record.run_files import NAMES, RunPaths, last_record
@@ -69,7 +69,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
     """
     run = known_identity(paths)
     require_own_store(store, run, place=str(paths.root))
-    local = newest_sound(paths.checkpoints)
+    local = newest_valid(paths.checkpoints)
     local_step = checkpoint_step(local) if local else -1
     if not whole_checkpoints(store):
         _require_same_store(store, paths, local=local)

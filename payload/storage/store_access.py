@@ -17,15 +17,15 @@ from payload.config.store_address import (
     StoreAddress,
     is_bucket_address,
     parse_store_address,
-    settled_results,
+    resolve_results_address,
 )
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.core.one_line import last_line
 from payload.core.printable_text import shown
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
-from payload.run_record.approved_settings import note_named
+from payload.run_record.approved_settings import record_approved
 from payload.run_record.run_files import RunPaths
 from payload.storage.data import fetch_data
 from payload.storage.isolated_reader import watched_store
@@ -55,20 +55,20 @@ def run_address(text: str) -> StoreAddress:
     return address
 
 
-def settle_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
+def resolve_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
     """Return the config with `storage.results = "auto"` resolved for this bucket."""
-    results = settled_results(config.storage.results, bucket=bucket)
+    results = resolve_results_address(config.storage.results, bucket=bucket)
     return replace(config, storage=replace(config.storage, results=results))
 
 
 def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
-    """Test the run's store from this machine with `try_store_here`, if one is set."""
+    """Test the run's store from this machine with `check_store_access`, if one is set."""
     results = config.storage.address()
     if results is not None:
-        try_store_here(results, env=env, new_run=run_id)
+        check_store_access(results, env=env, new_run=run_id)
 
 
-def try_store_here(
+def check_store_access(
     address: StoreAddress,
     *,
     env: Mapping[str, str],
@@ -81,7 +81,7 @@ def try_store_here(
     to a stale mount hangs and cannot be interrupted.
     """
     process = subprocess.Popen(
-        check_words(address, new_run=new_run),
+        check_command(address, new_run=new_run),
         env=code_environment(env),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -98,18 +98,18 @@ def try_store_here(
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
-    require_stored(process.returncode, stderr)
+    require_store_ok(process.returncode, stderr)
 
 
-def check_words(
+def check_command(
     address: StoreAddress, *, new_run: str | None, python: str = sys.executable
 ) -> list[str]:
     """Return the command line that tests a store."""
     run = [] if new_run is None else ["--new", new_run]
-    return module_words("payload.storage", "check", *run, str(address), python=python)
+    return module_command("payload.storage", "check", *run, str(address), python=python)
 
 
-def require_stored(status: int, stderr: bytes, *, where: str = "") -> None:
+def require_store_ok(status: int, stderr: bytes, *, where: str = "") -> None:
     """Raise ConfigError or PreflightError unless the test of a store succeeded."""
     if status == ExitCode.OK:
         return
@@ -120,7 +120,7 @@ def require_stored(status: int, stderr: bytes, *, where: str = "") -> None:
     raise PreflightError(f"{message} {_WITHOUT}")
 
 
-def bring_data_here(
+def fetch_data_to_cache(
     config: RunConfig, *, env: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
     """Download data from a bucket to this machine's cache. Raises DataError and StoreError."""
@@ -138,7 +138,7 @@ def stored_at(paths: RunPaths) -> StoreAddress | None:
     return None
 
 
-def fetch_whole(store: StoreReader, paths: RunPaths) -> None:
+def fetch_run_atomically(store: StoreReader, paths: RunPaths) -> None:
     """Atomically create the run's folder with the records that a resume reads.
 
     If another process creates the folder first, that folder is kept.
@@ -154,7 +154,7 @@ def fetch_whole(store: StoreReader, paths: RunPaths) -> None:
     try:
         fetch_run(store, RunPaths(staging))
         named = {"storage.results": str(store.address.parent())}
-        note_named(RunPaths(staging), named, becomes=paths.root)
+        record_approved(RunPaths(staging), named, becomes=paths.root)
         staging.chmod(0o755)
         try:
             staging.rename(paths.root)

@@ -28,7 +28,7 @@ from payload.formats.checkpoint_listing import (
 from payload.run_record.checkpoint_manifest_hashes import note_hash
 from payload.run_record.metrics_log import read_val_losses
 from payload.run_record.run_files import RunPaths, last_record, write_json
-from payload.run_record.run_identity import RunIdentity, known_identity, settle_identity
+from payload.run_record.run_identity import RunIdentity, ensure_identity, known_identity
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import Upload, remove_checkpoints, stored_manifests
 from payload.storage.objects import ConflictError, ObjectStore, StoreError, StoreRefusedError
@@ -170,7 +170,7 @@ class Uploader:
         """Return the run's identity; a new one is recorded if it is missing."""
         with suppress(OSError):
             if self._paths.root.is_dir():
-                return settle_identity(self._paths, is_new=self._is_new, say=self._say)
+                return ensure_identity(self._paths, is_new=self._is_new, say=self._say)
         return known_identity(self._paths)
 
     def _require_owner(self) -> None:

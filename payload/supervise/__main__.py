@@ -16,8 +16,8 @@ from payload.monitor.exporter import monitored
 from payload.run_record.report_and_samples import write_report
 from payload.run_record.run_files import DEFAULT_GRACE_S, RunPaths
 from payload.run_record.run_lock import FORCE_SIGNAL, RunLock
-from payload.run_record.run_repair import known_config, make_room
-from payload.run_record.tracker_process import hand_over
+from payload.run_record.run_repair import known_config, move_blockers_aside
+from payload.run_record.tracker_process import send_to_trackers
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.stop_requests import Wakeups
 from payload.supervise.supervisor import Supervisor
@@ -65,13 +65,13 @@ def _write_report(paths: RunPaths) -> None:
     problem = write_report(paths, is_started_here=True)
     if problem:
         print(f"note: no report was written: {problem}", file=sys.stderr)
-    for note in hand_over(paths, known_config(paths)):
+    for note in send_to_trackers(paths, known_config(paths)):
         print(note, file=sys.stderr)
 
 
 def _make_room(paths: RunPaths) -> None:
     try:
-        for sentence in make_room(paths):
+        for sentence in move_blockers_aside(paths):
             print(f"warning: {sentence}", file=sys.stderr)
     except OSError as error:
         raise PreflightError(f"{paths.root} cannot be written ({error.strerror}).") from None

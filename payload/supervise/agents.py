@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError, ExitCode, TileforgeError
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
@@ -105,7 +105,7 @@ class _Agent:
     def __init__(self, job: AgentJob, node_rank: int, address: str) -> None:
         self.address = address
         self._is_local = node_rank == 0
-        argv = module_words("payload.supervise.agents", "--node")
+        argv = module_command("payload.supervise.agents", "--node")
         if not self._is_local:
             names = ("PYTHONPATH", RUN_DIR)
             settings = {name: job.environment[name] for name in names if name in job.environment}

@@ -25,7 +25,7 @@ from signal import SIGKILL
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.core.python_processes import module_words
+from payload.core.python_processes import module_command
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
@@ -310,7 +310,7 @@ def heartbeat_argv(
         node.name,
         ssh=(*plan.ssh, *_SSH_OPTIONS),
         node_command=plan.node_command,
-        argv=module_words("payload.supervise.heartbeat", *arguments, python=plan.program[0]),
+        argv=module_command("payload.supervise.heartbeat", *arguments, python=plan.program[0]),
         environment={"PYTHONPATH": python_path} if python_path else {},
     )
 

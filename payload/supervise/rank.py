@@ -25,7 +25,11 @@ from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.rank_variables import BY_PRECEDENCE, NODE_RANK, RankVariables, identify
 from payload.run_record.checkpoint_grace import GracePeriod
-from payload.run_record.reserved_space import give_room_back, keep_room, write_record
+from payload.run_record.reserved_space import (
+    preallocate_spare_file,
+    remove_spare_file,
+    write_record,
+)
 from payload.run_record.run_files import DEFAULT_GRACE_S, RankExit, RunPaths
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
@@ -126,7 +130,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
     # On a worker, records of an earlier attempt still exist.
     for record in (paths.rank_exit(rank.rank), paths.rank_progress(rank.rank)):
         discard(record)
-    keep_room(paths.rank_exit(rank.rank))
+    preallocate_spare_file(paths.rank_exit(rank.rank))
     log = paths.rank_log(rank.rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -183,7 +187,7 @@ def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:
     exit_code = 128 + ended_by if ended_by else status
     if not paths.rank_exit(rank.rank).exists():
         _record(paths, rank, exit_code=exit_code, ended_by=ended_by)
-    give_room_back(paths.rank_exit(rank.rank))
+    remove_spare_file(paths.rank_exit(rank.rank))
     return exit_code
 
 

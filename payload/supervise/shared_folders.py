@@ -17,7 +17,7 @@ from pathlib import Path
 
 from payload.config.run_config import RunConfig
 from payload.core.one_line import joined_lines
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.machines.inventory import SHARED_FOLDER
 
 SILENT_S = 10.0
@@ -120,7 +120,7 @@ class _FolderProbe:
         # A machine without memory for the process must not end the run: the state is then unknown.
         with suppress(OSError):
             self._process = subprocess.Popen(
-                module_words("payload.supervise.shared_folders", self.folder),
+                module_command("payload.supervise.shared_folders", self.folder),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

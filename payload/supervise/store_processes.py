@@ -17,7 +17,7 @@ from typing import BinaryIO
 from payload.config.run_config import RunConfig
 from payload.core.errors import PreflightError
 from payload.core.printable_text import one_line
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.launch.plan import LaunchPlan
 from payload.run_record.run_files import RunPaths, RunState, last_record, write_json
 from payload.run_record.store_state import StoreState
@@ -168,7 +168,7 @@ class Uploader:
         # The supervisor's environment need not name the store; the operator's command did.
         arguments = ["--run-dir", str(self._paths.root), "--started-here", *more]
         return subprocess.Popen(
-            module_words("payload.storage", verb, *arguments),
+            module_command("payload.storage", verb, *arguments),
             env=code_environment(self._env),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

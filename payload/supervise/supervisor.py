@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import BudgetError, ExitCode, PreflightError, TileforgeError
-from payload.formats.checkpoint_listing import newest_sound
+from payload.formats.checkpoint_listing import newest_valid
 from payload.launch.budget import JobTime, cost_usd, limit_verdict, time_limit
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
@@ -273,7 +273,7 @@ class Supervisor:
             restarts += 1
             note = restart_note(
                 verdict,
-                checkpoint=newest_sound(self._paths.checkpoints),
+                checkpoint=newest_valid(self._paths.checkpoints),
                 restart=restarts,
                 max_restarts=limit,
             )

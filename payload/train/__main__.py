@@ -26,7 +26,11 @@ from payload.core.suggested_commands import command
 from payload.core.validation.fields import checked
 from payload.core.validation.names import RUN_ID
 from payload.machines.rank_variables import RUN_DIR
-from payload.run_record.approved_settings import named_by, reaching, require_named
+from payload.run_record.approved_settings import (
+    override_keys,
+    require_approved,
+    settings_to_approve,
+)
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths, default_runs_dir, new_run_id
 from payload.train.start_clock import StartClock
 
@@ -213,8 +217,8 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
     paths = RunPaths(arguments.run_dir or Path())
     config = load_run_config(path or paths.config, overrides=arguments.overrides)
     if path is None and not is_launched:
-        named = named_by(arguments.overrides)
-        require_named(paths, reaching(config, of=_TRAINED_FROM), named=named)
+        named = override_keys(arguments.overrides)
+        require_approved(paths, settings_to_approve(config, of=_TRAINED_FROM), named=named)
     return config
 
 
@@ -224,8 +228,8 @@ def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
     Of the run folder's own settings, only those that need approval.
     """
     if arguments.config is not None:
-        return reaching(config)
-    return reaching(config, of={*_TRAINED_FROM, *named_by(arguments.overrides)})
+        return settings_to_approve(config)
+    return settings_to_approve(config, of={*_TRAINED_FROM, *override_keys(arguments.overrides)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

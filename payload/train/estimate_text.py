@@ -36,7 +36,7 @@ def describe(
         f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "
         f"tokens from {meta.source}",
         f"batch     about {tokens:,} tokens a step: {batch.global_batch_size} sequences; "
-        f"{world.world_size} rank(s) x {batch.sequences()} sequences x {accumulation} "
+        f"{world.world_size} rank(s) x {batch.micro_batch()} sequences x {accumulation} "
         "micro-batch(es)",
         f"run       {config.train.steps} steps = {all_tokens:,} tokens = "
         f"{all_tokens / meta.train_tokens:.2f} epochs",

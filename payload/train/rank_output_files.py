@@ -18,7 +18,7 @@ import psutil
 
 from payload import __version__
 from payload.core.errors import ExitCode, TrainingError
-from payload.core.files import require_file, set_aside, write_whole
+from payload.core.files import move_aside, require_file, write_whole
 from payload.run_record.metrics_log import (
     EvalMetrics,
     StepMetrics,
@@ -118,7 +118,7 @@ class MetricsFile:
                 elif row["step"] <= step:
                     kept["val_loss" if "val_loss" in row else "loss", row["step"]] = line
         if damaged:
-            aside = set_aside(path)
+            aside = move_aside(path)
             log.warning(f"{path}: left out {damaged} damaged line(s). Original file: {aside}")
         content = b"".join(kept.values())
         if path.is_symlink() or not path.exists() or path.stat().st_size != len(content):

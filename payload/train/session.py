@@ -19,14 +19,14 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.estimates.batch_size import as_recorded, settle_batch, with_size
+from payload.estimates.batch_size import resolve_batch, with_recorded_size, with_size
 from payload.formats.prepare_hints import no_range_hashes
 from payload.machines.core_speed import has_bf16
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
-from payload.run_record.approved_settings import note_named
+from payload.run_record.approved_settings import record_approved
 from payload.run_record.metrics_log import stream_metrics
 from payload.run_record.run_files import RunPaths
-from payload.run_record.run_identity import settle_identity
+from payload.run_record.run_identity import ensure_identity
 from payload.train.calibration import Calibration, calibrate
 from payload.train.estimate_text import describe
 from payload.train.models.base import CausalLM
@@ -102,10 +102,10 @@ def train(
         if world.is_main:
             write_whole(paths.config, config.to_toml())
             is_new = start.state is None
-            settled = settle_identity(paths, is_new=is_new, say=log.warning)
+            settled = ensure_identity(paths, is_new=is_new, say=log.warning)
             start = replace(start, identity=settled.identity)
             if named:
-                note_named(paths, named)
+                record_approved(paths, named)
         summary.begin()
         heartbeat.report(step=0, phase="calibration")
         calibration = calibrate(
@@ -165,10 +165,12 @@ def _resolve_batch(config: RunConfig, start: Start, *, paths: RunPaths, world: W
     found = None
     if world.is_main:
         earlier = earlier_config(paths)
-        kept = as_recorded(config, earlier, world_size=world.world_size) if earlier else config
+        kept = (
+            with_recorded_size(config, earlier, world_size=world.world_size) if earlier else config
+        )
         chosen = _dtype_choice(config, start)
         expected: Dtype = "fp32" if emulates_bf16 else "bf16"
-        decided, note = settle_batch(
+        decided, note = resolve_batch(
             kept,
             start.model.trained_spec(),
             dtype=expected if chosen == "auto" else chosen,
@@ -179,7 +181,7 @@ def _resolve_batch(config: RunConfig, start: Start, *, paths: RunPaths, world: W
         if note is not None:
             log.info(f"memory    {note}")
         found = _ResolvedBatch(
-            size=decided.batch.sequences(),
+            size=decided.batch.micro_batch(),
             checkpointing=decided.memory.activation_checkpointing,
         )
     agreed = world.broadcast(found, _ResolvedBatch)

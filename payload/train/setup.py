@@ -54,7 +54,7 @@ from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
 from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 from payload.weights.adapter_files import has_adapter
-from payload.weights.source import pinned
+from payload.weights.source import pinned_name_of
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfi
     if world.is_main:
         earlier = earlier_config(paths)
         before = earlier.model.init if earlier else None
-        init = pinned(config.model.init, setting="model.init", earlier=before)
+        init = pinned_name_of(config.model.init, setting="model.init", earlier=before)
     agreed = world.broadcast(init, str)
     return replace(config, model=replace(config.model, init=agreed))
 

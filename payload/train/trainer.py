@@ -148,7 +148,7 @@ class Trainer:
         A step trains on the same samples with any number of ranks and micro-batches. The index
         after the step's last micro-batch is the first one of the next step.
         """
-        size, strategy = self._batch.sequences(), self._context.strategy
+        size, strategy = self._batch.micro_batch(), self._context.strategy
         step, micro_step = divmod(micro_step, self._accumulation)
         chosen = self._step_samples(step)
         first = (micro_step * strategy.mesh.data_ranks + strategy.data_rank) * size
@@ -311,7 +311,7 @@ class Trainer:
         strategy = self._context.strategy
         stage = strategy.mesh.place(self._context.world.rank).pipeline
         passes = micro_step * strategy.mesh.data_ranks + strategy.data_rank
-        first = self._next_sample + passes * self._batch.sequences()
+        first = self._next_sample + passes * self._batch.micro_batch()
         torch.manual_seed(
             (self._context.config.run.seed * 1_000_003 + first) ^ (stage << _STAGE_BIT)
         )
@@ -393,7 +393,7 @@ class Trainer:
         return EvalPass(
             world=context.world,
             step=self._step,
-            micro_batch_size=self._batch.sequences(),
+            micro_batch_size=self._batch.micro_batch(),
             max_tokens=max_tokens,
             autocast=context.accelerator.autocast,
             without_gradients=lambda: context.strategy.without_gradients(context.model),

@@ -16,7 +16,7 @@ from payload.formats.checkpoint_listing import (
     MANIFEST_FILE,
     checkpoint_folders,
     manifest_problems,
-    newest_sound,
+    newest_valid,
     require_own,
 )
 from payload.formats.hub_names import (
@@ -138,7 +138,7 @@ def find_source(
     return Source(name=name, kind="folder", folder=folder)
 
 
-def pinned(name: str, *, setting: str, earlier: str | None = None) -> str:
+def pinned_name_of(name: str, *, setting: str, earlier: str | None = None) -> str:
     """Return `name` with its revision resolved to a commit, if it is on the hub.
 
     A local folder or `scratch` is returned unchanged. `earlier` is the result of an earlier start
@@ -202,7 +202,7 @@ def _newest(
     checkpoints: Path, *, verify: bool, passed_over: Callable[[Path, str], None]
 ) -> Path | None:
     if verify:
-        return newest_sound(checkpoints, passed_over=passed_over)
+        return newest_valid(checkpoints, passed_over=passed_over)
     complete = [each for each in checkpoint_folders(checkpoints) if (each / MANIFEST_FILE).exists()]
     return complete[-1] if complete else None
 

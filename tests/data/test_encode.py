@@ -22,7 +22,7 @@ from payload.data.tokenizers.gpt2 import (
 )
 from payload.data.writing import encode
 from payload.data.writing.encode import (
-    NASTY,
+    TRICKY_TEXTS,
     EncoderMismatchError,
     GigatokenEncoder,
     ReferenceEncoder,
@@ -38,7 +38,7 @@ def fast_encoder(tokenizer_class: Any = gigatoken.Tokenizer) -> GigatokenEncoder
 
 
 def test_both_encoders_agree_on_real_text_and_nasty_strings() -> None:
-    texts = [text.encode() for text in [*NASTY, *stdlib_texts(min_bytes=2_000_000)]]
+    texts = [text.encode() for text in [*TRICKY_TEXTS, *stdlib_texts(min_bytes=2_000_000)]]
     fast, exact = fast_encoder().encode(texts), ReferenceEncoder(gpt2_tokenizer()).encode(texts)
     np.testing.assert_array_equal(fast.offsets, exact.offsets)
     np.testing.assert_array_equal(fast.tokens, exact.tokens)
@@ -136,7 +136,7 @@ def test_an_encoder_that_fails_the_first_check_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gigatoken, "Tokenizer", _WrongOnZebra)
-    monkeypatch.setattr(encode, "NASTY", ("a zebra",))
+    monkeypatch.setattr(encode, "TRICKY_TEXTS", ("a zebra",))
     said: list[str] = []
     chosen = choose_encoder(gpt2_tokenizer(), seed=0, log=said.append)
     assert isinstance(chosen, ReferenceEncoder)

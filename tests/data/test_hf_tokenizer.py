@@ -14,7 +14,12 @@ import pytest
 from payload.core.errors import CheckpointError, DataError
 from payload.data.tokenizer_files import gpt2_files
 from payload.data.tokenizers import load_hf_tokenizer, load_tokenizer
-from payload.data.writing.encode import NASTY, GigatokenEncoder, ReferenceEncoder, choose_encoder
+from payload.data.writing.encode import (
+    TRICKY_TEXTS,
+    GigatokenEncoder,
+    ReferenceEncoder,
+    choose_encoder,
+)
 from payload.formats.data_folder import load_meta
 from payload.formats.tokenizer_identity import GPT2_SHA256, folder_identity, require_same_tokenizer
 from tests.data.running import contents, run_here, stdlib_texts
@@ -100,7 +105,9 @@ def test_prepare_gives_transformers_own_tokens_of_real_text(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["gpt2", "digits", "llama3"])
 def test_gigatoken_gives_the_tokens_of_tokenizers(tmp_path: Path, kind: str) -> None:
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / kind, kind=kind)))
-    texts = [t.encode() for t in (*NASTY, *stdlib_texts(min_bytes=1)[::8], "½½  ½1 x", "</s>a")]
+    texts = [
+        t.encode() for t in (*TRICKY_TEXTS, *stdlib_texts(min_bytes=1)[::8], "½½  ½1 x", "</s>a")
+    ]
 
     encoder = choose_encoder(tokenizer, seed=0, log=lambda note: None)
     found, exact = encoder.encode(texts), ReferenceEncoder(tokenizer).encode(texts)

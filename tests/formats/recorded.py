@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.config.run_config import load_run_config
-from payload.run_record.approved_settings import reaching
+from payload.run_record.approved_settings import settings_to_approve
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "9e71e47"
 CLOSE = 1e-4
@@ -69,7 +69,7 @@ class Recorded:
 def named(name: str) -> list[str]:
     """Return the `--set` options of a run's settings, whose approval was not recorded then."""
     config = load_run_config(FIXTURES / "project" / "runs" / name / "run.toml")
-    found = reaching(config, of=["data.dir", "model.init"])
+    found = settings_to_approve(config, of=["data.dir", "model.init"])
     return [word for key, value in found.items() for word in ("--set", f"{key}={value}")]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from payload.run_record.approved_settings import unnamed
+from payload.run_record.approved_settings import unapproved_settings
 from payload.run_record.run_files import RunPaths
 from tests.formats.commands import Commands
 from tests.formats.making.recipe import PROMPTS
@@ -205,7 +205,9 @@ def test_a_cluster_s_run_is_a_copy_that_a_new_run_can_begin_from(
     run = RunPaths(recorded.run_dir("begun"))
     used = {"data.dir": str(recorded.project / "data" / "text"), "model.init": "runs/far"}
     monkeypatch.chdir(recorded.project)
-    assert unnamed(run, used) == {}  # so that --run-dir resumes it without other options
+    assert (
+        unapproved_settings(run, used) == {}
+    )  # so that --run-dir resumes it without other options
     first = next(row["val_loss"] for row in rows(recorded.run_dir("begun")) if "val_loss" in row)
     assert first == close(read_json(recorded.run_dir("far") / "summary.json")["final_val_loss"])
 

@@ -16,7 +16,7 @@ from infra.config import KEYS, ClusterConfig
 from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
 from payload.core.errors import ConfigError
-from payload.stack.cloud_requirements import Need, need_of
+from payload.stack.cloud_requirements import CloudRequirements, requirements_of
 from payload.stack.operator_key import make_key
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
 
@@ -79,8 +79,8 @@ def test_the_defaults_as_pulumi_hands_them_over_are_the_codes(root: Path) -> Non
 
 
 def test_a_stack_without_settings_needs_what_its_defaults_are() -> None:
-    config, need = ClusterConfig(), need_of({})
-    assert need == Need()
+    config, need = ClusterConfig(), requirements_of({})
+    assert need == CloudRequirements()
     assert (need.machine_type, need.region, need.image) == (
         *(config.machine_type, config.region),
         config.image,

@@ -84,7 +84,7 @@ def test_hyperdisk_is_counted_at_a_price_that_it_does_not_exceed() -> None:
     for row in rows("other.csv"):
         if row["what"] == "hyperdisk-extreme":
             found = disk_price("hyperdisk-balanced", gib=73, region=row["region"])
-            assert found is not None and found.is_bound
+            assert found is not None and found.is_upper_bound
             assert found.usd == pytest.approx(float(row["usd"]) / 10)
     config = replace(CONFIG, machine_type="c4-standard-8")
     text = describe(config, price_of_cluster(config), speed=None)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from payload.stack.cloud_requirements import Need
+from payload.stack.cloud_requirements import CloudRequirements
 
 SETUP = Path(__file__).resolve().parents[2] / "bootstrap" / "node-setup.sh"
 _KERNEL = "6.8.0-1021-gcp"
@@ -31,7 +31,7 @@ _DRIVERS = (
 def test_a_cluster_needs_the_quotas_of_all_its_gpus(
     spot: Literal["false", "true", "auto"], metrics: list[str]
 ) -> None:
-    need = Need(machine_type="g2-standard-24", node_count=3, spot=spot)
+    need = CloudRequirements(machine_type="g2-standard-24", node_count=3, spot=spot)
     found = [each for each in need.quotas(vcpus_per_node=24) if "GPUS" in each[1][0]]
     assert found == [
         *(("region", (metric,), 6.0) for metric in metrics),
@@ -40,7 +40,7 @@ def test_a_cluster_needs_the_quotas_of_all_its_gpus(
 
 
 def test_machines_without_gpus_need_no_quota_of_them() -> None:
-    wanted = Need(machine_type="c3-standard-22").quotas(vcpus_per_node=22)
+    wanted = CloudRequirements(machine_type="c3-standard-22").quotas(vcpus_per_node=22)
     assert not [each for each in wanted if "GPU" in each[1][0]]
 
 

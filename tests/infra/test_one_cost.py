@@ -11,7 +11,7 @@ from payload.core.errors import ConfigError
 from payload.orchestrate.commands.doctor import check_price
 from payload.orchestrate.commands.rehearse import _price_and_lifetime
 from payload.pricing.cluster_cost import cluster_cost
-from payload.stack.cloud_requirements import need_of
+from payload.stack.cloud_requirements import requirements_of
 from tests.infra.stacks import CASES
 from tests.infra.test_graph import deployed
 
@@ -20,7 +20,7 @@ from tests.infra.test_graph import deployed
 def test_a_stack_costs_the_same_wherever_its_cost_is_shown(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    stack, need = deployed(name), need_of(CASES[name])
+    stack, need = deployed(name), requirements_of(CASES[name])
     monkeypatch.chdir(tmp_path_factory.mktemp("no-catalog"))
     hourly = stack.outputs.get("hourly_usd")
     shown = check_price(need, None)

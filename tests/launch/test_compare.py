@@ -8,14 +8,16 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.estimates.network import LOOPBACK_BYTES_PER_S
-from payload.estimates.strategy_comparison import Compared, compare_strategies
+from payload.estimates.strategy_comparison import StrategyPrediction, compare_strategies
 from payload.models.gpt2.spec import PRESETS
 
 SPEC = replace(PRESETS["gpt2-medium"], sequence_length=64)
 GIB = 2**30
 
 
-def compared(*settings: str, free_gib: int | None, ranks: int = 4) -> tuple[Compared, ...]:
+def compared(
+    *settings: str, free_gib: int | None, ranks: int = 4
+) -> tuple[StrategyPrediction, ...]:
     words = ("batch.micro_batch_size=1", "batch.global_batch_size=8", "data.sequence_length=64")
     return compare_strategies(
         parse_run_config("", overrides=[*words, *settings], where="test"),

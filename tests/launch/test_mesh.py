@@ -10,7 +10,7 @@ from benchmarks.architecture_cases import CASES
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError
-from payload.estimates.run_estimate import Arithmetic, work_out
+from payload.estimates.run_estimate import RunEstimate, estimate_run
 from payload.machines.rank_mesh import Mesh, require_tensor_ranks_on_a_node
 from payload.models.gpt2.spec import PRESETS
 from payload.models.registry import spec_of
@@ -22,9 +22,9 @@ LLAMA = spec_of(CASES["llama"], where="config.json")
 TENSOR = "distributed.tensor_parallel=2"
 
 
-def numbers(*settings: str, spec: ModelSpec = GPT2, ranks: int = 4) -> Arithmetic:
+def numbers(*settings: str, spec: ModelSpec = GPT2, ranks: int = 4) -> RunEstimate:
     words = ("batch.micro_batch_size=1", "batch.global_batch_size=8", "data.sequence_length=64")
-    return work_out(
+    return estimate_run(
         parse_run_config("", overrides=[*words, *settings], where="test"),
         spec=spec,
         world_size=ranks,

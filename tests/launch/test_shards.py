@@ -9,7 +9,7 @@ import pytest
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
 from payload.estimates.network import PLANNED_COPIES
-from payload.estimates.run_estimate import Arithmetic, work_out
+from payload.estimates.run_estimate import RunEstimate, estimate_run
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import PROCESS_BYTES
 from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
@@ -24,8 +24,8 @@ def config(*settings: str) -> RunConfig:
     return parse_run_config("", overrides=[*words, *settings], where="test")
 
 
-def numbers(*settings: str, ranks: int = 4) -> Arithmetic:
-    return work_out(
+def numbers(*settings: str, ranks: int = 4) -> RunEstimate:
+    return estimate_run(
         config(*settings),
         spec=MEDIUM,
         world_size=ranks,

@@ -20,7 +20,7 @@ from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
-from payload.run_record.approved_settings import note_named, reaching
+from payload.run_record.approved_settings import record_approved, settings_to_approve
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
@@ -95,7 +95,7 @@ class Runs:
         """Return a copy of the run, alone in a runs folder, as if it had been run there."""
         shutil.copytree(self.runs_dir / "one", folder / "runs" / "one", symlinks=True)
         paths = RunPaths(folder / "runs" / "one")
-        note_named(paths, reaching(load_run_config(paths.config)))
+        record_approved(paths, settings_to_approve(load_run_config(paths.config)))
         return paths
 
 

@@ -24,7 +24,7 @@ from payload.orchestrate.ssh.remote_calls import (
     Finished,
     Left,
     MeshAnswer,
-    NodeLook,
+    NodeState,
     Part,
     Signalled,
     parse_answer,
@@ -58,7 +58,7 @@ FACTS = {
     "shared": {"folder": "/srv/shared", "mounted": True, "took_s": 0.01, "error": None},
 }
 HONEST: list[tuple[type[Any], dict[str, Any]]] = [
-    (NodeLook, LOOK),
+    (NodeState, LOOK),
     (
         NodeRuns,
         {
@@ -103,8 +103,8 @@ HONEST: list[tuple[type[Any], dict[str, Any]]] = [
         },
     ),
 ]
-PATHS = {(NodeLook, "home"), (KeyMade, "folder")}
-RUNS = {(NodeLook, "running"), (NodeRuns, "running"), (Claimed, "running"), (Begun, "running")}
+PATHS = {(NodeState, "home"), (KeyMade, "folder")}
+RUNS = {(NodeState, "running"), (NodeRuns, "running"), (Claimed, "running"), (Begun, "running")}
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -18,7 +18,7 @@ from payload.orchestrate.clouds.cluster_records import cluster_folder
 from payload.orchestrate.findings.trial import record_path
 from payload.orchestrate.ssh.cluster import operator_key
 from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
-from payload.stack.cluster_identity import settle_cluster_identity
+from payload.stack.cluster_identity import resolve_cluster_identity
 from payload.stack.operator_key import make_operator_key, operator_key_path
 from tests.support.golden_files import assert_golden
 
@@ -182,7 +182,7 @@ def test_files_of_a_cluster_are_not_written_through_a_link_in_the_project_s_fold
         with pytest.raises(ConfigError, match="is a symlink"):
             cluster_folder(project, "c")
         with pytest.raises(ConfigError, match="is a symlink"):
-            settle_cluster_identity(project, "c")
+            resolve_cluster_identity(project, "c")
         with pytest.raises(ConfigError, match="is a symlink"):
             record_path(project, cluster="c")
     assert sorted(private.rglob("*")) == before

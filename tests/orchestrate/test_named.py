@@ -24,10 +24,10 @@ from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
 from payload.run_record.approved_settings import (
     bounded_wait_s,
-    note_named,
-    reaching,
-    require_named,
-    unnamed,
+    record_approved,
+    require_approved,
+    settings_to_approve,
+    unapproved_settings,
 )
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_repair import config_to_resume
@@ -160,7 +160,7 @@ def test_what_was_found_in_a_store_stays_there(
     paths = RunPaths(workplace.runs / "one")
     known = json.loads(paths.named.read_text(encoding="utf-8"))["settings"]
     assert known == {"storage.results": [str(tmp_path / "results")]}
-    assert unnamed(paths, {"storage.results": str(tmp_path / "results")}) == {}
+    assert unapproved_settings(paths, {"storage.results": str(tmp_path / "results")}) == {}
 
 
 def planted(workplace: Workplace, tmp_path: Path, *settings: str) -> RunPaths:
@@ -174,7 +174,7 @@ def planted(workplace: Workplace, tmp_path: Path, *settings: str) -> RunPaths:
 
 
 def reach_of(paths: RunPaths) -> dict[str, str]:
-    return reaching(load_run_config(paths.config))
+    return settings_to_approve(load_run_config(paths.config))
 
 
 @pytest.mark.processes
@@ -198,14 +198,14 @@ def test_settings_of_a_foreign_folder_are_not_trusted(
     if ships_record:
         with monkeypatch.context() as elsewhere:
             elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
-            note_named(paths, reach_of(paths))
-            require_named(paths, reach_of(paths))
+            record_approved(paths, reach_of(paths))
+            require_approved(paths, reach_of(paths))
     assert resume("demo") == ExitCode.CONFIG
     said = " ".join(capsys.readouterr().err.split())
     for each in (f"data.dir={workplace.data}", setting):
         key, _, value = each.partition("=")
         assert f"--set {key}={value}" in said or f"--set '{each}'" in said
-    require_named(paths, reach_of(paths), named={"data.dir", setting.partition("=")[0]})
+    require_approved(paths, reach_of(paths), named={"data.dir", setting.partition("=")[0]})
 
 
 @pytest.mark.processes
@@ -215,29 +215,29 @@ def test_a_setting_named_on_this_machine_is_approved_for_this_run_alone(
     """The attack: a record and an identity were copied into a folder with other settings."""
     paths = planted(workplace, tmp_path, "model.init=org/model", "storage.results=/mnt/store")
     reach = reach_of(paths)
-    note_named(paths, reach)
+    record_approved(paths, reach)
     assert paths.named.stat().st_mode & 0o777 == 0o600
-    require_named(paths, reach)
+    require_approved(paths, reach)
     (tmp_path / "link").symlink_to(paths.root)
-    require_named(RunPaths(tmp_path / "link"), reach)
+    require_approved(RunPaths(tmp_path / "link"), reach)
     # Limits that were not given here are those of the run's settings.
     loose = {key: value for key, value in reach.items() if key not in NO_LIMITS}
     copy = RunPaths(tmp_path / "copy" / "demo")
     copy.root.mkdir(parents=True)
     for path in (paths.named, paths.identity):
         shutil.copyfile(path, copy.root / path.name)
-    assert unnamed(copy, reach) == loose
+    assert unapproved_settings(copy, reach) == loose
     moved = RunPaths(paths.root.rename(tmp_path / "moved"))
-    assert unnamed(moved, reach) == loose  # one request
-    note_named(moved, reach)
-    require_named(moved, reach)
+    assert unapproved_settings(moved, reach) == loose  # one request
+    record_approved(moved, reach)
+    require_approved(moved, reach)
     write_identity(moved, THEIRS)
-    assert unnamed(moved, reach) == loose
+    assert unapproved_settings(moved, reach) == loose
     write_identity(moved)
     record = json.loads(moved.named.read_text())
     record["settings"]["storage.results"].append("/mnt/evil")
     moved.named.write_text(json.dumps(record))
-    assert unnamed(moved, reach) == loose
+    assert unapproved_settings(moved, reach) == loose
 
 
 @pytest.mark.processes
@@ -265,7 +265,7 @@ def test_a_person_s_train_names_what_its_config_has_and_no_more(tmp_path: Path) 
     settings = ["track.to=wandb", "data.dir=d"]
     config = parse_run_config("", overrides=settings, where="test")
     whole = named_here(parser().parse_args(["--config", "c.toml"]), config)
-    assert whole == reaching(config) and whole["track.to"] == "wandb"
+    assert whole == settings_to_approve(config) and whole["track.to"] == "wandb"
     words = ["--run-dir", "runs/a", "--set", "data.dir=d"]
     assert named_here(parser().parse_args(words), config) == {"data.dir": "d"}
     words += ["--set", "track.to=wandb"]
@@ -313,7 +313,7 @@ def test_a_hub_s_model_needs_no_name_where_the_checkpoint_here_is_read(
 ) -> None:
     """Remote ranks may lack it, and an adapter's run reads its base."""
     paths = planted(workplace, tmp_path, "model.init=org/model", f"adapter.kind={adapter}")
-    note_named(paths, {"data.dir": str(workplace.data)})
+    record_approved(paths, {"data.dir": str(workplace.data)})
     assert resume("demo") == ExitCode.CONFIG
     write_checkpoint(paths.checkpoints, 10, seed=1, run=MINE)
     if adapter == "none" and "local" in request.node.callspec.id:
@@ -331,7 +331,7 @@ class Unreachable:
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
 
-    def bring_home(self) -> NoReturn:
+    def collect_results(self) -> NoReturn:
         raise SshUnreachableError("no answer.")
 
     def close(self) -> None:
@@ -352,16 +352,16 @@ def test_collect_uses_no_store_that_only_the_settings_name(
     paths.root.rename(paths.root.with_name("one"))
     paths = RunPaths(paths.root.with_name("one"))
     paths.inventory.unlink()
-    note_named(paths, {})
+    record_approved(paths, {})
     write_mirrored(paths, Mirrored(alive=False, seen_unix=1.0, ssh_key="/key"))
     monkeypatch.setattr(collecting, "site_run", lambda paths, _: Unreachable(paths))
     assert main(workplace.arguments("collect", "one"), os.environ) == ExitCode.SSH_UNREACHABLE
     said = " ".join(capsys.readouterr().err.split())
     assert f"collect {stored}" in said and not paths.checkpoints.exists()
     results = {"storage.results": str(tmp_path / "results")}
-    assert unnamed(paths, results) == results
+    assert unapproved_settings(paths, results) == results
     assert main(workplace.arguments("collect", stored), os.environ) == ExitCode.OK
-    assert unnamed(paths, results) == {}
+    assert unapproved_settings(paths, results) == {}
     assert main(workplace.arguments("collect", "one"), os.environ) == ExitCode.OK
 
 
@@ -405,16 +405,16 @@ def test_what_was_named_once_is_known_by_its_place(
     paths = RunPaths(tmp_path / "one")
     paths.root.mkdir()
     monkeypatch.chdir(tmp_path)
-    note_named(paths, {"data.dir": "data"})
-    note_named(paths, {"data.dir": "gs://b/data", "model.init": str(tmp_path / "model")})
+    record_approved(paths, {"data.dir": "data"})
+    record_approved(paths, {"data.dir": "gs://b/data", "model.init": str(tmp_path / "model")})
     for place in ("data", str(tmp_path / "data"), "gs://b/data"):
-        require_named(paths, {"data.dir": place})
+        require_approved(paths, {"data.dir": place})
     for place in ("data/more", "gs://b/data2", "/", str(tmp_path), str(tmp_path / "model")):
         with pytest.raises(ConfigError, match=r"data\.dir = .* set only in"):
-            require_named(paths, {"data.dir": place})
-        require_named(paths, {"data.dir": place}, named={"data.dir"})
+            require_approved(paths, {"data.dir": place})
+        require_approved(paths, {"data.dir": place}, named={"data.dir"})
     with pytest.raises(ConfigError, match=r"model\.init = .* set only in") as raised:
-        require_named(paths, {"model.init": "\x1b[31m"}, named={"data.dir"})
+        require_approved(paths, {"model.init": "\x1b[31m"}, named={"data.dir"})
     assert "\x1b" not in str(raised.value)
 
 
@@ -423,17 +423,17 @@ NO_LIMITS = {"limits.max_hours": "none", "limits.max_usd": "none"}
 
 def test_what_reaches_beyond_a_run_is_the_data_and_all_that_is_no_default() -> None:
     data = {"data.dir": "data/openwebtext", **NO_LIMITS}
-    assert reaching(RunConfig()) == data
+    assert settings_to_approve(RunConfig()) == data
     hub = parse_run_config("", overrides=["model.init=org/model"], where="test")
-    assert reaching(hub) == {**data, "model.init": "org/model"}
-    assert reaching(hub, reads_init=False) == data
+    assert settings_to_approve(hub) == {**data, "model.init": "org/model"}
+    assert settings_to_approve(hub, reads_init=False) == data
 
 
 @pytest.mark.parametrize("value", ["a\0b", "~nobody-has-this-name/x", "../../x", "file:/x"])
 def test_an_odd_place_is_asked_for_in_one_line(value: str, tmp_path: Path) -> None:
     for key in ("data.dir", "model.init", "storage.results"):
         with pytest.raises(ConfigError, match="set only in"):
-            require_named(RunPaths(tmp_path), {key: value})
+            require_approved(RunPaths(tmp_path), {key: value})
 
 
 @pytest.mark.parametrize("key", ["storage.final_wait_s", "limits.hang_timeout_s"])
@@ -442,13 +442,15 @@ def test_a_wait_of_over_an_hour_is_a_person_s_to_name(tmp_path: Path, key: str) 
     paths = RunPaths(tmp_path)
     settings = [f"{key}=9e5", "distributed.timeout_s=9e6"]
     config = parse_run_config("", overrides=settings, where="test")
-    note_named(paths, {})
+    record_approved(paths, {})
     with pytest.raises(ConfigError, match=rf"{key} = '900000\.0'.* set only in"):
-        require_named(paths, reaching(config))
+        require_approved(paths, settings_to_approve(config))
     assert bounded_wait_s(paths, config, key) == 3600
-    require_named(paths, reaching(config), named={key, "distributed.timeout_s", "data.dir"})
-    note_named(paths, reaching(config))
-    require_named(paths, reaching(config))
+    require_approved(
+        paths, settings_to_approve(config), named={key, "distributed.timeout_s", "data.dir"}
+    )
+    record_approved(paths, settings_to_approve(config))
+    require_approved(paths, settings_to_approve(config))
     assert bounded_wait_s(paths, config, key) == 9e5
 
 
@@ -458,17 +460,17 @@ def test_a_limit_that_the_user_has_named_is_not_raised_by_a_store(tmp_path: Path
 
     def settings(limit: str) -> dict[str, str]:
         more = [f"limits.max_usd={limit}"]
-        return reaching(parse_run_config("", overrides=more, where="test"))
+        return settings_to_approve(parse_run_config("", overrides=more, where="test"))
 
-    note_named(paths, settings("50"))
+    record_approved(paths, settings("50"))
     for lower in ("50", "5"):
-        require_named(paths, settings(lower))
+        require_approved(paths, settings(lower))
     for higher in ("51", "none"):
         with pytest.raises(ConfigError, match=r"limits\.max_usd = .* set only in"):
-            require_named(paths, settings(higher))
-    require_named(paths, settings("none"), named={"limits.max_usd"})
-    note_named(paths, settings("none"))
-    require_named(paths, settings("51"))
+            require_approved(paths, settings(higher))
+    require_approved(paths, settings("none"), named={"limits.max_usd"})
+    record_approved(paths, settings("none"))
+    require_approved(paths, settings("51"))
 
 
 @pytest.mark.parametrize(
@@ -478,7 +480,7 @@ def test_a_damaged_record_allows_nothing(content: str, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.named.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="set only in"):
-        require_named(paths, {"data.dir": "/"})
+        require_approved(paths, {"data.dir": "/"})
 
 
 def test_the_record_never_comes_from_a_store(tmp_path: Path) -> None:

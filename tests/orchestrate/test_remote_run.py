@@ -48,7 +48,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     paths = RunPaths(tmp_path / "one")
     write_ranks(paths, "node-0")
 
-    def bring_home(_: int) -> Path | None:
+    def collect_results(_: int) -> Path | None:
         run = RemoteRun(
             paths,
             inventory,
@@ -63,7 +63,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
             run.close()
 
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(bring_home, range(3)))
+        found = list(pool.map(collect_results, range(3)))
     assert found == [paths.checkpoint(10)] * 3
     assert (paths.checkpoint(10) / "model.safetensors").read_bytes() == content
     assert paths.metrics.read_text() == ROWS
@@ -74,7 +74,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     assert mirrored is not None and mirrored.collected == NAME
     with (run_dir / "supervisor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        bring_home(0)
+        collect_results(0)
         record_collected(paths, found[0])
     mirrored = read_mirrored(paths)
     assert mirrored is not None and mirrored.alive and mirrored.collected is None

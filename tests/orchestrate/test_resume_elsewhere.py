@@ -24,7 +24,7 @@ from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
-from payload.run_record.run_lock import RunLock, starting
+from payload.run_record.run_lock import RunLock, start_lock
 from tests.launch.inventories import make_inventory
 from tests.support.run_folders import make_run
 
@@ -70,7 +70,7 @@ def test_a_run_that_is_active_on_this_machine_is_not_resumed_on_a_cluster(tmp_pa
     paths = stored_run(tmp_path)
     with RunLock(paths), pytest.raises(ConfigError, match="run one is running"):
         hold(paths, name="first")
-    with starting(paths), pytest.raises(UsageError, match="just being started"):
+    with start_lock(paths), pytest.raises(UsageError, match="just being started"):
         hold(paths, name="first")
     hold(paths, name="first")
 

@@ -39,8 +39,8 @@ from payload.orchestrate.ssh.remote_calls import Completed, Login, ask, parse_an
 from payload.orchestrate.ssh.run_keys import (
     RunKey,
     install_run_key,
-    remove_dead_keys,
     remove_run_key,
+    remove_stale_keys,
 )
 from payload.orchestrate.ssh.start_claim import Claim, HeadBusyError, claimed
 from tests.orchestrate.conftest import PATIENT, StartSshd
@@ -231,8 +231,8 @@ def test_a_worker_that_was_away_forgets_the_key_when_it_is_back(
     assert trusted(nodes[1]) == [NAME]
     nodes[1].start()
     with cluster_of(inventory, login) as cluster:
-        assert remove_dead_keys(cluster) == [NAME]
-        assert remove_dead_keys(cluster) == []
+        assert remove_stale_keys(cluster) == [NAME]
+        assert remove_stale_keys(cluster) == []
     assert [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes] == before
     assert not Path(key.folder).exists()
 
@@ -274,7 +274,7 @@ def test_two_people_who_resume_one_run_have_one_key_each_and_the_loser_touches_n
             ):
                 enter(loser, run_dir=run_dir)
             # Another operator's cleanup keeps a key whose attempt is live.
-            assert remove_dead_keys(loser) == []
+            assert remove_stale_keys(loser) == []
             assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
             assert ssh_from_head(key, nodes[1].node, ["true"]).returncode == 0
         later = enter(loser, run_dir=run_dir)
@@ -293,8 +293,8 @@ def test_the_head_is_claimed_while_a_supervisor_starts_and_then_has_a_run(
         with Path(run_dir, "supervisor.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             assert enter(cluster, run_dir=run_dir_on(nodes[0], "two")).running == "one"
-            assert remove_dead_keys(cluster) == []
-        assert remove_dead_keys(cluster) == [name]
+            assert remove_stale_keys(cluster) == []
+        assert remove_stale_keys(cluster) == [name]
     assert not trusted(nodes[0]) and not trusted(nodes[1])
     assert not list((nodes[0].home / ".ssh" / "tileforge").iterdir())
 
@@ -310,11 +310,11 @@ def test_the_key_of_a_run_with_another_head_is_not_removed(nodes: list[Sshd], lo
             Path(run_dir_on(sshd, "one")).mkdir(parents=True)
         with Path(run_dir_on(nodes[0], "one"), "supervisor.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            assert remove_dead_keys(other) == []
+            assert remove_stale_keys(other) == []
         # The other head cannot know that it has ended.
-        assert remove_dead_keys(other) == []
+        assert remove_stale_keys(other) == []
         assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
-        assert remove_dead_keys(owner) == [claim.name]
+        assert remove_stale_keys(owner) == [claim.name]
 
 
 def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(

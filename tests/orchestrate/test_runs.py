@@ -18,7 +18,7 @@ from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, DataError, UsageError
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.estimates.run_estimate import work_out
+from payload.estimates.run_estimate import estimate_run
 from payload.formats.data_folder import load_meta
 from payload.launch.ranks import place_ranks
 from payload.models.gpt2.spec import PRESETS
@@ -27,7 +27,7 @@ from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.run_index import all_runs, create_run, find_run, view_run
 from payload.orchestrate.runs.run_input_checks import check_data, memory_warning
 from payload.orchestrate.sites.local import require_one_machine
-from payload.run_record.approved_settings import note_named
+from payload.run_record.approved_settings import record_approved
 from payload.run_record.run_files import (
     RankProgress,
     RunPaths,
@@ -285,7 +285,7 @@ def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
 def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     placement = place_ranks(make_inventory().nodes, LaunchSection(ranks_per_node=2))
     config = parse_run_config("", where="test")
-    numbers = work_out(config, spec=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
+    numbers = estimate_run(config, spec=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
     warning = memory_warning(numbers, placement, free_bytes=2**30)
     assert warning is not None and "1.0 GiB are free" in warning
     assert memory_warning(numbers, placement, free_bytes=2**50) is None
@@ -314,7 +314,7 @@ def test_a_stop_waits_for_the_store_of_a_run_that_has_ended(
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
     settings = (f"storage.results={results}", "storage.final_wait_s=9e5")
     paths = plan_stand_in(tmp_path / "run", settings=settings)
-    note_named(paths, {})
+    record_approved(paths, {})
     wait = follow.StopWait(paths, StopRequest(grace_s=0.0))
     assert wait.is_over()
     state = parse_json(state_text("run"), where="test")

@@ -18,9 +18,9 @@ from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, run_slurm
 from payload.orchestrate.sites.registry import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
-from payload.run_record.approved_settings import note_named, reaching
+from payload.run_record.approved_settings import record_approved, settings_to_approve
 from payload.run_record.run_files import RunJob, RunPaths, RunStatus, StopRequest, write_json
-from payload.run_record.run_lock import RunLock, starting
+from payload.run_record.run_lock import RunLock, start_lock
 from tests.orchestrate.operator import SETTINGS
 from tests.orchestrate.test_commands import Workplace
 from tests.support.data_folders import make_data_folder
@@ -64,7 +64,7 @@ def test_a_controller_that_cannot_be_reached_ends_no_run(tmp_path: Path) -> None
     assert seen.alive and "Unable to contact slurm controller" in seen.news[0]
     with pytest.raises(PreflightError, match="Unable to contact"):
         run.signal(signal.SIGTERM, StopRequest())
-    assert not run.bring_home().alive
+    assert not run.collect_results().alive
 
 
 def test_a_job_that_slurm_has_forgotten_has_ended(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def resume(tmp_path: Path) -> list[str]:
     paths = run_in_job(tmp_path / "runs", pid=7, exit_class="rank_lost", status="stopped")
     config = parse_run_config("", overrides=[*SETTINGS, f"data.dir={data}"], where="test")
     paths.config.write_text(config.to_toml(), encoding="utf-8")
-    note_named(paths, reaching(config))
+    record_approved(paths, settings_to_approve(config))
     runs = ["--runs-dir", str(tmp_path / "runs")]
     return ["run", "--site", "slurm", "--resume", "one", *runs, "--set", "slurm.partition=bad"]
 
@@ -215,7 +215,7 @@ def test_a_refused_resume_leaves_the_settings_as_they_were(
     assert paths.config.read_text(encoding="utf-8") == before
 
 
-@pytest.mark.parametrize("held", [RunLock, starting], ids=["it trains", "it is being started"])
+@pytest.mark.parametrize("held", [RunLock, start_lock], ids=["it trains", "it is being started"])
 def test_a_run_that_another_command_has_is_not_handed_to_slurm(
     tmp_path: Path, resume: list[str], held: type, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ class ToyRun(SiteRun):
     def signal(self, number: Signals, request: StopRequest) -> bool:
         return self.access.signal_supervisor(self.there, [number], request=request)
 
-    def bring_home(self, *, at_once: bool = False) -> CollectResult:
+    def collect_results(self, *, at_once: bool = False) -> CollectResult:
         return CollectResult(alive=self.look().alive)
 
 

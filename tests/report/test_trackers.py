@@ -23,7 +23,7 @@ from payload.report.__main__ import main as report
 from payload.report.source import Run
 from payload.report.trackers import mlflow, wandb
 from payload.report.trackers.base import About, Row
-from payload.run_record.approved_settings import note_named, reaching
+from payload.run_record.approved_settings import record_approved, settings_to_approve
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
 from payload.run_record.tracker_process import missing_notes, wanted_trackers
@@ -48,7 +48,7 @@ def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
     assert f"to = {TRACKERS_OF_RUNS}" in text
     changed = text.replace(f"to = {TRACKERS_OF_RUNS}", f"to = [{names}]")
     paths.config.write_text(changed, encoding="utf-8")
-    note_named(paths, {"track.to": ",".join(trackers)})
+    record_approved(paths, {"track.to": ",".join(trackers)})
     return paths
 
 
@@ -328,7 +328,7 @@ def test_an_unapproved_run_and_a_linked_report_are_not_sent(
     assert "--track --to mlflow" in notes[0] and len(notes) == 1 and not sent
     assert (paths.track / "csv").is_dir() and not (paths.track / "mlflow").exists()
     tracking.track(Run(paths), live=False, say=notes.append, named=["mlflow"])
-    note_named(paths, reaching(load_run_config(paths.config)))
+    record_approved(paths, settings_to_approve(load_run_config(paths.config)))
     tracking.track(Run(paths), live=False, say=notes.append)
     assert len(notes) == 1 and not [each for each in sent if "report.html" in each]
     refused = make_run(tmp_path / "other", settings=["track.to=mlflow"])

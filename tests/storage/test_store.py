@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from payload.config.run_config import parse_run_config
-from payload.config.store_address import parse_store_address, settled_results
+from payload.config.store_address import parse_store_address, resolve_results_address
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.storage.bucket import BucketStore, _libraries
@@ -31,7 +31,7 @@ from payload.storage.objects import (
 )
 from payload.storage.opening import check_store, open_store
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
-from payload.storage.store_access import bring_data_here
+from payload.storage.store_access import fetch_data_to_cache
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder
@@ -165,9 +165,9 @@ def test_a_wrong_address_is_refused_with_the_setting_s_name(text: str, words: st
 
 
 def test_auto_is_the_cluster_s_bucket_where_it_has_one() -> None:
-    assert settled_results("auto", bucket="b-1") == "gs://b-1/runs"
-    assert settled_results("auto", bucket=None) == "none"
-    assert settled_results("none", bucket="b-1") == "none"
+    assert resolve_results_address("auto", bucket="b-1") == "gs://b-1/runs"
+    assert resolve_results_address("auto", bucket=None) == "none"
+    assert resolve_results_address("none", bucket="b-1") == "none"
 
 
 def test_a_bucket_that_is_missing_or_refuses_is_named_with_what_to_do(
@@ -218,11 +218,11 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     config = parse_run_config("", overrides=[f"data.dir={place}"], where="test")
     said: list[str] = []
     with pytest.raises(DataError, match=r"meta\.json is missing"):
-        bring_data_here(config, env=os.environ, say=said.append)
+        fetch_data_to_cache(config, env=os.environ, say=said.append)
     for path in data.iterdir():
         put(store, path.name, path.read_bytes())
-    bring_data_here(config, env=os.environ, say=said.append)
-    bring_data_here(config, env=os.environ, say=said.append)
+    fetch_data_to_cache(config, env=os.environ, say=said.append)
+    fetch_data_to_cache(config, env=os.environ, say=said.append)
     assert len([line for line in said if line.startswith("downloading data: ")]) == 1
     here = config.data.folder()
     assert here.is_relative_to(tmp_path / "home")
@@ -232,11 +232,11 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     put(store, "train.bin", bytes([train[0] ^ 1]) + train[1:])
     shutil.rmtree(here)
     with pytest.raises(DataError, match=r"SHA-256 of train\.bin"):
-        bring_data_here(config, env=os.environ, say=said.append)
+        fetch_data_to_cache(config, env=os.environ, say=said.append)
     assert not here.exists()
     put(store, "meta.json", (data / "meta.json").read_bytes().replace(b'"train.bin"', b'"../x"'))
     with pytest.raises(DataError, match="not a file of a data folder"):
-        bring_data_here(config, env=os.environ, say=said.append)
+        fetch_data_to_cache(config, env=os.environ, say=said.append)
 
 
 def test_data_of_one_address_never_takes_that_of_another_or_what_is_in_use(
@@ -254,7 +254,7 @@ def test_data_of_one_address_never_takes_that_of_another_or_what_is_in_use(
         for path in data.iterdir():
             put(open_store(parse_store_address(place)), path.name, path.read_bytes())
         config = parse_run_config("", overrides=[f"data.dir={place}"], where="test")
-        bring_data_here(config, env=os.environ, say=lambda _: None)
+        fetch_data_to_cache(config, env=os.environ, say=lambda _: None)
         assert content_of(config.data.folder()) == content_of(data)
         return config.data.folder()
 

@@ -21,7 +21,7 @@ from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import ObjectStore, StoreError
 from payload.storage.opening import open_store
 from payload.storage.restore import restore
-from payload.storage.store_access import bring_data_here, try_store_here
+from payload.storage.store_access import check_store_access, fetch_data_to_cache
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO
@@ -41,7 +41,7 @@ def stuck(tmp_path: Path) -> Iterator[StoreAddress]:
 def test_an_attempt_that_gets_no_answer_ends(stuck: StoreAddress) -> None:
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     with pytest.raises(PreflightError, match=r"did not answer within 3 s.*storage\.results"):
-        try_store_here(stuck, env=env, timeout_s=3.0)
+        check_store_access(stuck, env=env, timeout_s=3.0)
 
 
 def test_a_store_s_lock_is_not_waited_for_without_end(
@@ -82,7 +82,7 @@ def test_data_whose_server_falls_silent_is_given_up_with_a_line(
         env = {**os.environ, "STORAGE_EMULATOR_HOST": server.url}
         config = parse_run_config("", overrides=[f"data.dir=gs://{BUCKET}/d"], where="test")
         with pytest.raises(StoreError, match=r"did not answer within 3 s"):
-            bring_data_here(config, env=env, say=lambda line: None)
+            fetch_data_to_cache(config, env=env, say=lambda line: None)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from payload.run_record.run_identity import RunIdentity
 from payload.stack.cluster_identity import (
     IDENTITY_LABEL,
     accept_cluster_identity,
-    settle_cluster_identity,
+    resolve_cluster_identity,
 )
 
 MINE, THEIRS = RunIdentity(identity="1" * 32), RunIdentity(identity="2" * 32)
@@ -30,7 +30,7 @@ def cluster_labels(
 
 def write_cluster_identity(folder: Path, cluster: str, *, stack: str | None = None) -> None:
     """Make `folder` the creator of a cluster."""
-    settle_cluster_identity(folder, cluster, stack=stack, told=[CLUSTER])
+    resolve_cluster_identity(folder, cluster, stack=stack, told=[CLUSTER])
     accept_cluster_identity(folder, cluster)
 
 

@@ -9,7 +9,11 @@ import pytest
 
 from payload.core.errors import TrainingError
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
-from payload.run_record.reserved_space import give_room_back, keep_room, write_record
+from payload.run_record.reserved_space import (
+    preallocate_spare_file,
+    remove_spare_file,
+    write_record,
+)
 from payload.run_record.run_files import RankExit, RunPaths, read_json, write_json
 from payload.train.rank_output_files import MetricsFile
 from tests.support.small_disk import SmallDisk
@@ -22,7 +26,7 @@ RECORD = RankExit(rank=0, node="a", exit_code=40, error="the loss is nan", time_
 def test_a_record_goes_over_the_old_one_or_into_its_room(small_disk: SmallDisk) -> None:
     old, kept, absent = (small_disk.path / name for name in ("old", "kept", "absent"))
     write_record(old, replace(RECORD, error="a longer error " * 20))
-    keep_room(kept)
+    preallocate_spare_file(kept)
     small_disk.fill()
     with pytest.raises(OSError, match="No space left"):
         write_json(old, RECORD)
@@ -38,9 +42,9 @@ def test_a_record_goes_over_the_old_one_or_into_its_room(small_disk: SmallDisk) 
 
 def test_room_that_was_not_needed_is_given_back(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        keep_room(tmp_path / name)
+        preallocate_spare_file(tmp_path / name)
     write_record(tmp_path / "a", RECORD)
-    give_room_back(tmp_path / "b")
+    remove_spare_file(tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -25,7 +25,7 @@ from payload.formats.checkpoint_listing import (
 )
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
 from payload.run_record.run_files import RunPaths, Summary, read_json
-from payload.run_record.run_repair import make_room
+from payload.run_record.run_repair import move_blockers_aside
 from payload.train.checkpoints import checkpoint
 from payload.train.checkpoints.checkpoint import newest_checkpoint, optimizer_tensors
 from payload.train.checkpoints.saving import Saving
@@ -238,7 +238,7 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     if damage == "behind a link":
         paths.metrics.symlink_to(elsewhere)
     # A link to outside the run's folder is never followed, for writing or reading.
-    assert len(make_room(paths)) == (damage == "behind a link")
+    assert len(move_blockers_aside(paths)) == (damage == "behind a link")
     for steps in (4, 5):
         train_alone(paths.root, tiny_config, *every, f"train.steps={steps}")
         assert (paths.checkpoints / "best").resolve() == paths.checkpoint(1).resolve()

@@ -16,7 +16,7 @@ import transformers
 
 from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import gpt2_encoding
-from payload.data.writing.encode import NASTY
+from payload.data.writing.encode import TRICKY_TEXTS
 from payload.data.writing.meta import write_meta
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta
@@ -28,7 +28,7 @@ from tests.train.alone import train_alone
 
 ONE_STEP = ("train.steps=1", "train.eval_tokens=64")
 HOSTILE = [
-    *NASTY,
+    *TRICKY_TEXTS,
     "Grüße, 世界! \U0001f600\U0001f3fd",
     "\x1b[31m\x00\x7f\x9b",
     "\\u0000 \\n ${HOME} $(rm -rf /) '; DROP TABLE",

@@ -20,7 +20,7 @@ from payload.core.errors import DataError
 from payload.data.reading.blocks import Indices, open_tokens
 from payload.data.reading.range_hashes import RangeCheck
 from payload.formats.data_folder import EXAMPLES_NAMES, DataMeta
-from payload.formats.prepare_hints import how_to_make_again
+from payload.formats.prepare_hints import prepare_again_hint
 
 EXAMPLE_DTYPE = np.dtype("<i8")
 
@@ -78,7 +78,7 @@ def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> Labell
     if hashlib.sha256(content).hexdigest() != meta.files[examples.name].sha256:
         raise DataError(
             f"{examples}: its SHA-256 differs from the one in meta.json. "
-            f"{how_to_make_again(path.parent, source=meta.source)}"
+            f"{prepare_again_hint(path.parent, source=meta.source)}"
         )
     ends, labels = np.frombuffer(content, dtype=EXAMPLE_DTYPE).reshape(-1, 2).T.astype(np.int64)
     starts = np.concatenate(([0], ends[:-1]))
@@ -87,7 +87,7 @@ def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> Labell
     if is_invalid or labels.min() < 0 or labels.max() >= len(meta.classify.labels):
         raise DataError(
             f"{examples}: its text ends or labels do not match {path.name}. "
-            f"{how_to_make_again(path.parent, source=meta.source)}"
+            f"{prepare_again_hint(path.parent, source=meta.source)}"
         )
     return LabelledTexts(
         path=path,

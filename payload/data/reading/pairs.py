@@ -32,7 +32,7 @@ from payload.formats.data_folder import (
     require_prepared_length,
     require_task,
 )
-from payload.formats.prepare_hints import how_to_make_again
+from payload.formats.prepare_hints import prepare_again_hint
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 _PAIR_DTYPE = np.dtype("<i8")
@@ -116,7 +116,7 @@ def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length:
     name, marks_name = _FILES[split]
     blocks = open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
     pairs_file = folder / PAIRS_NAMES[name]
-    remedy = how_to_make_again(folder, source=meta.source)
+    remedy = prepare_again_hint(folder, source=meta.source)
     content = pairs_file.read_bytes()
     if hashlib.sha256(content).hexdigest() != meta.files[pairs_file.name].sha256:
         raise DataError(f"{pairs_file}: its SHA-256 differs from the one in meta.json. {remedy}")

@@ -10,7 +10,7 @@ from typing import Any
 from payload.core.errors import DataError
 from payload.core.file_hash import sha256_of
 from payload.formats.data_folder import HASH_DIGITS, RANGE_BYTES, DataFile
-from payload.formats.prepare_hints import how_to_make_again
+from payload.formats.prepare_hints import prepare_again_hint
 
 
 class RangeHasher:
@@ -107,7 +107,7 @@ class RangeCheck:
         return os.fstat(self._file.fileno())
 
     def _damage_error(self, problem: str) -> DataError:
-        remedy = how_to_make_again(self.path.parent, source=self._source)
+        remedy = prepare_again_hint(self.path.parent, source=self._source)
         return DataError(f"{self.path}: {problem}. The file is damaged. {remedy}")
 
 
@@ -131,7 +131,7 @@ def require_content(path: Path, file: DataFile, *, source: str) -> None:
     if found != file.sha256:
         raise DataError(
             f"{path}: its SHA-256 differs from the one in meta.json. "
-            f"{how_to_make_again(path.parent, source=source)}"
+            f"{prepare_again_hint(path.parent, source=source)}"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from payload.core.errors import CheckpointError, is_failure
 from payload.core.printable_text import one_line, shown
-from payload.data.tokenizers.gguf_cache import alone, converted
+from payload.data.tokenizers.gguf_cache import converted, isolated_link
 from payload.data.tokenizers.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.models.gguf import read_gguf
 from payload.models.gguf_header import read_header
@@ -29,7 +29,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        with alone(path) as link:
+        with isolated_link(path) as link:
             tokenizer = AutoTokenizer.from_pretrained(
                 link.parent, gguf_file=link.name, local_files_only=True
             )

@@ -55,7 +55,7 @@ def converted(
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[Path]:
+def isolated_link(path: Path) -> Iterator[Path]:
     """Yield a link to a GGUF file in a temporary folder without other files.
 
     transformers would read a tokenizer.json, an adapter or a config next to a GGUF file instead of

@@ -20,7 +20,7 @@ from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokeni
 
 Offsets = npt.NDArray[np.int64]
 
-NASTY = (
+TRICKY_TEXTS = (
     "",
     " ",
     "\n",
@@ -188,7 +188,7 @@ class GigatokenEncoder:
 
 
 def choose_encoder(tokenizer: TextTokenizer, *, seed: int, log: Callable[[str], None]) -> Encoder:
-    """Return gigatoken if it is installed and correct on `NASTY`, otherwise the reference.
+    """Return gigatoken if it is installed and correct on `TRICKY_TEXTS`, otherwise the reference.
 
     `log` receives the reason.
     """
@@ -196,7 +196,7 @@ def choose_encoder(tokenizer: TextTokenizer, *, seed: int, log: Callable[[str], 
     package = tokenizer.reference_package
     try:
         encoder = GigatokenEncoder(tokenizer, tokenizer.fast(), seed=seed)
-        encoder.check([text.encode() for text in (*NASTY, *tokenizer.tricky_texts())])
+        encoder.check([text.encode() for text in (*TRICKY_TEXTS, *tokenizer.tricky_texts())])
     except ImportError as error:
         log(f"tokenizer: {package}; the faster gigatoken cannot be used: {error}")
     except NotFastError as error:

@@ -13,7 +13,7 @@ from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
 from payload.data.reading.range_hashes import RangeHasher, damaged_ranges
 from payload.formats.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_files
-from payload.formats.prepare_hints import how_to_make_again
+from payload.formats.prepare_hints import prepare_again_hint
 
 _READ_BYTES = 8 * 2**20
 
@@ -77,7 +77,7 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
         if whole != expected.sha256 or where:
             raise DataError(
                 f"{folder / name}: sha256 is {whole}, not {expected.sha256} as in "
-                f"meta.json{where}. {how_to_make_again(folder, source=meta.source)}"
+                f"meta.json{where}. {prepare_again_hint(folder, source=meta.source)}"
             )
     return {name: found[name] for name in meta.files}
 

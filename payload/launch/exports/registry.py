@@ -8,7 +8,7 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.core.python_processes import SAFE_PATH
 from payload.estimates.network import LOOPBACK_BYTES_PER_S
-from payload.estimates.run_estimate import work_out
+from payload.estimates.run_estimate import estimate_run
 from payload.launch.environment import malloc_environment, spin_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
 from payload.launch.exports.base import Engine, ExportJob
@@ -45,7 +45,7 @@ def export_job(
     alike = machines if nodes is None else machines[:1]
     placement = place_ranks(alike, config.launch, device=config.device, domains=domains)
     num_nodes = nodes or len(machines)
-    arithmetic = work_out(
+    arithmetic = estimate_run(
         config,
         spec=spec,
         world_size=num_nodes * placement.ranks_per_node,

@@ -51,7 +51,7 @@ def cluster_folder(folder: Path, cluster: str) -> Path:
     return own
 
 
-def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
+def record_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
     """Record a cluster's settings before it is built, because a failed `up` has no outputs."""
     project = str(known.get("project") or "")
     before = load_cluster_record(folder, cluster)
@@ -87,7 +87,7 @@ def load_cluster_record(folder: Path, cluster: str) -> ClusterRecord | None:
         return None
 
 
-def remembered_clusters(folder: Path) -> list[ClusterRecord]:
+def recorded_clusters(folder: Path) -> list[ClusterRecord]:
     """Return the record of every cluster whose build was started from this folder."""
     names = sorted(path.parent.name for path in cluster_path(folder).glob("*/stack.json"))
     return [known for name in names if (known := load_cluster_record(folder, name)) is not None]

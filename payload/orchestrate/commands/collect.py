@@ -15,7 +15,7 @@ from payload.orchestrate.commands.run_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import collect_from_store, find_run
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.approved_settings import unnamed
+from payload.run_record.approved_settings import unapproved_settings
 from payload.run_record.report_and_samples import write_report
 from payload.run_record.run_files import RunPaths, point_latest_at
 from payload.storage.isolated_reader import watched_store
@@ -37,12 +37,12 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
         raise local_run_error(run.paths)
     try:
         with closing(run):
-            collected = run.bring_home()
+            collected = run.collect_results()
     except SshUnreachableError as error:
         kept = stored_at(run.paths)
         if kept is None:
             raise
-        if unnamed(run.paths, {"storage.results": str(kept.parent())}):
+        if unapproved_settings(run.paths, {"storage.results": str(kept.parent())}):
             # A node, or the creator of the folder, can have written this address.
             raise SshUnreachableError(
                 f"{error} The run's settings contain the store {kept}, which was not confirmed on "

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError
-from payload.estimates.batch_size import as_recorded
+from payload.estimates.batch_size import with_recorded_size
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.commands.run_options import ConfigOptions
 from payload.run_record.run_files import RunPaths
@@ -35,7 +35,7 @@ def load_config(
         return parse_run_config("", overrides=options.overrides, where="defaults")
     if resumed is not None and _left_size_open(resumed):
         with suppress(ConfigError):
-            config = as_recorded(config, config_to_resume(resumed, overrides=())[0])
+            config = with_recorded_size(config, config_to_resume(resumed, overrides=())[0])
     return config
 
 

@@ -50,11 +50,11 @@ def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
                     stay(pages, show=show, say=say, in_browser=options.open)
             else:
                 # paramiko takes half a second to import.
-                from payload.orchestrate.sites.ssh_run import news_of_head
+                from payload.orchestrate.sites.ssh_run import update_head_address
                 from payload.orchestrate.ssh.cluster import connect_to
 
                 env = access.environment()
-                news = str if paths is None else partial(news_of_head, paths, env)
+                news = str if paths is None else partial(update_head_address, paths, env)
                 cluster = connect_to(inventory, ssh_key=options.ssh_key, env=env, news=news)
                 with _cluster_pages(cluster, run_id) as pages:
                     stay(pages, show=show, say=say, in_browser=options.open)

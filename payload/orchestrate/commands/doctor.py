@@ -16,7 +16,7 @@ from payload.core.errors import CloudAuthError, CloudError, ExitCode, UsageError
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.check_result import Check, denied, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google, UnreadableError
-from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
+from payload.orchestrate.clouds.gcp.compute_resource import get_compute_resource
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.organization_policies import check_policies
@@ -46,11 +46,11 @@ from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import cluster_cost
-from payload.stack.cloud_requirements import Need, need_of
+from payload.stack.cloud_requirements import CloudRequirements, requirements_of
 from payload.stack.cluster_files import cluster_path
 
 
-def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check:
+def check_price(need: CloudRequirements, catalog: Catalog | None, why_not: str = "") -> Check:
     """Return the cluster's price per hour, or the parts without a known price.
 
     `why_not` is the reason for a missing or old catalog.
@@ -90,7 +90,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     talk, out = text_console(stderr=True), text_console(stderr=False)
     pulumi = Pulumi(env, folder=Path.cwd(), stack=options.stack)
     known, why = _settings(pulumi)
-    need = _with_flags(need_of(known), options)
+    need = _with_flags(requirements_of(known), options)
     configured = known.get("project")
     given = options.project or (configured if isinstance(configured, str) else None)
     project = project_of(given or None, None, env, folder=Path.cwd())
@@ -121,14 +121,14 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     return code
 
 
-def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check]:
+def examine(google: Google, need: CloudRequirements, pulumi: Pulumi | None) -> Iterator[Check]:
     """Yield every check; a check that cannot be made is reported as unknown.
 
     Raises CloudAuthError without credentials.
     """
     yield Check(name="credentials", outcome="ok", found=google.check_credentials())
     try:
-        project = ask_compute(google, "Projects", "GetProjectRequest", what="project")
+        project = get_compute_resource(google, "Projects", "GetProjectRequest", what="project")
     except (CloudAuthError, CloudMissingError) as error:
         yield denied(
             "Compute Engine", error, f"{error.fix} Is {google.project} the project's id?".lstrip()
@@ -176,7 +176,7 @@ def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
     return known, f"config of {stack}, and options"
 
 
-def _with_flags(need: Need, options: DoctorOptions) -> Need:
+def _with_flags(need: CloudRequirements, options: DoctorOptions) -> CloudRequirements:
     given: dict[str, Any] = {
         "machine_type": options.machine_type,
         "node_count": options.node_count,

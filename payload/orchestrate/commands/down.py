@@ -17,7 +17,7 @@ from payload.orchestrate.clouds.cluster_records import forget_bucket
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
-from payload.orchestrate.clouds.gcp.leftovers import conclude, look
+from payload.orchestrate.clouds.gcp.leftovers import find_leftovers, report_leftovers
 from payload.orchestrate.clouds.gcp.machine_start import start_head
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
@@ -30,11 +30,11 @@ from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, setting
 from payload.orchestrate.clouds.pulumi.stack_outputs import (
     StackOutputs,
     outputs_if_any,
-    recall_outputs,
-    remember,
+    record_outputs,
+    recorded_outputs,
 )
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
-from payload.orchestrate.clouds.pulumi.teardown import destroy_and_look
+from payload.orchestrate.clouds.pulumi.teardown import destroy_and_verify
 from payload.orchestrate.commands.cloud_options import DownOptions
 from payload.orchestrate.commands.cluster_name_conflict import own_identity, require_own_state
 from payload.orchestrate.commands.head_runs import BOOT_S
@@ -96,7 +96,9 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
     _print_steps(stake, cluster, target.project, bucket, data, talk=talk)
     if options.dry_run:
-        found = look(google, cluster, folder=target.folder, keep_buckets=True, ownership=own)
+        found = find_leftovers(
+            google, cluster, folder=target.folder, keep_buckets=True, ownership=own
+        )
         text_console(stderr=False).print(found.table())
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
@@ -187,7 +189,7 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
             talk=talk,
             assume_yes=target.options.yes,
         )
-        destroy_and_look(
+        destroy_and_verify(
             operations,
             target.google,
             state=target.state,
@@ -195,8 +197,10 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
             may_go=lambda each: each.name in data,
         )
         for client, proof in target.projects[1:]:
-            left = look(client, cluster, folder=folder, keep_buckets=True, ownership=proof)
-            conclude(left, talk=talk)
+            left = find_leftovers(
+                client, cluster, folder=folder, keep_buckets=True, ownership=proof
+            )
+            report_leftovers(left, talk=talk)
         if bucket is not None:
             delete_bucket(target.google, bucket)
             talk.print(f"gs://{bucket.name}: deleted")
@@ -257,7 +261,7 @@ def _resolve_cluster(
         cluster = options.cluster or cluster_name(pulumi, config)
         given = options.project or next(iter(state.projects), None) or config.get("project")
         return cluster, project_of(given, cluster, env, folder=folder), None
-    remember(outputs, folder=folder, made_bucket=state.bucket)
+    record_outputs(outputs, folder=folder, made_bucket=state.bucket)
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
         raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
@@ -284,7 +288,7 @@ def _without_state(
     except PulumiError:
         raise UsageError("the cluster's name is unknown. Give it with --cluster.") from None
     project = project_of(options.project or config.get("project"), cluster, env, folder=folder)
-    outputs = recall_outputs(folder, cluster, project=project)
+    outputs = recorded_outputs(folder, cluster, project=project)
     if outputs is None and not options.without_collect:
         raise ConfigError(
             f"the state is damaged, and this folder has no record of {cluster}. Its head can have "

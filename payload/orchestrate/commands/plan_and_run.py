@@ -14,8 +14,8 @@ from rich.console import Console
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.printable_text import printable
-from payload.estimates.batch_size import left_open
-from payload.formats.checkpoint_listing import newest_sound
+from payload.estimates.batch_size import with_auto_size
+from payload.formats.checkpoint_listing import newest_valid
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.commands.config_choice import load_config
 from payload.orchestrate.commands.inventory_site import site_of
@@ -40,15 +40,15 @@ from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.approved_settings import (
     is_on_hub,
-    named_by,
-    reaching,
-    require_named,
-    unnamed,
+    override_keys,
+    require_approved,
+    settings_to_approve,
+    unapproved_settings,
 )
 from payload.run_record.report_and_samples import add_samples
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import known_summary
-from payload.storage.store_access import bring_data_here, settle_results
+from payload.storage.store_access import fetch_data_to_cache, resolve_results
 
 
 def plan(options: PlanOptions, access: LocalAccess) -> int:
@@ -60,7 +60,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     chosen, access = _resolved_inventory(options, access)
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
-    config = settle_results(load_config(options), bucket=chosen.inventory.bucket)
+    config = resolve_results(load_config(options), bucket=chosen.inventory.bucket)
     _warn_without_store(chosen, config, talk=talk)
     try:
         vocab_size: int | None = _check_data(config)
@@ -128,7 +128,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         line = started.start_line()
         if line is not None:
             talk.print(line)
-        if options.detach and not started.was_under_way:
+        if options.detach and not started.was_running:
             message = started.detached()
             if message is not None:
                 talk.print(message)
@@ -179,13 +179,13 @@ def _request(
     Raises ConfigError, and PreflightError for a failure that is certain at the site.
     """
     env, code_env = access.environment(), access.code_environment()
-    resumed, named = None, named_by(options.overrides)
+    resumed, named = None, override_keys(options.overrides)
     if options.resume:
         resumed, overrides = resumable_run(
             options.resume,
             runs_dir=options.runs_dir,
             overrides=options.overrides,
-            settings=lambda: settle_results(load_config(options), bucket=bucket),
+            settings=lambda: resolve_results(load_config(options), bucket=bucket),
             has_config=options.config_path is not None,
             env=code_env,
             say=talk.print,
@@ -198,13 +198,13 @@ def _request(
     config, auto_size = load_config(options, resumed=resumed, say=talk.print), None
     reads_init = resumed is None or options.samples or _reads_init(resumed, config, site)
     if resumed is not None and options.config_path is None:
-        require_named(resumed, reaching(config, reads_init=reads_init), named=named)
-    config = settle_results(config, bucket=bucket)
+        require_approved(resumed, settings_to_approve(config, reads_init=reads_init), named=named)
+    config = resolve_results(config, bucket=bucket)
     if resumed is not None:
         _refuse_when_finished(resumed, config)
         auto_size = auto_batch_size(resumed.plan)
-    placed = site.check(left_open(config, auto_size=auto_size), env)
-    bring_data_here(config, env=code_env, say=talk.print)
+    placed = site.check(with_auto_size(config, auto_size=auto_size), env)
+    fetch_data_to_cache(config, env=code_env, say=talk.print)
     vocab_size = _check_data(config)
     if resumed is None:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
@@ -218,7 +218,7 @@ def _request(
         env=env,
         talk=talk,
         held=held,
-        named=reaching(config, reads_init=reads_init),
+        named=settings_to_approve(config, reads_init=reads_init),
         placed=placed,
     )
 
@@ -228,10 +228,14 @@ def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
 
     Ranks on other machines read their own folder's checkpoint, and an adapter needs its base.
     """
-    init = reaching(config, of=["model.init"])
-    if not site.uses_this_environment or config.adapter.is_on() or not unnamed(resumed, init):
+    init = settings_to_approve(config, of=["model.init"])
+    if (
+        not site.uses_this_environment
+        or config.adapter.is_on()
+        or not unapproved_settings(resumed, init)
+    ):
         return True
-    return not is_on_hub(config.model.init) or newest_sound(resumed.checkpoints) is None
+    return not is_on_hub(config.model.init) or newest_valid(resumed.checkpoints) is None
 
 
 def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:

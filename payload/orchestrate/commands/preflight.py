@@ -10,7 +10,7 @@ from payload.orchestrate.preflight import checks
 
 def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     """Check every node, print a table, and return the exit code."""
-    resolved = checks.PreflightOptions(
+    resolved = checks.PreflightRequest(
         inventory=options.inventory,
         ssh_key=options.ssh_key,
         config=load_config(options),

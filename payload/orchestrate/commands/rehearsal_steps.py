@@ -14,7 +14,7 @@ from rich.console import Console
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import BudgetError, ExitCode, TileforgeError
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.filestore_confirmation import filestore_name
@@ -122,7 +122,7 @@ class Rehearsal:
         log = self.folder / f"{len(self.steps) + 1:02}-{arguments[0]}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                module_words("payload.orchestrate", *arguments),
+                module_command("payload.orchestrate", *arguments),
                 env=code_environment(self.env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

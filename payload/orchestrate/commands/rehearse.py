@@ -22,9 +22,9 @@ from payload.orchestrate.runs.run_input_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.pricing.cloud_prices import read_catalog
 from payload.pricing.cluster_cost import cluster_cost
-from payload.stack.cloud_requirements import Need, need_of
+from payload.stack.cloud_requirements import CloudRequirements, requirements_of
 from payload.stack.cluster_files import cluster_path
-from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity
+from payload.stack.cluster_identity import new_cluster_identity, resolve_cluster_identity
 from payload.stack.stack_settings import DEFAULTS
 
 _NAME = "rehearsal-{}"
@@ -45,7 +45,7 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     data = load_run_config(options.config).data
     check_data(data.folder(), sequence_length=data.sequence_length)
     settings = _settings(options.settings)
-    need = need_of({**settings, "zones": [settings["zone"]]})
+    need = requirements_of({**settings, "zones": [settings["zone"]]})
     usd, minutes = _price_and_lifetime(need, budget_usd=options.budget_usd)
     folder = Path.cwd()
     project = project_of(options.project, None, env, folder=folder)
@@ -124,7 +124,7 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def _price_and_lifetime(need: Need, *, budget_usd: float) -> tuple[float, int]:
+def _price_and_lifetime(need: CloudRequirements, *, budget_usd: float) -> tuple[float, int]:
     """Return dollars per hour and the lifetime in minutes. Raises BudgetError, ConfigError."""
     catalog = read_catalog(cluster_path(Path.cwd()), now_unix=time.time())
     usd = cluster_cost(need.billed(spot=need.spot == "true"), catalog=catalog).hourly_usd
@@ -147,7 +147,7 @@ def _settle_name(folder: Path) -> str:
     """Record and return the name of a new rehearsal; it can be killed at any time."""
     identity = new_cluster_identity()
     name = _NAME.format(identity[:_NAME_DIGITS])
-    settle_cluster_identity(folder, name, told=[identity])
+    resolve_cluster_identity(folder, name, told=[identity])
     return name
 
 

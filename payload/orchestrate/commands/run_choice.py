@@ -9,7 +9,7 @@ from payload.core.errors import ConfigError, TileforgeError, UsageError
 from payload.orchestrate.commands.run_options import ClusterRunChoice
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import find_run
-from payload.orchestrate.runs.site import SiteRun, looks_alive
+from payload.orchestrate.runs.site import SiteRun, poll_alive
 from payload.orchestrate.sites.registry import run_at_site
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
@@ -61,7 +61,7 @@ def is_alive_at_site(paths: RunPaths, env: Mapping[str, str]) -> bool | None:
     """Return whether a run's job is active, or None without a job or an answer of its site."""
     try:
         at_site = run_at_site(paths, env)
-        return None if at_site is None else looks_alive(at_site, set())
+        return None if at_site is None else poll_alive(at_site, set())
     except TileforgeError:
         return None
 

@@ -47,8 +47,8 @@ def _stopped_machines(paths: RunPaths, env: Mapping[str, str], *, since_unix: fl
     if mirrored is None or mirrored.collected is not None or mirrored.seen_unix >= since_unix:
         return []
     # Google's libraries take a second to import.
-    from payload.orchestrate.clouds.gcp.stopped_machines import stopped_words
+    from payload.orchestrate.clouds.gcp.stopped_machines import stopped_machine_lines
 
     with suppress(ConfigError):
-        return stopped_words(ClusterInventory.load(paths.inventory), env)
+        return stopped_machine_lines(ClusterInventory.load(paths.inventory), env)
     return []

@@ -11,7 +11,7 @@ from rich.console import Console
 from payload.core.errors import ExitCode
 from payload.orchestrate.commands.run_choice import run_of
 from payload.orchestrate.commands.run_options import StopOptions
-from payload.orchestrate.follow.follow import EndOptions, StopWait, say_run_end
+from payload.orchestrate.follow.follow import EndOptions, StopWait, print_run_result
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import text_console
@@ -40,10 +40,10 @@ def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
                 run.overdue(wait.waited_s(), force=options.force, talk=talk)
             time.sleep(run.every_s)
     else:
-        talk.print(f"run {run_id} is not running{run.ended_as()}")
+        talk.print(f"run {run_id} is not running{run.end_text()}")
         if not run.is_copied:
             return ExitCode.OK
-    home = run.bring_home(at_once=options.force)
+    home = run.collect_results(at_once=options.force)
     if home.alive:
         talk.print(f"the run ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
@@ -51,7 +51,7 @@ def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
     if line is not None:
         talk.print(line)
     else:
-        say_run_end(run, options=EndOptions(inventory=options.inventory), talk=talk)
+        print_run_result(run, options=EndOptions(inventory=options.inventory), talk=talk)
     if home.left is not None:
         raise home.left
     return ExitCode.OK

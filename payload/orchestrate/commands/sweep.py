@@ -19,7 +19,12 @@ from payload.core.printable_text import shown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
-from payload.orchestrate.clouds.gcp.leftovers import Sweep, conclude, folders_own, look
+from payload.orchestrate.clouds.gcp.leftovers import (
+    Sweep,
+    find_leftovers,
+    folder_ownership,
+    report_leftovers,
+)
 from payload.orchestrate.clouds.gcp.ownership import NO_IDENTITY, Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal import remove
@@ -37,7 +42,7 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     google = Google(project, endpoints=Endpoints.from_env(env))
     named = _named_proof(options, folder)
     again = partial(
-        look,
+        find_leftovers,
         google,
         options.cluster,
         folder=folder,
@@ -60,7 +65,7 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
         _remove(google, found, assume_yes=options.yes or named is not None, talk=talk)
         found = again()
     _show(found, as_json=options.json)
-    conclude(found, talk=talk)
+    report_leftovers(found, talk=talk)
     return ExitCode.OK
 
 
@@ -72,7 +77,7 @@ def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
     """
     if options.cluster is None:
         return None
-    own, identity = folders_own(folder, options.cluster).identities, options.identity
+    own, identity = folder_ownership(folder, options.cluster).identities, options.identity
     if identity is None and options.delete and not own:
         with suppress(ConfigError):
             identity, _ = recorded_cluster_identity(folder, options.cluster)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from payload.core.errors import ConfigError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
-from payload.orchestrate.clouds.cluster_records import remember_plan
+from payload.orchestrate.clouds.cluster_records import record_plan
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
@@ -23,10 +23,10 @@ from payload.orchestrate.clouds.gcp.hand_additions import (
     hand_added,
     kept_metadata,
 )
-from payload.orchestrate.clouds.gcp.machine_start import see_to_stopped
+from payload.orchestrate.clouds.gcp.machine_start import handle_stopped_machines
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal_order import Resource
-from payload.orchestrate.clouds.pulumi.building import Builder, replacing, with_words
+from payload.orchestrate.clouds.pulumi.building import Builder, replacing, with_note
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
 from payload.orchestrate.clouds.pulumi.failures import StackBusyError
@@ -34,11 +34,11 @@ from payload.orchestrate.clouds.pulumi.filestore import (
     filestores_that_go,
     has_filestore,
     refuse_another_region,
-    zone_words,
+    zone_note,
 )
 from payload.orchestrate.clouds.pulumi.machine_status import places_in
 from payload.orchestrate.clouds.pulumi.operations import Operations
-from payload.orchestrate.clouds.pulumi.operator_key import settle_operator_key
+from payload.orchestrate.clouds.pulumi.operator_key import ensure_operator_key
 from payload.orchestrate.clouds.pulumi.previews import (
     changes_metadata,
     creates_anything,
@@ -47,13 +47,13 @@ from payload.orchestrate.clouds.pulumi.previews import (
 )
 from payload.orchestrate.clouds.pulumi.reused_bucket import use_kept_bucket
 from payload.orchestrate.clouds.pulumi.rollback import (
-    how_to_remove,
+    describe_machines,
     refuse_if_changed,
-    take_back,
-    what_is_there,
+    removal_note,
+    roll_back,
 )
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
-from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, record_outputs
 from payload.orchestrate.clouds.pulumi.stack_state import (
     StackState,
     ownership_of,
@@ -70,9 +70,9 @@ from payload.orchestrate.commands.machine_results import MESSAGES, MachineResult
 from payload.orchestrate.commands.results_at_stake import ResultsAtRisk
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.terminal.console import confirm, text_console
-from payload.stack.cloud_requirements import need_of, text_list
+from payload.stack.cloud_requirements import requirements_of, text_list
 from payload.stack.cluster_files import cluster_path
-from payload.stack.cluster_identity import settle_cluster_identity
+from payload.stack.cluster_identity import resolve_cluster_identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class _Stack:
             places = places_in(self.before, project=self.google().project)
         if not places:
             return []
-        urns = see_to_stopped(
+        urns = handle_stopped_machines(
             self.google(),
             places,
             choice=self.options.stopped,
@@ -149,7 +149,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     )
     replaces = stack.start_stopped()
     preview = operations.preview(*replaces)
-    refuse_another_region(preview, need_of(stack.config).region)
+    refuse_another_region(preview, requirements_of(stack.config).region)
     if not stack.before.parts and creates_anything(preview):
         others = stack.of_other_cluster()
     results = MachineResults(
@@ -168,7 +168,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     if not _confirmed(stack, preview, stake, others):
         talk.print("nothing was built")
         return ExitCode.OK
-    remember_plan(operations.cluster, stack.config, folder=operations.folder)
+    record_plan(operations.cluster, stack.config, folder=operations.folder)
     if stake is not None:
         stake.collect_missing(env, **MESSAGES)
     builder = _builder(stack, results, replaces)
@@ -197,7 +197,7 @@ def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
     # Without a project the preview rejects the config.
     if config.get("project"):
         refuse_another_project(before, str(config["project"]))
-    settle_operator_key(config, cluster, there=before.machines, talk=talk)
+    ensure_operator_key(config, cluster, there=before.machines, talk=talk)
     own_identity(folder, cluster, state_identities=before.identities)
     return _Stack(
         options=options,
@@ -205,7 +205,7 @@ def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
         config=config,
         operations=operations,
         before=before,
-        identity=settle_cluster_identity(folder, cluster, told=before.identities),
+        identity=resolve_cluster_identity(folder, cluster, told=before.identities),
     )
 
 
@@ -261,7 +261,7 @@ def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) ->
         google=stack.google,
         identity=stack.identity,
         zones=_zones(stack.options, stack.config),
-        spot=need_of(stack.config).spot,
+        spot=requirements_of(stack.config).spot,
         there=stack.before.machines,
         save=results.save,
         may_delete=stack.may_delete,
@@ -280,9 +280,9 @@ def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
         raise
     except TileforgeError as error:
         if stack.before.machines or stack.options.keep_on_failure:
-            last = with_words(error, how_to_remove(operations.pulumi))
+            last = with_note(error, removal_note(operations.pulumi))
         else:
-            last = take_back(
+            last = roll_back(
                 error,
                 operations,
                 stack.google(),
@@ -293,8 +293,8 @@ def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
         builder.restore_zones()
         raise last from None
     except KeyboardInterrupt:
-        left = what_is_there(operations, stack.google(), preview)
-        operations.talk.print(f"up was interrupted: {left}. {how_to_remove(operations.pulumi)}")
+        left = describe_machines(operations, stack.google(), preview)
+        operations.talk.print(f"up was interrupted: {left}. {removal_note(operations.pulumi)}")
         builder.restore_zones()
         raise
 
@@ -309,13 +309,13 @@ def _finish(
 ) -> int:
     """Record the cluster, check its firewall, and print the next commands."""
     outputs = read_outputs(pulumi)
-    remember(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
+    record_outputs(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
     # Printed before the firewall check: the machines are billed in any case.
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
     )
-    if note := zone_words(update, outputs.inventory.head.zone):
+    if note := zone_note(update, outputs.inventory.head.zone):
         talk.print(note)
     builder.settle_firewall(update)
     name = f"stack:{options.stack}" if options.stack else "stack"

@@ -47,7 +47,7 @@ from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.stragglers import StragglerNews, by_rank
 from payload.run_record.suggested_run_commands import run_command
-from payload.run_record.tracker_process import hand_over, tracked
+from payload.run_record.tracker_process import send_to_trackers, tracked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def print_result(
         more = ["--site", job.site] if job is not None else more
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
     problem = write_report(paths, show=options.open)
-    for note in hand_over(paths, known_config(paths)):
+    for note in send_to_trackers(paths, known_config(paths)):
         talk.print(note)
     talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
 
@@ -271,7 +271,7 @@ def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | N
     if not show(run, talk=talk, train=train, tails=tails or Tails(paths)):
         return INTERRUPTED
     try:
-        is_alive = run.bring_home().alive
+        is_alive = run.collect_results().alive
     except TileforgeError as error:
         # A head that is gone must not hide the run's result.
         talk.print(f"warning: {error}")
@@ -279,7 +279,7 @@ def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | N
     if is_alive:
         talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
-    status = say_run_end(run, options=options, talk=talk)
+    status = print_run_result(run, options=options, talk=talk)
     summary = last_record(Summary, paths.summary)
     unfinished = summary is None or summary.status != "finished"
     # In any case of a stop, a script must not treat the run as finished.
@@ -320,11 +320,11 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
                 handled = ask_to_stop(run, live, handled=handled)
         if tails.log.rest():
             live.log(tails.log.rest())
-        live.say_kept(unless=final_error(paths))
+        live.print_held_error(unless=final_error(paths))
     return True
 
 
-def say_run_end(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
+def print_run_result(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
     """Print the run's end by its local folder; return the run's exit code."""
     unrecorded = run.end_without_record()
     if unrecorded is not None:

@@ -20,7 +20,7 @@ from payload.core.regular_files import open_regular
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import most_checkpoints
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
-from payload.estimates.run_estimate import Arithmetic
+from payload.estimates.run_estimate import RunEstimate
 from payload.estimates.run_time import Speed, typical_speed
 from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
@@ -336,7 +336,7 @@ def strategy_table(planned: ResolvedPlan) -> str:
     return "\n".join(table_lines(names, rows))
 
 
-def _exchanged(numbers: Arithmetic) -> str:
+def _exchanged(numbers: RunEstimate) -> str:
     """Return the amount exchanged per step, and the mesh if it has several dimensions."""
     dimensions = [
         ("tensor", numbers.tensor, numbers.tensor_bytes),

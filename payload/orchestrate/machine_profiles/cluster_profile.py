@@ -16,7 +16,7 @@ from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.inventory import Node
 from payload.orchestrate.findings.trial import Measured
 from payload.orchestrate.machine_profiles.local_profile import LOOPBACK
-from payload.orchestrate.ssh.remote_calls import NodeLook
+from payload.orchestrate.ssh.remote_calls import NodeState
 from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
 
@@ -120,5 +120,5 @@ class ClusterAccess:
         return self.memory_bytes
 
 
-Answers = Mapping[str, NodeLook]
+Answers = Mapping[str, NodeState]
 """State of each node, by name."""

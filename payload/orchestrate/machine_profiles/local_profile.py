@@ -19,7 +19,7 @@ from shutil import which
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError, UsageError
-from payload.core.python_processes import code_environment, code_path, module_words
+from payload.core.python_processes import code_environment, code_path, module_command
 from payload.estimates.network import LOOPBACK_BYTES_PER_S
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
@@ -165,7 +165,7 @@ class LocalAccess:
         paths.logs.mkdir(parents=True, exist_ok=True)
         with paths.supervisor_log.open("ab") as log, control.blocked(control.STOP_SIGNALS):
             return subprocess.Popen(
-                module_words("payload.supervise", *options, "--grace", str(grace_s)),
+                module_command("payload.supervise", *options, "--grace", str(grace_s)),
                 env=self.code_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -30,9 +30,9 @@ from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files
 from payload.orchestrate.ssh.node_code import Code, build_kernels, inspect_node, send_code
-from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeState, all_or_raise, on_every_node
 from payload.stack.node_paths import VENV
-from payload.storage.store_access import TRY_STORE_S, check_words, require_stored
+from payload.storage.store_access import TRY_STORE_S, check_command, require_store_ok
 from payload.weights.source import find_source
 
 
@@ -103,7 +103,7 @@ def _sha256(path: Path, *, init: str) -> str:
         ) from None
 
 
-def bring_code(
+def upload_code(
     nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
     """Upload the code to nodes that lack it and build the kernels; a failed build is only noted."""
@@ -131,7 +131,7 @@ def bring_code(
 def try_store(
     address: StoreAddress,
     head: Connection,
-    answer: NodeLook,
+    answer: NodeState,
     *,
     code: Code,
     new_run: str | None = None,
@@ -142,12 +142,12 @@ def try_store(
     already has the run `new_run`.
     """
     root = PurePosixPath(answer.home, NODE_FOLDER, f"payload-{code.digest}")
-    program = check_words(address, new_run=new_run, python=str(VENV / "bin" / "python"))
+    program = check_command(address, new_run=new_run, python=str(VENV / "bin" / "python"))
     done = head.run(["env", f"PYTHONPATH={root}", *program], timeout_s=TRY_STORE_S)
-    require_stored(done.status, done.stderr, where=f"{head.node.name}: ")
+    require_store_ok(done.status, done.stderr, where=f"{head.node.name}: ")
 
 
-def bring_data(
+def upload_data(
     nodes: Sequence[Node],
     cluster: Cluster,
     answers: Answers,
@@ -174,7 +174,7 @@ def bring_data(
     return target
 
 
-def bring_weights(
+def upload_weights(
     head: Node,
     cluster: Cluster,
     answers: Answers,
@@ -206,7 +206,7 @@ def _home(answers: Answers, node: Node) -> PurePosixPath:
     return PurePosixPath(answers[node.name].home)
 
 
-def ask_nodes(
+def inspect_nodes(
     nodes: Sequence[Node],
     cluster: Cluster,
     *,

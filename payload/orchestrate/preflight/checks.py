@@ -17,7 +17,7 @@ from typing import Any
 import payload
 from payload.config.engine_packages import has_nvidia_device
 from payload.config.run_config import RunConfig
-from payload.config.store_address import StoreAddress, settled_results
+from payload.config.store_address import StoreAddress, resolve_results_address
 from payload.core.errors import ConfigError, TileforgeError
 from payload.core.validation.records import build
 from payload.launch.launchers.registry import AUTO
@@ -56,10 +56,10 @@ from payload.orchestrate.ssh.remote_calls import (
     on_every_node,
     require_known,
 )
-from payload.orchestrate.ssh.run_keys import remove_dead_keys
+from payload.orchestrate.ssh.run_keys import remove_stale_keys
 from payload.orchestrate.terminal.console import text_console
 from payload.stack.node_paths import BOOTSTRAP_STATE, VENV
-from payload.storage.store_access import try_store_here
+from payload.storage.store_access import check_store_access
 
 _TABLE_WIDTH = 180
 _PROBE_S = 15.0
@@ -72,7 +72,7 @@ _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightOptions:
+class PreflightRequest:
     """Options of `preflight`."""
 
     inventory: str | None
@@ -87,7 +87,7 @@ class PreflightOptions:
     json: bool
 
 
-def preflight(options: PreflightOptions, access: LocalAccess) -> int:
+def preflight(options: PreflightRequest, access: LocalAccess) -> int:
     """Check the cluster that `--inventory` names, print a table, and return the exit code."""
     out, talk = text_console(stderr=False), text_console(stderr=True)
     config, env = options.config, access.environment()
@@ -111,7 +111,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
             report = try_on_this_machine(
                 report, inventory.nodes, access, config, domains=chosen.domains
             )
-        try_it = partial(try_store_here, env=access.code_environment())
+        try_it = partial(check_store_access, env=access.code_environment())
         report = _with_store(report, inventory, config, try_it)
     else:
         login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=options.ssh_key))
@@ -155,7 +155,7 @@ def _with_store(
     attempt: Callable[[StoreAddress], None],
 ) -> Report:
     """Return the report with the result of `attempt` at the store, unless it has errors."""
-    results = settled_results(config.storage.results, bucket=inventory.bucket)
+    results = resolve_results_address(config.storage.results, bucket=inventory.bucket)
     address = replace(config.storage, results=results).address()
     if address is None or report.exit_code:
         return report
@@ -183,7 +183,8 @@ def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
     """Remove the keys of runs that never began, as their command was killed; note each."""
     try:
         notes = [
-            f"the stale key {name} was removed from the nodes" for name in remove_dead_keys(cluster)
+            f"the stale key {name} was removed from the nodes"
+            for name in remove_stale_keys(cluster)
         ]
     except TileforgeError as error:
         notes = [str(error)]

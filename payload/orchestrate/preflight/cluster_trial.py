@@ -35,14 +35,14 @@ from payload.orchestrate.machine_profiles.cluster_profile import (
     venv_executable,
 )
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
-from payload.orchestrate.machine_profiles.node_uploads import bring_code
+from payload.orchestrate.machine_profiles.node_uploads import upload_code
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.runs.launcher_choice import LauncherChoice, choose_launcher
 from payload.orchestrate.runs.launcher_command import launch_command
 from payload.orchestrate.runs.machine_profile import MachineProfile
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import Code, inspect_node, this_code
-from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeLook, ask, on_every_node
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeState, ask, on_every_node
 from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
 from payload.orchestrate.ssh.start_claim import HeadBusyError, claimed
 from payload.run_record.run_files import RunPaths
@@ -192,7 +192,7 @@ def try_cluster(
     refused = [*_missing_programs(nodes, outcomes, launcher)]
     if refused:
         return Trial(findings=refused, launcher=launcher.name)
-    answers = {name: got for name, got in outcomes.items() if isinstance(got, NodeLook)}
+    answers = {name: got for name, got in outcomes.items() if isinstance(got, NodeState)}
     head = answers[nodes[0].name]
     if head.running is not None:
         return _not_measured(head.running)
@@ -237,7 +237,7 @@ class _ClusterTrial:
         with claimed(cluster, run_dir=run_dir, say=talk.print) as claim:
             if claim.running is not None:
                 return claim.running
-            bring_code(self.nodes, cluster, answers, code=code, talk=talk)
+            upload_code(self.nodes, cluster, answers, code=code, talk=talk)
             try:
                 outcome, folder = self._start(head, code, name=claim.name)
                 if outcome.status != 0:
@@ -249,7 +249,7 @@ class _ClusterTrial:
             remove_run_key(cluster, claim.name)
         return outcome
 
-    def _start(self, head: NodeLook, code: Code, *, name: str) -> tuple[Outcome, PurePosixPath]:
+    def _start(self, head: NodeState, code: Code, *, name: str) -> tuple[Outcome, PurePosixPath]:
         """Return the program's outcome, and the folder that identifies its processes."""
         node = self.nodes[0]
         if head.port is None:
@@ -352,7 +352,7 @@ def _result(
 
 def _missing_programs(
     nodes: Sequence[Node],
-    outcomes: Mapping[str, NodeLook | TileforgeError],
+    outcomes: Mapping[str, NodeState | TileforgeError],
     launcher: Launcher,
 ) -> list[Finding]:
     """Return findings for the nodes that lack the program."""

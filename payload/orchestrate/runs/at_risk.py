@@ -9,7 +9,7 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
 from payload.machines.inventory import Source
-from payload.stack.cloud_requirements import need_of
+from payload.stack.cloud_requirements import requirements_of
 from payload.stack.stack_settings import DEFAULTS
 
 COPY_EVERY_S = 1800.0
@@ -44,7 +44,7 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
 
     None with a bucket. Raises ConfigError for a config that cannot be read.
     """
-    need = need_of(known)
+    need = requirements_of(known)
     if need.has_bucket:
         return None
     lifetime = known.get("maxLifetime") or DEFAULTS.max_lifetime
@@ -59,7 +59,7 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
 
 def refuse_spot_without_bucket(known: Mapping[str, Any], *, accepted: bool) -> None:
     """Raise ConfigError for spot machines without a bucket, unless the loss is accepted."""
-    need, warning = need_of(known), cluster_warning(known)
+    need, warning = requirements_of(known), cluster_warning(known)
     if need.spot == "false" or warning is None or accepted:
         return
     raise ConfigError(

@@ -9,7 +9,7 @@ from payload.config.run_config import RunConfig
 from payload.config.settings import AUTO as AUTO_SIZE
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
-from payload.estimates.batch_size import as_recorded, settle_batch
+from payload.estimates.batch_size import resolve_batch, with_recorded_size
 from payload.launch.ranks import Placement
 from payload.machines.inventory import Node
 from payload.models.spec import ModelSpec
@@ -100,8 +100,8 @@ def settle_run(
     )
     base, guess = initial_spec(config, vocab_size=request.vocab_size)
     spec = config.adapted(base)
-    settled, reason = settle_batch(
-        as_recorded(open_settings, config, world_size=placement.world_size),
+    settled, reason = resolve_batch(
+        with_recorded_size(open_settings, config, world_size=placement.world_size),
         spec,
         dtype=dtypes.compute,
         world_size=placement.world_size,

@@ -43,7 +43,7 @@ from payload.run_record.run_identity import (
     known_identity,
     parse_identity,
 )
-from payload.run_record.safe_copy_paths import inside, unwritable
+from payload.run_record.safe_copy_paths import path_in_copy, unwritable
 from payload.run_record.suggested_run_commands import run_command
 from payload.storage.records import log_room
 
@@ -139,7 +139,7 @@ def locked(paths: RunPaths, what: str) -> Iterator[None]:
 
     Raises ConfigError if the copy cannot be written, also for errors within the block.
     """
-    lock_path = inside(paths, f".{what}.lock")
+    lock_path = path_in_copy(paths, f".{what}.lock")
     try:
         require_file(lock_path)
         with open(lock_path, "w", opener=no_follow) as lock:
@@ -219,18 +219,18 @@ def merge(paths: RunPaths, answer: Part, request: FileRequest) -> list[str]:
             problem = _problem(paths, name, text, request)
             if problem is not None:
                 damaged.append(problem)
-            elif _holds(inside(paths, name), text):
+            elif _holds(path_in_copy(paths, name), text):
                 continue
             elif name == HASHES_FILE:
                 merge_hashes(paths, parse_hashes(text, where=request.node))
             else:
-                write_whole(inside(paths, name), text, durable=False)
+                write_whole(path_in_copy(paths, name), text, durable=False)
         room = _log_room(paths)
         for name, (offset, content) in pieces.items():
             if name != paths.metrics.name:
                 content = content[: max(0, room)]
                 room -= len(content)
-            with open(inside(paths, name), "ab", opener=no_follow) as file:
+            with open(path_in_copy(paths, name), "ab", opener=no_follow) as file:
                 file.truncate(offset)
                 file.write(content)
     except OSError as error:
@@ -260,7 +260,7 @@ def merge_hashes(paths: RunPaths, of_head: ManifestHashes) -> ManifestHashes:
     known = known_hashes(paths)
     merged = known.merged(of_head.hashes)
     if merged != known:
-        write_whole(inside(paths, HASHES_FILE), merged.to_json())
+        write_whole(path_in_copy(paths, HASHES_FILE), merged.to_json())
     return merged
 
 
@@ -335,7 +335,7 @@ def _name(paths: RunPaths, path: Path) -> str:
 
 
 def _end(paths: RunPaths, name: str) -> tuple[int, str]:
-    path = inside(paths, name)
+    path = path_in_copy(paths, name)
     try:
         with open_regular(path, follows=False) as file:
             size = file.seek(0, 2)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.estimates.batch_size import left_open
-from payload.estimates.run_estimate import Arithmetic, work_out
-from payload.estimates.strategy_comparison import Compared, compare_strategies
+from payload.estimates.batch_size import with_auto_size
+from payload.estimates.run_estimate import RunEstimate, estimate_run
+from payload.estimates.strategy_comparison import StrategyPrediction, compare_strategies
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.plan import LaunchPlan, rank_arguments
@@ -116,13 +116,11 @@ def resolve(
     `placed` is the result of `resolve_placement`, if it was called before. Raises ConfigError and
     PreflightError.
     """
-    open_settings = left_open(request.config, auto_size=request.auto_size)
-    placed = placed or resolve_placement(open_settings, target.chosen)
+    opened = with_auto_size(request.config, auto_size=request.auto_size)
+    placed = placed or resolve_placement(opened, target.chosen)
     dtypes = resolve_dtypes(request, target.nodes, target.profile)
-    settled = settle_run(
-        request, open_settings, target.nodes, target.profile, placed.placement, dtypes
-    )
-    arithmetic = work_out(
+    settled = settle_run(request, opened, target.nodes, target.profile, placed.placement, dtypes)
+    arithmetic = estimate_run(
         settled.predicted,
         spec=settled.spec,
         world_size=placed.placement.world_size,
@@ -156,7 +154,7 @@ def _notes(
     choice: LauncherChoice,
     dtypes: ResolvedDtypes,
     settled: SettledRun,
-    arithmetic: Arithmetic,
+    arithmetic: RunEstimate,
 ) -> tuple[str, ...]:
     """Return the notes for the user about the decisions."""
     config, chosen = settled.config, target.chosen
@@ -179,7 +177,7 @@ def _launch_plan(
     placement: Placement,
     choice: LauncherChoice,
     settled: SettledRun,
-    arithmetic: Arithmetic,
+    arithmetic: RunEstimate,
     notes: tuple[str, ...],
 ) -> LaunchPlan:
     """Return the content of plan.json. Raises PreflightError."""
@@ -211,7 +209,7 @@ def _launch_plan(
         ranks_per_node=placement.ranks_per_node,
         nodes=len(target.nodes),
         arithmetic=arithmetic,
-        auto_batch_size=settled.config.batch.sequences() if settled.is_auto else None,
+        auto_batch_size=settled.config.batch.micro_batch() if settled.is_auto else None,
         resumes=request.resumes,
         notes=notes,
     )
@@ -219,7 +217,7 @@ def _launch_plan(
 
 def _strategies(
     target: PlanTarget, placement: Placement, dtypes: ResolvedDtypes, settled: SettledRun
-) -> tuple[Compared, ...]:
+) -> tuple[StrategyPrediction, ...]:
     """Return other strategies for the run's ranks, the best first."""
     return compare_strategies(
         settled.predicted,

@@ -24,7 +24,7 @@ from payload.core.errors import (
 )
 from payload.core.files import write_whole
 from payload.core.printable_text import shown
-from payload.core.python_processes import module_words
+from payload.core.python_processes import module_command
 from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     FOLDER_NAME,
@@ -54,8 +54,8 @@ from payload.orchestrate.ssh.remote_calls import (
     ask,
     on_every_node,
 )
-from payload.orchestrate.ssh.run_keys import remove_dead_keys
-from payload.run_record.approved_settings import bounded_wait_s, note_named
+from payload.orchestrate.ssh.run_keys import remove_stale_keys
+from payload.run_record.approved_settings import bounded_wait_s, record_approved
 from payload.run_record.checkpoint_grace import GracePeriod
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
 from payload.run_record.run_files import NAMES, RunPaths, RunState, StopRequest, read_json
@@ -137,7 +137,7 @@ class RemoteRun:
             action="start",
             name=name,
             timeout_s=_START_S,
-            argv=module_words("payload.supervise", *arguments, python=plan.program[0]),
+            argv=module_command("payload.supervise", *arguments, python=plan.program[0]),
             python_path=plan.environment["PYTHONPATH"],
         )
 
@@ -248,7 +248,7 @@ class RemoteRun:
 
     def remove_key(self) -> None:
         """Remove the keys of this and of other ended runs from all nodes."""
-        remove_dead_keys(self.cluster)
+        remove_stale_keys(self.cluster)
 
     def collect_checkpoint(self, *, say: Callable[[str], None] = lambda _: None) -> Path | None:
         """Fetch the newest valid checkpoint; continues an interrupted copy.
@@ -308,7 +308,7 @@ class RemoteRun:
             plan = LaunchPlan.load(staging.plan)
             if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self.run_dir)):
                 raise AnswerError(f"{head.node.name}: its plan.json belongs to another run.")
-            note_named(staging, {}, becomes=self.paths.root)
+            record_approved(staging, {}, becomes=self.paths.root)
             record_contact(staging, alive=True, ssh_key=self._key)
             staging.root.chmod(0o755)
             staging.root.rename(self.paths.root)

@@ -17,10 +17,10 @@ from payload.core.errors import ConfigError, UsageError
 from payload.core.regular_files import home_path, read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
-from payload.formats.checkpoint_listing import newest_sound
+from payload.formats.checkpoint_listing import newest_valid
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.run_record.run_files import RankProgress, RunPaths, RunState, read_json
-from payload.run_record.run_lock import RunLock, is_supervised, starting
+from payload.run_record.run_lock import RunLock, is_supervised, start_lock
 from payload.run_record.run_repair import has_own_record, known_config
 
 _HOLDER_PREFIX = ".removing-"
@@ -56,7 +56,7 @@ def refuse_to_remove(
     """
     if paths.root.is_symlink():
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
-    if not is_own_run(paths) and newest_sound(paths.checkpoints) is None:
+    if not is_own_run(paths) and newest_valid(paths.checkpoints) is None:
         raise UsageError(
             f"{paths.root} is not a run, or its records are gone. To delete it anyway, remove it "
             f"yourself: rm -r {paths.root}"
@@ -109,7 +109,7 @@ def remove_run(paths: RunPaths) -> None:
     """Rename the run's folder, then delete it; an interrupted removal is completed later."""
     try:
         # Locked, so that no other command resumes it.
-        with starting(paths), RunLock(paths):
+        with start_lock(paths), RunLock(paths):
             holder = Path(tempfile.mkdtemp(prefix=_HOLDER_PREFIX, dir=paths.root.parent))
             record = {"format_version": 1, "run_id": paths.run_id}
             (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")

@@ -9,7 +9,7 @@ from payload.config.deepspeed_settings import render_deepspeed
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 from payload.core.files import write_whole
-from payload.estimates.strategy_comparison import Compared
+from payload.estimates.strategy_comparison import StrategyPrediction
 from payload.launch.budget import TimeLimit
 from payload.launch.launcher import Launcher
 from payload.launch.launcher_files import render_accelerate, render_hosts
@@ -68,7 +68,7 @@ class ResolvedPlan:
     """The resolved compute dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     """GEMM peak of a core by dtype, measured or typical."""
-    strategies: tuple[Compared, ...] = ()
+    strategies: tuple[StrategyPrediction, ...] = ()
     """Other strategies for the run's ranks, the best first."""
     free_memory_bytes: int | None = None
     """Memory of the node with the least."""

@@ -17,12 +17,12 @@ from payload.core.file_hash import sha256_of
 from payload.core.regular_files import can_see
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
-from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step, newest_sound
+from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step, newest_valid
 from payload.launch.plan import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.runs.mirror import locked, mirror_file, read_mirrored
-from payload.run_record.approved_settings import note_named
+from payload.run_record.approved_settings import record_approved
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, verdict
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import (
@@ -40,7 +40,7 @@ from payload.run_record.run_files import (
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
-from payload.run_record.safe_copy_paths import inside
+from payload.run_record.safe_copy_paths import path_in_copy
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_newest
 from payload.storage.isolated_reader import watched_store
@@ -48,7 +48,7 @@ from payload.storage.objects import StoreError, StoreReader, StoreRefusedError
 from payload.storage.owner import require_own_store
 from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
-from payload.storage.store_access import fetch_whole, is_address, run_address
+from payload.storage.store_access import fetch_run_atomically, is_address, run_address
 
 # A supervisor locks the run within this time after the plan was written.
 _START_S = 15.0
@@ -354,7 +354,7 @@ def resumable_run(
     try:
         with watched_store(address, env=env, say=say) as store:
             if not is_local:
-                fetch_whole(store, paths)
+                fetch_run_atomically(store, paths)
             own = known_identity(paths)
             require_own_store(store, own, place=str(paths.root), fix=_OTHER_FOLDER)
     except (StoreError, StoreRefusedError) as error:
@@ -389,7 +389,7 @@ def collect_from_store(
     another run or none under that id, UsageError for a run of this machine, and StoreError.
     """
     if not paths.root.exists():
-        fetch_whole(store, paths)
+        fetch_run_atomically(store, paths)
     elif not has_run(store):
         raise ConfigError(f"{store.address}: contains no run.")
     # Also for a folder that was missing a moment ago: a run with that id may have begun.
@@ -416,14 +416,14 @@ def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], N
     """Fetch the missing records, or all records if the store's run is further."""
     gone = {path.name for path in (NAMES.identity, NAMES.inventory, NAMES.hosts, NAMES.ranks)}
     names = [each.name for each in store.entries() if each.name not in gone]
-    note_named(paths, {"storage.results": str(store.address.parent())})
+    record_approved(paths, {"storage.results": str(store.address.parent())})
     with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
         staged = RunPaths(Path(folder))
         fetch_records(store, staged.root, names=[paths.metrics.name, paths.state.name])
         if _reach(staged) <= _reach(paths):
             names = [name for name in names if not os.path.lexists(paths.root / name)]
         for name in fetch_records(store, staged.root, names=names, say=say) if names else ():
-            (staged.root / name).replace(inside(paths, name))
+            (staged.root / name).replace(path_in_copy(paths, name))
 
 
 def _reach(paths: RunPaths) -> tuple[int, int, bool]:
@@ -438,9 +438,9 @@ def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
     """Fetch the newest checkpoint if it is newer; return the newest local one."""
-    inside(paths, paths.checkpoints.name)
+    path_in_copy(paths, paths.checkpoints.name)
     known = known_hashes(paths)
-    here = newest_sound(paths.checkpoints)
+    here = newest_valid(paths.checkpoints)
     recorded = known.by_name().get(here.name) if here is not None else None
     if here is not None and recorded not in (None, sha256_of(here / MANIFEST_FILE)):
         say(

@@ -14,7 +14,7 @@ from payload.config.training_sections import PrecisionSection
 from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.core.regular_files import home_path
 from payload.core.tasks import TaskKind
-from payload.estimates.run_estimate import Arithmetic
+from payload.estimates.run_estimate import RunEstimate
 from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.formats.hub_names import HubName
@@ -29,7 +29,7 @@ from payload.machines.inventory import Node
 from payload.models.spec import ModelSpec
 from payload.weights.adapter_files import has_adapter
 from payload.weights.hub import require_weights_on_hub
-from payload.weights.source import SCRATCH, find_source, pinned, spec_on_hub
+from payload.weights.source import SCRATCH, find_source, pinned_name_of, spec_on_hub
 
 # nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
 _MOST_FINE_TUNING_RATE = 3e-4
@@ -99,7 +99,7 @@ def settle_initial(
     elif source.file is not None:
         init = str(source.file.resolve())
     elif source.kind == "hub" and download:
-        init = pinned(source.name, setting="model.init")
+        init = pinned_name_of(source.name, setting="model.init")
         known = _spec_on_hub(init)
     if source.folder is not None and vocab_size is not None and _has_tokenizer(source.folder):
         data = config.data.folder()
@@ -182,7 +182,7 @@ def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
 
 
 def memory_warning(
-    arithmetic: Arithmetic, placement: Placement, *, free_bytes: int | None
+    arithmetic: RunEstimate, placement: Placement, *, free_bytes: int | None
 ) -> str | None:
     """Return a warning if the node's ranks probably need more memory than is free."""
     need = arithmetic.memory_bytes_per_rank * placement.ranks_per_node

@@ -17,11 +17,11 @@ from payload.core.files import write_whole
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement
 from payload.orchestrate.runs.run_index import create_run, room_for
-from payload.run_record.approved_settings import note_named, reaching
+from payload.run_record.approved_settings import record_approved, settings_to_approve
 from payload.run_record.run_files import RunPaths
-from payload.run_record.run_identity import new_identity, settle_identity
-from payload.run_record.run_lock import starting
-from payload.run_record.run_repair import known_dtype, make_room
+from payload.run_record.run_identity import ensure_identity, new_identity
+from payload.run_record.run_lock import start_lock
+from payload.run_record.run_repair import known_dtype, move_blockers_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +93,20 @@ class RunRequest:
             if not self.resumes:
                 create_run(paths.root.parent, paths.run_id)
                 is_created = True
-                self.held.enter_context(starting(paths))
-            for sentence in make_room(paths):
+                self.held.enter_context(start_lock(paths))
+            for sentence in move_blockers_aside(paths):
                 self.talk.print(f"warning: {sentence}")
             paths.logs.mkdir(exist_ok=True)
-            settle_identity(
+            ensure_identity(
                 paths,
                 is_new=is_created,
                 fresh=self.identity,
                 say=lambda line: self.talk.print(line),
             )
             before = None if is_created else _text_of(paths.config)
-            note_named(paths, reaching(self.config) if self.named is None else self.named)
+            record_approved(
+                paths, settings_to_approve(self.config) if self.named is None else self.named
+            )
             write_whole(paths.config, self.config.to_toml())
         try:
             with room_for(paths):

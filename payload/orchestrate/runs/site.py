@@ -25,7 +25,7 @@ from payload.orchestrate.runs.run_index import is_copy, room_for
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunJob, RunPaths, StopRequest
-from payload.run_record.run_lock import FORCE_SIGNAL, is_supervised, starting
+from payload.run_record.run_lock import FORCE_SIGNAL, is_supervised, start_lock
 from payload.run_record.run_repair import known_config
 from payload.run_record.suggested_run_commands import run_command
 
@@ -65,7 +65,7 @@ class SiteRun(ABC):
     """Interval of polling."""
     outlives_us: bool = True
     """True if it continues without a command that follows it, so that Ctrl-C first detaches."""
-    was_under_way: bool = False
+    was_running: bool = False
     """True if `start` found it running, so that even `run --detach` follows it."""
     has_job: ClassVar[bool] = True
     """True if a scheduler knows the run's state better than its files."""
@@ -88,7 +88,7 @@ class SiteRun(ABC):
         """Request a stop by SIGTERM, or force it by FORCE_SIGNAL; return True if the run lives."""
 
     @abstractmethod
-    def bring_home(self, *, at_once: bool = False) -> CollectResult:
+    def collect_results(self, *, at_once: bool = False) -> CollectResult:
         """Collect results and end remaining processes; with `at_once`, ranks may not save."""
 
     def start_line(self) -> str | None:
@@ -106,14 +106,14 @@ class SiteRun(ABC):
         `node` is the node, in addition to the head, whose files are needed; None for all nodes.
         """
         printed: set[str] = set()
-        yield lambda: looks_alive(self, printed)
+        yield lambda: poll_alive(self, printed)
 
     @contextmanager
     def followed(self, say: Callable[[str], None]) -> Iterator[None]:
         """Run the background work of a command that follows the run, until the exit."""
         yield
 
-    def ended_as(self) -> str:
+    def end_text(self) -> str:
         """Return the text that follows `run ID is not running`."""
         return f": {self.where} has ended"
 
@@ -148,7 +148,7 @@ def how_to_attach(paths: RunPaths) -> str:
     )
 
 
-def looks_alive(run: SiteRun, printed: set[str]) -> bool:
+def poll_alive(run: SiteRun, printed: set[str]) -> bool:
     """Poll a run and return whether it is alive; print each new warning once."""
     result = run.look()
     for sentence in result.news:
@@ -189,7 +189,7 @@ class Site(ABC):
         """
         _refuse_to_resume(paths, find_active_run)
         with room_for(paths):
-            held.enter_context(starting(paths))
+            held.enter_context(start_lock(paths))
         _refuse_to_resume(paths, find_active_run)  # another command may have started it in between
 
     @abstractmethod

@@ -23,7 +23,7 @@ from pathlib import Path
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.core.printable_text import printable
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import NODE_NAME
@@ -42,7 +42,7 @@ from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_input_checks import check_data
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
-from payload.run_record.run_repair import known_summary, make_room
+from payload.run_record.run_repair import known_summary, move_blockers_aside
 
 JOB_ID = "SLURM_JOB_ID"
 _COMMAND_S = 30.0
@@ -291,7 +291,7 @@ def inspect_nodes(
     """Collect a report from every node, through srun. Raises PreflightError."""
     request = json.dumps({"targets": targets, "folders": [str(folder) for folder in folders]})
     kept = code_environment(launcher_environment(env, {}, keeps=LAUNCHER.keeps))
-    program = module_words("payload.orchestrate.sites.allocation", "--look", request)
+    program = module_command("payload.orchestrate.sites.allocation", "--look", request)
     argv = [*each_node_command("srun", len(names)), "--quiet", *program]
     printed = run_slurm(argv, kept, timeout_s=_REPORT_S)
     reports = {}
@@ -424,7 +424,10 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
                 port=port_of(holder),
             ),
         )
-    for line in (*planned.notes(), *(f"warning: {sentence}" for sentence in make_room(paths))):
+    for line in (
+        *planned.notes(),
+        *(f"warning: {sentence}" for sentence in move_blockers_aside(paths)),
+    ):
         sys.stderr.write(f"{printable(line)}\n")
     planned.write(paths)
     write_json(
@@ -434,7 +437,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     arguments += found.access.supervisor_words()
     # The supervisor unblocks and handles them once it is ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
-    program = module_words("payload.supervise", *arguments)
+    program = module_command("payload.supervise", *arguments)
     os.execve(program[0], program, code_environment(env))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.config.engine_packages import require_means_here
+from payload.config.engine_packages import require_packages_here
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.estimates.disk_room import require_room
@@ -89,7 +89,7 @@ class Local(InventorySite):
         # Without nvidia-smi, as in some containers, the device itself decides.
         if need is not None and gpus is not None and gpus.smi is not None:
             require_gpus(gpus, need=need, node=inventory.head)
-        require_means_here(config)
+        require_packages_here(config)
 
     def plan(
         self,
@@ -191,7 +191,7 @@ class LocalRun(SiteRun):
         self._supervisor.send_signal(number)
         return self._supervisor.poll() is None
 
-    def bring_home(self, *, at_once: bool = False) -> CollectResult:
+    def collect_results(self, *, at_once: bool = False) -> CollectResult:
         """Return that the run has ended: its files are local."""
         return CollectResult(alive=False)
 
@@ -213,7 +213,7 @@ class LocalRun(SiteRun):
             time.sleep(0.05)
         return None
 
-    def ended_as(self) -> str:
+    def end_text(self) -> str:
         """Return the run's status and step."""
         view = view_run(self.paths, now_unix=time.time())
         return f": {view.status} after step {view.step}"

@@ -23,7 +23,7 @@ class CheckpointCopies:
     """Copies the newest checkpoint in a thread, over separate connections.
 
     It removes its older copies, as each may have gigabytes. A failed copy is reported once and
-    retried; `bring_home` copies at the run's end.
+    retried; `collect_results` copies at the run's end.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
 from payload.core.files import write_whole
 from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
-from payload.core.python_processes import code_environment, module_words
+from payload.core.python_processes import code_environment, module_command
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.launcher_choice import require_launcher_of_jobs
@@ -132,7 +132,9 @@ def render_script(
             options.append(f"--{key}={value}")
     options += shlex.split(slurm.extra)
     arguments = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
-    program = module_words("payload.orchestrate.sites.allocation", *arguments, python=access.python)
+    program = module_command(
+        "payload.orchestrate.sites.allocation", *arguments, python=access.python
+    )
     root = access.python_path()
     lines = ["#!/bin/sh", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit {int(ExitCode.PREFLIGHT)}"]
@@ -293,7 +295,7 @@ class SlurmRun(SiteRun):
         self._cancel()
         return f"job {self.job_id} was cancelled; the last checkpoint is unchanged"
 
-    def bring_home(self, *, at_once: bool = False) -> CollectResult:
+    def collect_results(self, *, at_once: bool = False) -> CollectResult:
         """Return whether the job is active; its files need no copy."""
         try:
             return CollectResult(alive=self.job().alive)

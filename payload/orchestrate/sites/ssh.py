@@ -24,7 +24,7 @@ from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.machine_profiles.cluster_profile import Answers, ClusterAccess, programs_of
-from payload.orchestrate.machine_profiles.node_uploads import ask_nodes, bring_code, try_store
+from payload.orchestrate.machine_profiles.node_uploads import inspect_nodes, try_store, upload_code
 from payload.orchestrate.machine_profiles.offline_plan import plan_dry_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
@@ -54,12 +54,12 @@ from payload.orchestrate.sites.ssh_start import (
 )
 from payload.orchestrate.ssh.cluster import Cluster, operator_key
 from payload.orchestrate.ssh.node_code import Code, inspect_node, this_code
-from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login, NodeLook
-from payload.orchestrate.ssh.run_keys import RunKey, install_run_key, remove_dead_keys
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login, NodeState
+from payload.orchestrate.ssh.run_keys import RunKey, install_run_key, remove_stale_keys
 from payload.orchestrate.ssh.start_claim import Claim, attempt_name, claimed
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import known_identity
-from payload.run_record.run_lock import starting
+from payload.run_record.run_lock import start_lock
 from payload.run_record.run_repair import known_config
 from payload.run_record.suggested_run_commands import run_command
 from payload.stack.node_paths import VENV
@@ -101,7 +101,7 @@ class Ssh(InventorySite):
         self, paths: RunPaths, find_active_run: FindActiveRun, held: ExitStack, talk: Console
     ) -> None:
         """Raise ConfigError for another cluster's run; the head prevents a second start."""
-        with room_for(paths), starting(paths):  # the head has no record of a local start
+        with room_for(paths), start_lock(paths):  # the head has no record of a local start
             refuse_active(paths, find_active_run)
         _refuse_another_cluster(paths, self._inventory, talk=talk)
 
@@ -165,7 +165,7 @@ class Ssh(InventorySite):
             f"run {run_id} is active on this cluster, so nothing was started; following that run"
         )
         other = self._adopted(other_paths, home=home, key=key)
-        other.was_under_way = True
+        other.was_running = True
         return other
 
     def _stage(
@@ -186,7 +186,7 @@ class Ssh(InventorySite):
         Copies nothing if a run is active.
         """
         inventory = self._inventory
-        answers = ask_nodes(
+        answers = inspect_nodes(
             inventory.nodes,
             cluster,
             code=this_code(),
@@ -284,13 +284,13 @@ class Ssh(InventorySite):
         """
         inventory, talk, code = self._inventory, self._talk, this_code()
         head = answers[inventory.head.name]
-        bring_code(inventory.nodes, cluster, answers, code=code, talk=talk)
+        upload_code(inventory.nodes, cluster, answers, code=code, talk=talk)
         address = request.config.storage.address()
         if address is not None:
             new_run = None if request.resumes else request.paths.run_id
             try_store(address, cluster.connect(inventory.head), head, code=code, new_run=new_run)
         copies = local.upload(cluster, answers, talk=talk)
-        for dead in remove_dead_keys(cluster):
+        for dead in remove_stale_keys(cluster):
             talk.print(f"note: the stale key {dead} was removed from the nodes")
         try:
             lasts_s = key_lasts_s(placed.time_limit)
@@ -312,7 +312,7 @@ class Ssh(InventorySite):
         )
 
     def _target(
-        self, run_id: str, head: NodeLook, access: ClusterAccess, copies: NodeCopies
+        self, run_id: str, head: NodeState, access: ClusterAccess, copies: NodeCopies
     ) -> PlanTarget:
         if head.port is None:
             raise PreflightError(
@@ -394,7 +394,7 @@ def _refuse_another_cluster(paths: RunPaths, inventory: ClusterInventory, *, tal
     refuse_where_copied_alive(paths)
 
 
-def _other_run(answer: NodeLook, request: RunRequest) -> str | None:
+def _other_run(answer: NodeState, request: RunRequest) -> str | None:
     """Return the run that is active on the head. Raises ConfigError for an id that is in use."""
     if answer.running is None and not request.resumes:
         require_new(request.paths)

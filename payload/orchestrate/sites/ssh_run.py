@@ -89,9 +89,9 @@ class ClusterRun(SiteRun):
                     f"{how_to_attach(self.paths)}."
                 ) from None
 
-    def bring_home(self, *, at_once: bool = False) -> CollectResult:
+    def collect_results(self, *, at_once: bool = False) -> CollectResult:
         """Fetch the newest checkpoint and every node's logs, and remove the run's key."""
-        return bring_home(self._run, talk=self._talk, at_once=at_once)
+        return collect_results(self._run, talk=self._talk, at_once=at_once)
 
     def start_line(self) -> str | None:
         """Return None: the start has already printed everything."""
@@ -125,7 +125,7 @@ class ClusterRun(SiteRun):
         with closing(CheckpointCopies(self._run, say=say)):
             yield
 
-    def ended_as(self) -> str:
+    def end_text(self) -> str:
         """Return an empty text: collecting prints the details."""
         return ""
 
@@ -167,7 +167,7 @@ class EndedCopy(SiteRun):
         """Raise ConfigError."""
         raise self._error
 
-    def bring_home(self, *, at_once: bool = False) -> CollectResult:
+    def collect_results(self, *, at_once: bool = False) -> CollectResult:
         """Raise ConfigError."""
         raise self._error
 
@@ -238,19 +238,19 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
             now,
             login=Login(user=now.ssh_user, key=key),
             env=env,
-            news=partial(news_of_head, paths, env),
+            news=partial(update_head_address, paths, env),
         )
 
     run_dir = planned_run_dir(paths)
     return RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
 
 
-def news_of_head(paths: RunPaths, env: Mapping[str, str]) -> str:
+def update_head_address(paths: RunPaths, env: Mapping[str, str]) -> str:
     """Update the address of a run's head in its copy; return a message about a change, or ''."""
     # Google's libraries take a second to import.
-    from payload.orchestrate.clouds.gcp.head_address import follow_head
+    from payload.orchestrate.clouds.gcp.head_address import update_head_address
 
-    return follow_head(paths, env)
+    return update_head_address(paths, env)
 
 
 def adopted(
@@ -339,7 +339,7 @@ class Watch:
         return update.alive
 
 
-def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> CollectResult:
+def collect_results(run: RemoteRun, *, talk: Console, at_once: bool = False) -> CollectResult:
     """Fetch every node's logs and the newest checkpoint; remove an ended run's key.
 
     Ranks of a killed supervisor may save first, but not with `at_once`. A worker's failure is

@@ -20,9 +20,9 @@ from payload.machines.inventory import Node
 from payload.orchestrate.machine_profiles.cluster_profile import Answers
 from payload.orchestrate.machine_profiles.node_uploads import (
     Weights,
-    bring_data,
-    bring_weights,
     local_weights,
+    upload_data,
+    upload_weights,
 )
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlan
@@ -75,10 +75,10 @@ class LocalFiles:
     def upload(self, cluster: Cluster, answers: Answers, *, talk: Console) -> NodeCopies:
         """Upload data and weights to the nodes that lack them; return the remote paths."""
         nodes, head = cluster.inventory.nodes, cluster.inventory.head
-        data = bring_data(nodes, cluster, answers, source=self.data, talk=talk)
+        data = upload_data(nodes, cluster, answers, source=self.data, talk=talk)
         if self.weights is None:
             return NodeCopies(data_dir=str(data))
-        init = bring_weights(head, cluster, answers, weights=self.weights, talk=talk)
+        init = upload_weights(head, cluster, answers, weights=self.weights, talk=talk)
         return NodeCopies(data_dir=str(data), init=str(init))
 
 

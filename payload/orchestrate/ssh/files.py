@@ -17,7 +17,7 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.file_hash import sha256_of
-from payload.core.files import is_odd_file
+from payload.core.files import is_not_regular
 from payload.core.links import no_follow
 from payload.core.printable_text import printable, shown
 from payload.core.regular_files import MAX_FILE_BYTES
@@ -37,7 +37,7 @@ from payload.formats.remote_checkpoint import (
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.transport import SFTPClient
 from payload.run_record.run_files import RunPaths
-from payload.run_record.safe_copy_paths import inside, make_folder, set_aside_no_folder
+from payload.run_record.safe_copy_paths import make_folder, move_aside_non_folder, path_in_copy
 
 _CHUNK_BYTES = 256 * 2**10
 _SETTLE_S = 120.0
@@ -129,11 +129,11 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
     Existing files are kept only if they match the node's manifest. Raises as `get` does, and
     CheckpointError for an invalid manifest.
     """
-    target = inside(paths, f"{CHECKPOINTS_NAME}/{source.name}")
-    staging = inside(paths, f"{CHECKPOINTS_NAME}/.{source.name}.collecting")
-    set_aside_no_folder(target)
+    target = path_in_copy(paths, f"{CHECKPOINTS_NAME}/{source.name}")
+    staging = path_in_copy(paths, f"{CHECKPOINTS_NAME}/.{source.name}.collecting")
+    move_aside_non_folder(target)
     make_folder(staging)
-    for odd in filter(is_odd_file, list(staging.iterdir())):
+    for odd in filter(is_not_regular, list(staging.iterdir())):
         discard_any(odd)
     manifest_file = staging / MANIFEST_FILE
     get(connection, str(source / MANIFEST_FILE), manifest_file, timeout_s=_SETTLE_S)

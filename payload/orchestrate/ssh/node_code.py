@@ -16,9 +16,15 @@ from payload.core.errors import (
     PreflightError,
 )
 from payload.core.printable_text import shown
-from payload.core.python_processes import module_words
+from payload.core.python_processes import module_command
 from payload.orchestrate.ssh.connection import Connection
-from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Finished, NodeLook, ask, require_known
+from payload.orchestrate.ssh.remote_calls import (
+    NODE_FOLDER,
+    Finished,
+    NodeState,
+    ask,
+    require_known,
+)
 
 _INSPECT_S = 30.0
 _PROGRAM = "look.py"
@@ -60,11 +66,11 @@ def inspect_node(
     venv: PurePosixPath,
     programs: Sequence[str] = (),
     wholes: Sequence[str] = (),
-) -> NodeLook:
+) -> NodeState:
     """Return the node's state before a run, such as missing files; see node/look.py."""
     arguments = {"action": "look", "venv": str(venv), "programs": list(programs)}
     arguments |= {"wholes": list(wholes), **_files(code)}
-    answer = ask(connection, _PROGRAM, NodeLook, arguments, timeout_s=_INSPECT_S)
+    answer = ask(connection, _PROGRAM, NodeState, arguments, timeout_s=_INSPECT_S)
     # Files that it reports as missing are read from this machine and sent to it.
     require_known(
         answer.missing or (), code.files, node=connection.node.name, what="missing: the file"
@@ -98,7 +104,7 @@ def build_kernels(
     Return the error, or None: ranks also train without the kernels, but slower.
     """
     root = home / NODE_FOLDER / f"payload-{code.digest}"
-    program = module_words("payload.kernels", python=str(venv / "bin" / "python"))
+    program = module_command("payload.kernels", python=str(venv / "bin" / "python"))
     try:
         done = connection.run(["env", f"PYTHONPATH={root}", *program], timeout_s=_BUILD_S)
     except PreflightError as error:

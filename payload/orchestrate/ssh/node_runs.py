@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from payload.core.printable_text import printable
-from payload.core.python_processes import module_words
+from payload.core.python_processes import module_command
 from payload.core.validation.fields import checked
 from payload.core.validation.names import RUN_ID, SHA256
 from payload.formats.checkpoint_listing import FOLDER_NAME
@@ -51,7 +51,7 @@ def make_room_for(
 
     Return a message for each moved file. Raises PreflightError.
     """
-    program = module_words("payload.run_record.run_repair", str(run_dir), python=python)
+    program = module_command("payload.run_record.run_repair", str(run_dir), python=python)
     argv = ["env", f"PYTHONPATH={python_path}", *program]
     output = connection.check_run(argv, timeout_s=_TIMEOUT_S).decode(errors="replace")
     return printable(output).splitlines()

@@ -227,7 +227,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLook:
+class NodeState:
     """State of a node before a run: response of action `look` in look.py."""
 
     home: str = checked(pattern=FOLDER, wanted="an absolute path of plain characters")
@@ -325,7 +325,7 @@ class Nothing:
     """An empty response, which confirms that the action is done."""
 
 
-class Asked(Protocol):
+class RemoteShell(Protocol):
     """The interface of `Connection` that running a program needs."""
 
     @property
@@ -352,7 +352,7 @@ def remote_stdin(program: str, arguments: Mapping[str, Any]) -> bytes:
 
 
 def ask(
-    connection: Asked,
+    connection: RemoteShell,
     program: str,
     answer: type[_T],
     arguments: Mapping[str, Any],

@@ -93,7 +93,7 @@ def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
 def remove_run_key(cluster: Cluster, *names: str) -> None:
     """Revoke these keys on every node and delete them; idempotent.
 
-    The head keeps a key's name until every worker has revoked it, so that `remove_dead_keys` can
+    The head keeps a key's name until every worker has revoked it, so that `remove_stale_keys` can
     retry. Only for keys of the caller's own attempt, or for stale keys. Raises NodesError that
     names the nodes where the keys can still be authorized.
     """
@@ -108,7 +108,7 @@ def remove_run_key(cluster: Cluster, *names: str) -> None:
     all_or_raise(head, what="removing the run's key")
 
 
-def remove_dead_keys(cluster: Cluster) -> Sequence[str]:
+def remove_stale_keys(cluster: Cluster) -> Sequence[str]:
     """Remove all stale keys of this head and return their names.
 
     Stale keys are left by killed operators or ended runs. The head lists those that it created and

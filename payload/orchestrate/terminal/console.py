@@ -193,13 +193,13 @@ class LiveLine:
 
     def log(self, line: str) -> None:
         """Print a line of rank 0's log; hold back its error, as the run's error can repeat it."""
-        self.say_kept()
+        self.print_held_error()
         if line.startswith(_ERROR_PREFIX):
             self._held_error = line
         else:
             self.say(line)
 
-    def say_kept(self, *, unless: str = "") -> None:
+    def print_held_error(self, *, unless: str = "") -> None:
         """Print rank 0's held error unless the text `unless` contains it."""
         kept, self._held_error = self._held_error, ""
         if kept and kept.removeprefix(_ERROR_PREFIX) not in unless:

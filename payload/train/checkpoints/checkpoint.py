@@ -27,7 +27,7 @@ from payload.formats.checkpoint_listing import (
     SCHEMA_VERSION,
     TRAINER_FILE,
     checkpoint_folders,
-    newest_sound,
+    newest_valid,
     partial_checkpoints,
 )
 from payload.formats.hf_folder import WEIGHTS_FILE
@@ -154,7 +154,7 @@ def optimizer_tensors(folder: Path) -> LazyTensors:
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the newest valid checkpoint, or None; log and skip damaged ones."""
-    return newest_sound(checkpoints, passed_over=warn_skipped)
+    return newest_valid(checkpoints, passed_over=warn_skipped)
 
 
 def remove_old_checkpoints(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.machines.rank_mesh import Mesh, Place
+from payload.machines.rank_mesh import Mesh, RankIndices
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.models.split import Split, Splits, bounds
@@ -180,7 +180,9 @@ class MeshSnapshot(Snapshot):
         for shard in range(self._mesh.shard):
             start, end = bounds(len(part), index=shard, size=self._mesh.shard)
             rows = part[start:end]
-            place = Place(pipeline=distribution.stage, replicate=0, shard=shard, tensor=tensor)
+            place = RankIndices(
+                pipeline=distribution.stage, replicate=0, shard=shard, tensor=tensor
+            )
             source = self._mesh.rank(place)
             if not rows.numel():
                 continue

@@ -18,9 +18,9 @@ from payload.data.reference_logprobs import (
     LogProbs,
     Reference,
     ReferenceModel,
-    how_to_make,
     read_reference,
     read_values,
+    reference_command,
     write_reference,
 )
 from payload.formats.data_folder import DataMeta, load_meta
@@ -110,7 +110,7 @@ class Preference(Task):
         if self._own_reference() is None and resumes:
             raise CheckpointError(
                 f"{self.folder}: the run's stored reference is missing. "
-                f"Make it again with: {how_to_make(self.folder, self._model)}"
+                f"Make it again with: {reference_command(self.folder, self._model)}"
             )
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
@@ -155,7 +155,7 @@ class Preference(Task):
             raise CheckpointError(
                 f"{self.folder}: the stored reference is {_described(found.model)}, but the run "
                 f"starts from {_described(self._model)}. Give each run a copy of the folder, or "
-                f"replace the reference with: {how_to_make(self.folder, self._model)}"
+                f"replace the reference with: {reference_command(self.folder, self._model)}"
             )
         return found
 
@@ -173,7 +173,7 @@ class Preference(Task):
         return found
 
     def _again(self, dtype: Dtype) -> str:
-        return how_to_make(self.folder, self._model, dtype=dtype)
+        return reference_command(self.folder, self._model, dtype=dtype)
 
 
 def store(
@@ -212,7 +212,9 @@ def stored_reference(
         values = None if found is None else read_values(folder, meta, found, each)
         if found is not None and values is not None:
             return found, each, torch.from_numpy(values[meta.train_documents :])
-    raise DataError(f"{folder}: no reference is stored. Make it with: {how_to_make(folder, None)}")
+    raise DataError(
+        f"{folder}: no reference is stored. Make it with: {reference_command(folder, None)}"
+    )
 
 
 def _described(model: ReferenceModel) -> str:

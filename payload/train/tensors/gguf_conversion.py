@@ -16,7 +16,7 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import one_line
 from payload.data.tokenizers.gguf import write_tokenizer
-from payload.data.tokenizers.gguf_cache import alone, converted
+from payload.data.tokenizers.gguf_cache import converted, isolated_link
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.models.gguf import gguf_config, read_gguf
 from payload.models.gguf_header import read_header
@@ -48,7 +48,7 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     # Hide transformers' progress bar in logs, which would keep every state of it.
     bar = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:
-        with bar, alone(path) as link:
+        with bar, isolated_link(path) as link:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 link.parent, gguf_file=link.name, dtype=torch.float32, local_files_only=True
             )

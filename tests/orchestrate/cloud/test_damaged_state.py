@@ -8,7 +8,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.cluster_records import remember_plan
+from payload.orchestrate.clouds.cluster_records import record_plan
 from payload.orchestrate.ssh.node_runs import NodeRun
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, head_says, words
@@ -107,7 +107,7 @@ def test_down_without_a_state_or_a_memory_of_the_nodes_loses_results_only_when_t
     assert "this folder has no record of mine" in last and "nothing was destroyed" in last
     assert f"down --without-collect --cluster mine --project {PROJECT}" in last
     # It also has no record of another project.
-    remember_plan("mine", {"project": "another"}, folder=site.folder)
+    record_plan("mine", {"project": "another"}, folder=site.folder)
     assert main(["down", "--yes", "--project", PROJECT], site.env) == ExitCode.CONFIG
     assert site.cloud.count("^DELETE") == 0
     assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.TEARDOWN

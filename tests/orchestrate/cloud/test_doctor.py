@@ -13,7 +13,7 @@ from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_config import settings
-from payload.stack.cloud_requirements import need_of
+from payload.stack.cloud_requirements import requirements_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 from tests.support.nvidia_smi import L4, make_nvidia_smi
@@ -379,7 +379,7 @@ def test_without_a_stack_it_checks_the_defaults(project: Site, capsys: Capture) 
 def test_the_need_follows_from_the_config(
     settings: dict[str, str], disk: str, gib: int, services: tuple[str, ...]
 ) -> None:
-    need = need_of(settings)
+    need = requirements_of(settings)
     assert (need.disk_type, need.disk_gib, need.services()) == (disk, gib, services)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
-from payload.stack.cloud_requirements import need_of
+from payload.stack.cloud_requirements import requirements_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE
 from tests.orchestrate.cloud.test_doctor import configure, doctor
@@ -175,7 +175,7 @@ def test_the_key_fits_the_region_and_can_encrypt(
 ) -> None:
     project.cloud.key_members[key] = []
     project.cloud.key = document or project.cloud.key
-    (check,) = check_key(project.google(), need_of({"kmsKey": key, **settings}))
+    (check,) = check_key(project.google(), requirements_of({"kmsKey": key, **settings}))
     assert check.outcome == outcome and words in f"{check.found} {check.fix}"
     assert check.exit_code == (ExitCode.CONFIG if outcome == "error" else ExitCode.OK)
 

@@ -18,7 +18,7 @@ from payload.orchestrate.clouds.gcp.prerequisites import check_proxy
 from payload.orchestrate.clouds.proxy import with_loopback_exception
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.commands.doctor import examine
-from payload.stack.cloud_requirements import need_of
+from payload.stack.cloud_requirements import requirements_of
 from payload.stack.stack_settings import DEFAULTS
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault
@@ -196,7 +196,7 @@ def test_a_refusal_has_the_fix_of_its_own_cause(
     project.cloud.faults.append(
         Fault(path=path, status=403, reason="forbidden", message=said, times=99)
     )
-    need = need_of({"bucket": "acme-results"})
+    need = requirements_of({"bucket": "acme-results"})
     (check,) = [each for each in examine(project.google(), need, None) if each.name == name]
     assert (check.outcome, check.exit_code) == ("error", ExitCode.AUTH)
     assert fix in check.fix and not check.found.startswith(name)

@@ -24,7 +24,7 @@ from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.buckets import buckets
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.cluster_of_resource import by_cluster
-from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
+from payload.orchestrate.clouds.gcp.compute_resource import get_compute_resource
 from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
@@ -41,9 +41,9 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
 from payload.orchestrate.clouds.pulumi.failures import explain
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
-from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, record_outputs
 from payload.orchestrate.clouds.pulumi.stack_state import stack_state
-from payload.stack.cloud_requirements import Need, need_of
+from payload.stack.cloud_requirements import CloudRequirements, requirements_of
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault
 from tests.orchestrate.cloud.test_doctor import family_limit
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.processes
 
 CRYPTO_KEY = f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"
 LABELS = cluster_labels("mine")
-NEED = Need(
+NEED = CloudRequirements(
     machine_type="c4-standard-8",
     disk_type="hyperdisk-balanced",
     has_public_head=True,
@@ -64,7 +64,7 @@ NEED = Need(
     kms_key=CRYPTO_KEY,
     makes_bucket=True,
 )
-WITH_BUCKET = Need(bucket_name="b-1")
+WITH_BUCKET = CloudRequirements(bucket_name="b-1")
 # Bodies that are not documents in Google's or Pulumi's format.
 BODIES = (
     *(b"", b" ", b"null", b"0", b"[]", b"[[]]", b"{}", b"{", b'"x"', b"\xff", b"\x00", b"NaN"),
@@ -108,7 +108,7 @@ def _once(site: Site, name: str, make: Callable[[], Any]) -> Any:
 
 def quotas(site: Site) -> list[object]:
     client = google(site)
-    project = ask_compute(client, "Projects", "GetProjectRequest", what="project")
+    project = get_compute_resource(client, "Projects", "GetProjectRequest", what="project")
     return list(check_quotas(client, NEED, project))
 
 
@@ -161,7 +161,7 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
         lambda site: fresh_catalog(google(site), folder=site.folder / "no-cache"),
     ),
     "billing": ("/billingInfo", lambda site: check_billing(google(site))),
-    "image": ("/global/images/", lambda site: list(check_image(google(site), Need()))),
+    "image": ("/global/images/", lambda site: list(check_image(google(site), CloudRequirements()))),
     "bucket": ("/storage/v1/b/b-1", lambda site: list(check_bucket(google(site), WITH_BUCKET))),
     "project number": ("/v3/projects", lambda site: list(check_key(google(site), NEED))),
     "key": ("/cryptoKeys/k$", lambda site: list(check_key(google(site), NEED))),
@@ -326,7 +326,7 @@ def described(pulumi: Pulumi) -> object:
 
 def needed(pulumi: Pulumi) -> object:
     known = settings(pulumi)
-    need = need_of(known)
+    need = requirements_of(known)
     name = cluster_name(pulumi, known)
     assert "/" not in name and name != ".."
     return need.describe(), need.services(), need.quotas(vcpus_per_node=8)
@@ -403,7 +403,7 @@ DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: str) -> None:
     known = read_outputs(Pulumi(full.env, folder=full.folder))
-    remember(known, folder=full.folder, made_bucket="mine-results")
+    record_outputs(known, folder=full.folder, made_bucket="mine-results")
     cache, memory = full.folder / "host_keys.json", full.folder / ".cluster/mine/stack.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "sleep": float}
     first = host_keys.pin_host_keys(known.inventory, google(full), **options)
@@ -420,7 +420,7 @@ def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: st
 @pytest.mark.parametrize("file", ["host_keys.json", "stack.json"])
 def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, file: str) -> None:
     known = read_outputs(Pulumi(full.env, folder=full.folder))
-    remember(known, folder=full.folder, made_bucket="mine-results")
+    record_outputs(known, folder=full.folder, made_bucket="mine-results")
     path = full.folder / ".cluster/mine" / file
     said: list[str] = []
     host_keys.pin_host_keys(

@@ -15,16 +15,16 @@ from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.cluster_records import cluster_folder, remember_plan
+from payload.orchestrate.clouds.cluster_records import cluster_folder, record_plan
 from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE
 from payload.orchestrate.clouds.gcp.machine_start import start_head
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT
-from payload.orchestrate.clouds.pulumi.stack_outputs import recall_outputs
+from payload.orchestrate.clouds.pulumi.stack_outputs import recorded_outputs
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import text_console
-from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity
+from payload.stack.cluster_identity import known_cluster_identity, resolve_cluster_identity
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, stay, words
@@ -274,14 +274,14 @@ def test_a_cluster_whose_folder_was_lost_owns_what_has_either_identity(
 
 def test_a_folder_has_one_identity_of_a_cluster_and_one_stack(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda _: settle_cluster_identity(tmp_path, "dev"), range(16)))
+        made = list(pool.map(lambda _: resolve_cluster_identity(tmp_path, "dev"), range(16)))
     assert len(set(made)) == 1 and known_cluster_identity(tmp_path, "dev") == made[0]
-    assert settle_cluster_identity(tmp_path, "dev", stack="a") == made[0]
+    assert resolve_cluster_identity(tmp_path, "dev", stack="a") == made[0]
     with pytest.raises(ConfigError, match="stack a builds a cluster with this name"):
-        settle_cluster_identity(tmp_path, "dev", stack="b")
-    assert settle_cluster_identity(tmp_path, "dev", stack="a", told=[CLUSTER]) == CLUSTER
+        resolve_cluster_identity(tmp_path, "dev", stack="b")
+    assert resolve_cluster_identity(tmp_path, "dev", stack="a", told=[CLUSTER]) == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") == CLUSTER
-    assert settle_cluster_identity(tmp_path, "other", writes=False) != CLUSTER
+    assert resolve_cluster_identity(tmp_path, "other", writes=False) != CLUSTER
     assert known_cluster_identity(tmp_path, "other") is None
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_identity_is_never_replaced(content: str, tmp_path: Path) -> N
     path.parent.mkdir(parents=True)
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="Restore the file"):
-        settle_cluster_identity(tmp_path, "dev")
+        resolve_cluster_identity(tmp_path, "dev")
     assert path.read_text(encoding="utf-8") == content
 
 
@@ -397,6 +397,6 @@ def test_nodes_that_were_reached_in_another_project_are_not_remembered(
     inventory = inventory_output("mine", ["mine-0"], project=project)
     folder = cluster_folder(site.folder, "mine")
     write_whole(folder / CACHE_FILE, json.dumps({"schema_version": 1, "inventory": inventory}))
-    remember_plan("mine", {"project": PROJECT}, folder=site.folder)
-    found = recall_outputs(site.folder, "mine", project=PROJECT)
+    record_plan("mine", {"project": PROJECT}, folder=site.folder)
+    found = recorded_outputs(site.folder, "mine", project=PROJECT)
     assert (found is not None) is (project == PROJECT)

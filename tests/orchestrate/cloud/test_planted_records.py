@@ -18,7 +18,7 @@ from payload.stack.cluster_identity import (
     accept_cluster_identity,
     known_cluster_identity,
     recorded_cluster_identity,
-    settle_cluster_identity,
+    resolve_cluster_identity,
 )
 from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
@@ -92,7 +92,7 @@ def test_up_and_down_ask_once_whose_cluster_it_is(
 def test_the_stacks_state_proves_what_a_folder_says(tmp_path: Path) -> None:
     path = tmp_path / ".cluster" / "dev" / "identity.json"
     write_whole(path, json.dumps({"identity": CLUSTER, "schema_version": 1}))
-    assert settle_cluster_identity(tmp_path, "dev") == CLUSTER
+    assert resolve_cluster_identity(tmp_path, "dev") == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") is None
     assert own_identity(tmp_path, "dev", state_identities=[CLUSTER]) == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") == CLUSTER

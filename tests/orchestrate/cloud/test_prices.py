@@ -18,7 +18,7 @@ from payload.core.errors import BudgetError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands.doctor import check_price
 from payload.pricing.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
-from payload.stack.cloud_requirements import Need
+from payload.stack.cloud_requirements import CloudRequirements
 from tests.infra.stacks import ROOT
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture
@@ -187,7 +187,9 @@ def test_doctor_has_the_files_price_of_every_type_in_every_region(column: str, s
     known = 0
     for row in rows():
         machine, region = row["machine_type"], row["region"]
-        need = Need(machine_type=machine, region=region, node_count=1, disk_gib=100, spot=spot)
+        need = CloudRequirements(
+            machine_type=machine, region=region, node_count=1, disk_gib=100, spot=spot
+        )
         check = check_price(need, None)
         if not row[column] or disk_price(need.disk_type, gib=100, region=region) is None:
             assert check.outcome == "unknown" and "no known price for" in check.found

@@ -14,7 +14,7 @@ from payload.core.errors import ExitCode, HostKeyError, SshUnreachableError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.head_address import follow_head
+from payload.orchestrate.clouds.gcp.head_address import update_head_address
 from payload.orchestrate.clouds.gcp.machine_start import start
 from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
@@ -339,7 +339,7 @@ def test_the_copy_of_a_run_on_another_machine_of_that_name_stays(site: Site) -> 
     paths = direct_copy(site, address="203.0.113.7")
     interfaces = [{"accessConfigs": [{"natIP": "203.0.113.9"}]}]
     machine(site, "mine-0").update(networkInterfaces=interfaces, id="4711")
-    assert follow_head(paths, site.env) == ""
+    assert update_head_address(paths, site.env) == ""
     assert ClusterInventory.load(paths.inventory).head.external_address == "203.0.113.7"
 
 

@@ -12,7 +12,7 @@ from infra.gcp.labels import mark
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, record_outputs
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, ZONE, Fault
 from tests.support.identities import cluster_labels
@@ -42,7 +42,7 @@ def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None
 @pytest.mark.processes
 def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capture) -> None:
     site.build()
-    remember(read_outputs(Pulumi(site.env, folder=site.folder)), folder=site.folder)
+    record_outputs(read_outputs(Pulumi(site.env, folder=site.folder)), folder=site.folder)
     site.cloud.add_node("other-0", labels={"tileforge-cluster": "mine-two"})
     site.cloud.add("networks", "mine-two-network", place="global", labels={})
     network = "https://x/global/networks/mine-network"

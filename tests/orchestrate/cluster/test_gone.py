@@ -18,7 +18,7 @@ from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.runs import remote_run as there
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.runs.remote_run import RemoteRun, planned_run_dir
-from payload.orchestrate.sites.ssh_run import bring_home, remote_run
+from payload.orchestrate.sites.ssh_run import collect_results, remote_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
@@ -165,9 +165,9 @@ def test_a_run_that_was_started_again_keeps_its_processes_and_its_key(
     with trained.on_head("supervisor.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         run.end_leftovers()
-        assert bring_home(run, talk=talk).alive
+        assert collect_results(run, talk=talk).alive
         assert has_process(trained, 1, LEFTOVER)
         assert KEY in trusted(trained).read_text(encoding="ascii")
-    assert not bring_home(run, talk=talk).alive
+    assert not collect_results(run, talk=talk).alive
     assert not has_process(trained, 1, LEFTOVER)
     assert KEY not in trusted(trained).read_text(encoding="ascii")

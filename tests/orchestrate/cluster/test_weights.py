@@ -12,9 +12,9 @@ from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.machine_profiles.node_uploads import (
-    ask_nodes,
-    bring_weights,
+    inspect_nodes,
     local_weights,
+    upload_weights,
 )
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import this_code
@@ -53,7 +53,7 @@ def test_a_local_checkpoint_is_uploaded_to_the_head_once_and_trained_on(trained:
     heard = io.StringIO()
     with Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT) as cluster:
         code_here = this_code()
-        answers = ask_nodes(
+        answers = inspect_nodes(
             inventory.nodes,
             cluster,
             code=code_here,
@@ -61,5 +61,5 @@ def test_a_local_checkpoint_is_uploaded_to_the_head_once_and_trained_on(trained:
             data=operator.data,
             weights=weights,
         )
-        bring_weights(inventory.head, cluster, answers, weights=weights, talk=Console(file=heard))
+        upload_weights(inventory.head, cluster, answers, weights=weights, talk=Console(file=heard))
     assert heard.getvalue() == ""

@@ -178,7 +178,7 @@ def test_a_micro_batch_left_to_the_run_is_sized_for_the_dtype_that_it_will_compu
         raise _StopError
 
     monkeypatch.setattr("payload.train.session.has_bf16", lambda: bf16_here)
-    monkeypatch.setattr("payload.train.session.settle_batch", settle)
+    monkeypatch.setattr("payload.train.session.resolve_batch", settle)
     with pytest.raises(_StopError):
         train_alone(tmp_path, tiny_config, "batch.micro_batch_size=auto", *words)
     assert counted == [expected]

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from payload.config.engine_packages import require_means_here
+from payload.config.engine_packages import require_packages_here
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError, RanksDifferError, TrainingError
@@ -116,4 +116,4 @@ def test_without_deepspeed_the_error_names_the_command_that_installs_it(
         require_strategy(settings)
     assert refused.value.exit_code == 10
     with pytest.raises(ConfigError, match="needs deepspeed"):
-        require_means_here(RunConfig(distributed=settings))
+        require_packages_here(RunConfig(distributed=settings))

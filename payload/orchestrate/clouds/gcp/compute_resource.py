@@ -9,7 +9,9 @@ from payload.machines.inventory import Node
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, Google, request_of
 
 
-def ask_compute(google: Google, kind: str, request: str, *, what: str, **fields: str) -> Any:
+def get_compute_resource(
+    google: Google, kind: str, request: str, *, what: str, **fields: str
+) -> Any:
     """Return one resource of Compute Engine. Raises as Google.call does."""
     client = google.compute(kind)
     message = request_of(request, project=google.project, **fields)
@@ -19,4 +21,4 @@ def ask_compute(google: Google, kind: str, request: str, *, what: str, **fields:
 def compute_instance(google: Google, node: Node) -> Any:
     """Return Compute Engine's instance of a node. Raises as Google.call does."""
     place = {"zone": node.zone or "", "instance": node.name}
-    return ask_compute(google, "Instances", "GetInstanceRequest", what=node.name, **place)
+    return get_compute_resource(google, "Instances", "GetInstanceRequest", what=node.name, **place)

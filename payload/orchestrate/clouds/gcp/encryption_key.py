@@ -10,7 +10,7 @@ from payload.core.errors import TileforgeError
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown, wrong
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.stack.cloud_requirements import Need, key_location_fits
+from payload.stack.cloud_requirements import CloudRequirements, key_location_fits
 from payload.stack.google_name_patterns import KMS_KEY, KMS_ROLE
 
 _NAME = "kmsKey"
@@ -59,7 +59,7 @@ class _Allowed:
     permissions: tuple[str, ...] = ()
 
 
-def check_key(google: Google, need: Need) -> Iterator[Check]:
+def check_key(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that `kmsKey` fits the region, exists, is enabled and is usable.
 
     Google's services need permission to use it, or `up` needs permission to grant that.
@@ -77,7 +77,7 @@ def check_key(google: Google, need: Need) -> Iterator[Check]:
         yield unknown(_NAME, error)
 
 
-def _location_error(need: Need) -> Check | None:
+def _location_error(need: CloudRequirements) -> Check | None:
     """Return the error for a key whose location does not fit the cluster's region, or None."""
     key = KMS_KEY.fullmatch(need.kms_key)
     regional = need.needs_regional_key
@@ -91,7 +91,7 @@ def _location_error(need: Need) -> Check | None:
     )
 
 
-def _state_error(google: Google, need: Need) -> Check | None:
+def _state_error(google: Google, need: CloudRequirements) -> Check | None:
     """Return the error for a key that cannot encrypt now, or None. Raises CloudMissingError."""
     found = google.get("cloudkms", f"/v1/{need.kms_key}", what=_NAME, shape=_Key)
     if found.purpose != _PURPOSE:
@@ -123,7 +123,7 @@ def _flags(kms_key: str) -> str:
     return f"--key={key} --keyring={ring} --location={location} --project={project}"
 
 
-def _users(google: Google, need: Need) -> Check:
+def _users(google: Google, need: CloudRequirements) -> Check:
     """Check that Google's services can use the key. Raises TileforgeError."""
     path, key = f"/v3/projects/{google.project}", f"/v1/{need.kms_key}"
     project = google.get("cloudresourcemanager", path, what="project", shape=_Project)

@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.run_record.run_files import RunPaths
 
 
-def follow_head(paths: RunPaths, env: Mapping[str, str]) -> str:
+def update_head_address(paths: RunPaths, env: Mapping[str, str]) -> str:
     """Update the head's address in a run's inventory; return a message if it changed.
 
     The external address changes when the machine is stopped and started, or when `accessMode`

@@ -15,7 +15,7 @@ from rich.table import Table
 from payload.core.durations import in_words
 from payload.core.errors import ConfigError, TeardownError
 from payload.core.suggested_commands import command
-from payload.orchestrate.clouds.cluster_records import remembered_clusters
+from payload.orchestrate.clouds.cluster_records import recorded_clusters
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.cluster_of_resource import (
     by_cluster,
@@ -147,7 +147,7 @@ class Sweep:
         )
 
 
-def look(
+def find_leftovers(
     google: Google,
     cluster: str | None,
     *,
@@ -164,7 +164,7 @@ def look(
     if cluster is not None:
         check_cluster_name(cluster)
     now_unix = time.time()
-    remembered = [each for each in remembered_clusters(folder) if each.project == google.project]
+    remembered = [each for each in recorded_clusters(folder) if each.project == google.project]
     # The name of a resource counts only if the cluster was built or is named on the command line.
     # If `up` failed because a network of that name existed, that network belongs to another user.
     names = {each.cluster for each in remembered if each.came_up} | (
@@ -172,7 +172,7 @@ def look(
     )
     listing = list_everything(google)
     owned = by_cluster(listing.resources, known=names)
-    proofs = {name: folders_own(folder, name) for name in owned}
+    proofs = {name: folder_ownership(folder, name) for name in owned}
     others: list[Resource] = []
     if cluster is not None:
         proof = proofs[cluster] = ownership or proofs.get(cluster) or Ownership()
@@ -214,7 +214,7 @@ def _split(
     return [*mine, *old], [each for each in others if each not in old]
 
 
-def conclude(found: Sweep, *, talk: Console) -> None:
+def report_leftovers(found: Sweep, *, talk: Console) -> None:
     """Report that nothing is left. Raises TeardownError if resources are left or can be left."""
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
@@ -267,7 +267,7 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
             )
 
 
-def folders_own(folder: Path, cluster: str) -> Ownership:
+def folder_ownership(folder: Path, cluster: str) -> Ownership:
     """Return the identity stored in a folder as proof; no proof if the file is damaged."""
     identity = None
     with suppress(ConfigError):

@@ -16,7 +16,7 @@ from payload.core.suggested_commands import command
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, Google, request_of
 from payload.orchestrate.clouds.gcp.compute_operations import wait_for_operation
-from payload.orchestrate.clouds.gcp.compute_resource import ask_compute, compute_instance
+from payload.orchestrate.clouds.gcp.compute_resource import compute_instance, get_compute_resource
 from payload.orchestrate.clouds.gcp.head_address import external_address
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.resource_kinds import STOPPED
@@ -33,7 +33,7 @@ STOPPED_CHOICES: tuple[StoppedChoice, ...] = ("start", "replace", "leave")
 _START_S = 300.0
 
 
-def see_to_stopped(
+def handle_stopped_machines(
     google: Google,
     places: Mapping[tuple[str, str], str],
     *,
@@ -124,7 +124,7 @@ def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> N
     place = {"zone": machine.zone, "instance": machine.name}
     what = f"{machine.name}: label {EXPIRES_LABEL}"
     try:
-        found = ask_compute(google, "Instances", "GetInstanceRequest", what=what, **place)
+        found = get_compute_resource(google, "Instances", "GetInstanceRequest", what=what, **place)
         limit_s = found.scheduling.max_run_duration.seconds
         if not limit_s:
             return

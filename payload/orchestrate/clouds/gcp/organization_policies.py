@@ -12,7 +12,7 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.error_catalog import policy_fix
-from payload.stack.cloud_requirements import Need
+from payload.stack.cloud_requirements import CloudRequirements
 from payload.stack.google_name_patterns import KMS_KEY
 
 
@@ -43,7 +43,7 @@ class _Policy:
     spec: _Spec | None = None
 
 
-def check_policies(google: Google, need: Need) -> Iterator[Check]:
+def check_policies(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check the organization policies that can prevent building or reaching the cluster.
 
     The effective policy combines those of the organization, its folders and the project.
@@ -60,7 +60,7 @@ def check_policies(google: Google, need: Need) -> Iterator[Check]:
         yield _listed_policy(google, constraint, values)
 
 
-def _listed(project: str, need: Need) -> dict[str, Sequence[Sequence[str]]]:
+def _listed(project: str, need: CloudRequirements) -> dict[str, Sequence[Sequence[str]]]:
     """Return the values that list policies must allow, each with the groups that include it."""
     cluster, region = need.cluster or "CLUSTER", need.region
     own = f"under:projects/{project}"

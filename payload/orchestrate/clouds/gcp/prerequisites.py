@@ -16,7 +16,7 @@ from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, 
 from payload.orchestrate.clouds.gcp.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.orchestrate.clouds.gcp.organization_policies import check_boolean_policy
 from payload.orchestrate.clouds.proxy import address_of, bypasses_loopback, proxy_of
-from payload.stack.cloud_requirements import Need
+from payload.stack.cloud_requirements import CloudRequirements
 
 _CONNECT_S = 5.0
 _IMAGE = re.compile(r"projects/(?P<project>[a-z0-9:.-]+)/global/images/(?P<name>[a-z0-9-]+)")
@@ -92,7 +92,7 @@ def check_billing(google: Google) -> Check:
     return auth("billing", "not enabled", f"{billing_fix(google.project)}.")
 
 
-def check_image(google: Google, need: Need) -> Iterator[Check]:
+def check_image(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that the boot image exists, is accessible and is not deprecated.
 
     An image that does not support Shielded VM is checked against the policy that requires it.
@@ -144,7 +144,7 @@ class _Allowed:
     permissions: tuple[str, ...] = ()
 
 
-def check_bucket(google: Google, need: Need) -> Iterator[Check]:
+def check_bucket(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that the configured bucket exists, and that `up` can grant the nodes access to it."""
     if not need.bucket_name:
         return

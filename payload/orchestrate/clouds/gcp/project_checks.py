@@ -11,9 +11,9 @@ from payload.machines.gpu_catalog import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, S
 from payload.machines.inventory import Node
 from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
+from payload.orchestrate.clouds.gcp.compute_resource import get_compute_resource
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
-from payload.stack.cloud_requirements import Need
+from payload.stack.cloud_requirements import CloudRequirements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class _ServicePage:
     next_page_token: str = checked("", key="nextPageToken")
 
 
-def check_services(google: Google, need: Need) -> Iterator[Check]:
+def check_services(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that every API required by the cluster is enabled."""
     path = f"/v1/projects/{google.project}/services?filter=state:ENABLED&pageSize=200"
     what = "listing enabled APIs"
@@ -57,7 +57,7 @@ def check_services(google: Google, need: Need) -> Iterator[Check]:
             yield auth(api, "not enabled", fix)
 
 
-def check_offers(google: Google, need: Need) -> Iterator[Check]:
+def check_offers(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that each zone offers the machine type and the disk type."""
     for place, zone in enumerate(need.zones):
         machine = replace(need, zones=(zone,))
@@ -68,7 +68,9 @@ def check_offers(google: Google, need: Need) -> Iterator[Check]:
             word = "machine_type" if kind == "MachineTypes" else "disk_type"
             label = f"{name} in {zone}"
             try:
-                found = ask_compute(google, kind, request, what=label, zone=zone, **{word: name})
+                found = get_compute_resource(
+                    google, kind, request, what=label, zone=zone, **{word: name}
+                )
             except CloudMissingError:
                 # Nodes are built in the first zone; the others are alternatives.
                 yield Check(
@@ -85,7 +87,7 @@ def check_offers(google: Google, need: Need) -> Iterator[Check]:
                 yield Check(name=label, outcome="ok", found=f"offered{size}")
 
 
-def check_gpus(need: Need) -> Iterator[Check]:
+def check_gpus(need: CloudRequirements) -> Iterator[Check]:
     """Report the GPUs and driver of the machine type; nothing for a type without GPUs."""
     gpus = gpus_of(need.machine_type)
     if gpus is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from payload.core.errors import UsageError
-from payload.orchestrate.clouds.cluster_records import load_cluster_record, remembered_clusters
+from payload.orchestrate.clouds.cluster_records import load_cluster_record, recorded_clusters
 from payload.orchestrate.terminal.console import text_console
 
 
@@ -30,7 +30,7 @@ def project_of(
             return found
     if known is not None:
         return known.project
-    projects = {each.project for each in remembered_clusters(folder)}
+    projects = {each.project for each in recorded_clusters(folder)}
     if len(projects) == 1:
         return projects.pop()
     raise UsageError(

@@ -11,8 +11,8 @@ from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.check_result import Check, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
-from payload.stack.cloud_requirements import Need, Scope
+from payload.orchestrate.clouds.gcp.compute_resource import get_compute_resource
+from payload.stack.cloud_requirements import CloudRequirements, Scope
 
 _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
 # Families after C3 have no separate metric; Google counts them in one quota with dimensions.
@@ -53,13 +53,13 @@ class _QuotaInfo:
     limits: tuple[_Limit, ...] = checked((), key="dimensionsInfos")
 
 
-def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
+def check_quotas(google: Google, need: CloudRequirements, project: Any) -> Iterator[Check]:
     """Check every quota that the cluster uses.
 
     `project` is Compute Engine's resource, or None if it could not be read.
     """
     try:
-        region = ask_compute(
+        region = get_compute_resource(
             google, "Regions", "GetRegionRequest", what="region", region=need.region
         )
         vcpus = _vcpus(google, need)
@@ -101,7 +101,7 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
 
 
-def _of_family(google: Google, need: Need, *, amount: float, page: str) -> Check:
+def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: str) -> Check:
     """Check the machine family's limit in the quota with dimensions, which does not list usage."""
     name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
     path = (
@@ -162,11 +162,11 @@ def _not_known(name: str, amount: float, fix: str) -> Check:
     return Check(name=name, outcome="unknown", found=found, fix=fix)
 
 
-def _vcpus(google: Google, need: Need) -> int:
+def _vcpus(google: Google, need: CloudRequirements) -> int:
     """Return the vCPUs of one node, from the first zone that offers it."""
     for zone in need.zones:
         try:
-            found = ask_compute(
+            found = get_compute_resource(
                 google,
                 "MachineTypes",
                 "GetMachineTypeRequest",

@@ -108,7 +108,7 @@ def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
     )
 
 
-def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:
+def stopped_machine_lines(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:
     """Return a line for each stopped machine of the inventory.
 
     If Google cannot be queried, one line reports the error. Other clouds' clusters get no lines.

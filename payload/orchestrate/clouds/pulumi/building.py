@@ -207,10 +207,10 @@ class Builder:
         error = explain(update, spot=self.spot != "false")
         if len(self._tried) > 1 and stock_out_of(update, spot=self.spot != "false") is not None:
             tried = ", ".join(self._tried)
-            error = with_words(error, f"Tried zones of the config: {tried}")
+            error = with_note(error, f"Tried zones of the config: {tried}")
         if self.spot != "false" and error.exit_code == ExitCode.NO_CAPACITY:
             fix = "Spot machines were requested; for on-demand: pulumi config set spot false"
-            error = with_words(error, fix)
+            error = with_note(error, fix)
         return error
 
 
@@ -229,7 +229,7 @@ def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
     ]
 
 
-def with_words(error: TileforgeError, words: str) -> TileforgeError:
+def with_note(error: TileforgeError, words: str) -> TileforgeError:
     """Return the error with a sentence added and the same exit code."""
     again = TileforgeError(str(error), fix=words)
     again.exit_code = error.exit_code

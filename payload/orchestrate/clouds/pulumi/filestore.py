@@ -58,7 +58,7 @@ def refuse_another_region(preview: Update, region: str) -> None:
             )
 
 
-def zone_words(update: Update, zone: str | None) -> str:
+def zone_note(update: Update, zone: str | None) -> str:
     """Return a note if the machines are in another zone than the instance; otherwise empty."""
     for step in _steps(update):
         place = _place(step)

@@ -14,7 +14,7 @@ from payload.core.suggested_commands import command
 from payload.stack.operator_key import make_operator_key, operator_key_path, write_public_half
 
 
-def settle_operator_key(
+def ensure_operator_key(
     known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console
 ) -> None:
     """Create the operator's key pair if missing; the cluster program reads the public half.

@@ -15,7 +15,7 @@ from payload.core.errors import (
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.pulumi.building import with_words
+from payload.orchestrate.clouds.pulumi.building import with_note
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
 from payload.orchestrate.clouds.pulumi.filestore import filestore_cost_note
@@ -27,7 +27,7 @@ from payload.orchestrate.clouds.pulumi.machine_status import (
 )
 from payload.orchestrate.clouds.pulumi.operations import Operations
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
-from payload.orchestrate.clouds.pulumi.teardown import destroy_and_look
+from payload.orchestrate.clouds.pulumi.teardown import destroy_and_verify
 from payload.orchestrate.terminal.console import confirm
 from payload.stack.cluster_identity import known_cluster_identity
 
@@ -66,7 +66,7 @@ def _node_prices(update: Update) -> dict[str, float]:
     }
 
 
-def what_is_there(operations: Operations, google: Google, preview: Update) -> str:
+def describe_machines(operations: Operations, google: Google, preview: Update) -> str:
     """Describe the machines left by an interrupted `up`."""
     cluster = operations.cluster
     try:
@@ -83,7 +83,7 @@ def _own(operations: Operations, state: StackState, google: Google) -> Ownership
     return ownership_of(state, identity, project=google.project)
 
 
-def how_to_remove(pulumi: Pulumi) -> str:
+def removal_note(pulumi: Pulumi) -> str:
     """Describe which resources are kept and billed, with the commands to list and remove them."""
     return (
         f"{filestore_cost_note(pulumi)}Resources built so far are kept and billed until their "
@@ -100,7 +100,7 @@ def refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None:
         )
 
 
-def take_back(
+def roll_back(
     error: TileforgeError,
     operations: Operations,
     google: Google,
@@ -125,30 +125,28 @@ def take_back(
             if not after.machines:
                 note = unknown_machines(listing_error, google, operations.cluster, preview)
                 remove = f"; remove them: {command('orchestrate', 'down')}"
-                return TeardownError(str(with_words(error, f"Also, {note}{remove}")))
+                return TeardownError(str(with_note(error, f"Also, {note}{remove}")))
             found = ClusterMachines(names=after.machines, older=())
         built = found.names
         if found.older:
             # Another stack's state can list them, and they can hold results.
             note = f"Kept, because they existed before this `up`: {', '.join(found.older)}. "
-            note += how_to_remove(pulumi)
-            return with_words(error, note)
+            note += removal_note(pulumi)
+            return with_note(error, note)
         if not built:
             rest = command("orchestrate", "down")
             note = f"No machine was built. {filestore_cost_note(pulumi)}Remove the rest: {rest}"
-            return with_words(error, note)
+            return with_note(error, note)
         talk.print(f"error: {error}\nbuilt so far: {', '.join(built)}")
         if not confirm("Remove these?", assume_yes=operations.assume_yes):
-            return with_words(error, how_to_remove(pulumi))
+            return with_note(error, removal_note(pulumi))
         refuse_if_changed(pulumi, after, kept="nothing was removed")
         if has_data:
             remove_machines(google, after)
             rest = command("orchestrate", "down")
             cost = filestore_cost_note(pulumi)
-            return with_words(
-                error, f"The new machines were removed. {cost}Remove the rest: {rest}"
-            )
-        destroy_and_look(
+            return with_note(error, f"The new machines were removed. {cost}Remove the rest: {rest}")
+        destroy_and_verify(
             operations,
             google,
             state=after,
@@ -157,9 +155,9 @@ def take_back(
             may_go=lambda each: (each.created_unix or 0.0) >= since_unix - CLOCK_SLACK_S,
         )
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted. {how_to_remove(pulumi)}")
+        talk.print(f"up was interrupted. {removal_note(pulumi)}")
         raise
     except TileforgeError as left:
         note = f"Also, some of the new resources were not removed: {left}"
-        return TeardownError(str(with_words(error, note)))
-    return with_words(error, "The new resources were removed")
+        return TeardownError(str(with_note(error, note)))
+    return with_note(error, "The new resources were removed")

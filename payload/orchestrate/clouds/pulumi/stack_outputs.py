@@ -143,7 +143,7 @@ def load_stack(
 
     Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
     """
-    remember(outputs, folder=folder)
+    record_outputs(outputs, folder=folder)
     google = Google(outputs.project, endpoints=Endpoints.from_env(env))
     return pin_host_keys(
         outputs.inventory,
@@ -153,7 +153,7 @@ def load_stack(
     )
 
 
-def remember(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
+def record_outputs(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
     """Record the data that `sweep` needs without outputs, and the bucket that the stack created."""
     before = load_cluster_record(folder, outputs.inventory.cluster)
     kept = before.bucket if before is not None and before.project == outputs.project else None
@@ -167,7 +167,7 @@ def remember(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = N
     keep_record(known, folder=folder)
 
 
-def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
+def recorded_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
     """Return the outputs recorded when this folder last reached the cluster's nodes.
 
     They have neither price nor expiry time. None if it never reached them in this project.

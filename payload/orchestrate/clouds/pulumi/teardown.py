@@ -7,7 +7,7 @@ from collections.abc import Callable
 from payload.core.errors import CloudAuthError, CloudError, TeardownError, TileforgeError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.leftovers import Sweep, conclude, look
+from payload.orchestrate.clouds.gcp.leftovers import Sweep, find_leftovers, report_leftovers
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.removal import remove
 from payload.orchestrate.clouds.gcp.removal_order import Resource
@@ -23,7 +23,7 @@ from payload.stack.cluster_identity import known_cluster_identity
 _DESTROY = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
 
 
-def destroy_and_look(
+def destroy_and_verify(
     operations: Operations,
     google: Google,
     *,
@@ -53,7 +53,7 @@ def destroy_and_look(
     if found.left or found.others:
         text_console(stderr=False).print(found.table())
     try:
-        conclude(found, talk=talk)
+        report_leftovers(found, talk=talk)
     except TeardownError as error:
         talk.print(f"{steps}/{steps} sweep: not clean")
         raise TeardownError(f"{error}{f' ({trouble})' if trouble else ''}") from None
@@ -73,7 +73,7 @@ def _destroy(operations: Operations) -> TileforgeError | None:
 def _look(operations: Operations, google: Google, own: Ownership) -> Sweep:
     cluster, folder = operations.cluster, operations.folder
     try:
-        return look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
+        return find_leftovers(google, cluster, folder=folder, keep_buckets=True, ownership=own)
     except (CloudError, CloudAuthError) as error:
         again = command("orchestrate", "sweep", "--cluster", cluster, "--project", google.project)
         raise TeardownError(
