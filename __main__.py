@@ -17,16 +17,16 @@ from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
 from infra.error_display import shown_plainly
+from infra.gcp.google_provider import on_google
 from infra.gcp.identity import ClusterIdentity, IdentityArgs
 from infra.gcp.inventory_output import inventory_output
 from infra.gcp.kms_key_access import KeyAccess, KeyAccessArgs
 from infra.gcp.labels import cluster_labels, last_expiry, program_identity
 from infra.gcp.network import ClusterNetwork, NetworkArgs
 from infra.gcp.nodes import ClusterNodes, NodesArgs
-from infra.gcp.provider import on_google
 from infra.gcp.shared_storage import FilestoreArgs, SharedFilestore
 from infra.gcp.storage import ResultsBucket, StorageArgs
-from infra.measured import last_measured_speed
+from infra.last_measured_speed import last_measured_speed
 from infra.node_addresses import node_address
 from payload import __version__
 from payload.pricing.cloud_prices import read_catalog

@@ -37,7 +37,7 @@ from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.run_files import RunPaths, RunState, write_json
 from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
-from payload.train.rank_output_files import Heartbeat, MetricsFile, rss_bytes
+from payload.train.rank_metrics_and_heartbeat import Heartbeat, MetricsFile, rss_bytes
 from payload.train.ranks.world import World
 from payload.train.step_clock import StepClock
 from payload.train.torch_engines import apply_engine

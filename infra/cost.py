@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from infra.config import ClusterConfig
-from infra.measured import Speed
+from infra.last_measured_speed import Speed
 from payload.core.errors import BudgetError
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import BilledResources, Cost, cluster_cost

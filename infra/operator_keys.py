@@ -9,7 +9,7 @@ import pulumi
 from infra.cloud_init import key_problem
 from infra.config import ClusterConfig
 from payload.core.regular_files import read_bytes
-from payload.stack.operator_key import make_key, preview_key
+from payload.stack.operator_key_file import make_key, preview_key
 
 _MOST_KEY_BYTES = 2**18
 """Size limit of the public key file, which is that of user-data."""

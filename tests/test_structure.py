@@ -233,7 +233,7 @@ def test_one_module_makes_and_reads_the_operator_s_key() -> None:
             first = node.elts[0] if isinstance(node, ast.List) and node.elts else None
             if isinstance(first, ast.Constant) and first.value == "ssh-keygen":
                 starters.add(name)
-    assert makers == {"payload/stack/operator_key.py"}
+    assert makers == {"payload/stack/operator_key_file.py"}
     # A run's own key, which never leaves the head.
     assert starters == {"payload/orchestrate/node/run_key.py"}
 

@@ -1,4 +1,4 @@
-"""Number of nodes and cost of a stack, computed from its resources. Pure."""
+"""Counts a stack's nodes and refuses a cost over the limit per hour, from its resources. Pure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
 from payload.data.sources.documents import MIB
-from payload.data.sources.request import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
+from payload.data.sources.source_flags import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from payload.core.errors import DataError, TileforgeError
 from payload.core.regular_files import read_bytes
-from payload.data.tokenizers.declared_tokens import require_declared_tokens
+from payload.data.tokenizers.declared_tokens_check import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, convert_errors
 from payload.data.tokenizers.probe import Encode, same_tokens

@@ -21,7 +21,8 @@ from payload.core.printable_text import shown
 from payload.core.suggested_commands import command
 from payload.data.tokenizers import load_tokenizer
 from payload.estimates.batch_size import USED
-from payload.finetune.choices import (
+from payload.finetune.recognise import DataOptions, DetectedData, detect_data, measure
+from payload.finetune.setting_rules import (
     Choice,
     Method,
     batch,
@@ -33,7 +34,6 @@ from payload.finetune.choices import (
     sequence_length,
     steps,
 )
-from payload.finetune.recognise import DataOptions, DetectedData, detect_data, measure
 from payload.formats.hub_names import HubName
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import NAMES

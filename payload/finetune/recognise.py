@@ -14,7 +14,7 @@ from payload.core.tasks import TASK_KINDS, TaskKind
 from payload.data.rows.conversations import BadConversationError, Messages, conversation_of
 from payload.data.rows.preferences import preference_of
 from payload.data.rows.rows import open_rows
-from payload.data.sources.request import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
+from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
 from payload.formats.hub_names import HubName, require_one_meaning
 
 _SAMPLE = 2000

@@ -1,4 +1,4 @@
-"""Layers of a transformer in bf16, as autograd functions over the kernels.
+"""Layers of GPT-2 in bf16, as autograd functions over the kernels.
 
 The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32: the same
 as autocast, with fewer passes over memory. B batch, T tokens, C width, H heads, N = B x T.

@@ -21,9 +21,9 @@ from payload.core.errors import ConfigError, UsageError
 from payload.core.files import (
     write_whole,
 )
-from payload.core.links import links_out
 from payload.core.printable_text import shown
 from payload.core.regular_files import read_bytes
+from payload.core.symlinks import links_out
 from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import MEMBER_NAME, NODE_NAME, RUN_ID

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from payload.core.errors import CheckpointError, PreflightError
 from payload.core.file_hash import sha256_of
 from payload.core.regular_files import open_regular
+from payload.formats.checkpoint_download import complete_copy, load_foreign_manifest
 from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     FOLDER_NAME,
@@ -31,7 +32,6 @@ from payload.formats.checkpoint_listing import (
     load_manifest,
     manifest_problems,
 )
-from payload.formats.remote_checkpoint import complete_copy, load_foreign_manifest
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes
 from payload.run_record.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (

@@ -33,7 +33,7 @@ from payload.core.validation.records import build
 from payload.launch.agent_launcher import AgentJob, end_of_agent
 from payload.machines.rank_variables import NODE_RANK, RUN_DIR, SLURM_NODE
 from payload.run_record.run_files import RankProgress, RunPaths, last_record
-from payload.supervise.heartbeat_stream import remote_argv
+from payload.supervise.heartbeat_receiver import remote_argv
 from payload.supervise.processes import die_with_parent, kill_until_none, signal_process
 
 _POLL_S = 0.1

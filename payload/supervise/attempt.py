@@ -30,7 +30,7 @@ from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RunPaths, Summary, last_record
-from payload.supervise.heartbeat_stream import NodeStream
+from payload.supervise.heartbeat_receiver import NodeStream
 from payload.supervise.processes import (
     kill_all,
     kill_until_none,

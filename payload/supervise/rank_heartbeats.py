@@ -22,7 +22,7 @@ from payload.run_record.metrics_log import MetricsTail
 from payload.run_record.reserved_space import write_record
 from payload.run_record.run_files import RankExit, RankProgress, RunPaths, last_record
 from payload.supervise.heartbeat import process_state
-from payload.supervise.heartbeat_stream import NodeStream
+from payload.supervise.heartbeat_receiver import NodeStream
 
 _STOPPED = "T"
 _SKEW_SLACK_S = 1.0

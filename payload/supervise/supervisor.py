@@ -36,13 +36,13 @@ from payload.run_record.run_files import (
 )
 from payload.run_record.run_repair import known_state, known_summary
 from payload.supervise.attempt import Attempt
-from payload.supervise.heartbeat_stream import NodeStream, close_all, wait_for_nodes
+from payload.supervise.heartbeat_receiver import NodeStream, close_all, wait_for_nodes
 from payload.supervise.processes import kill_until_none, processes_of, wait_for_orphans
 from payload.supervise.rank_heartbeats import RankHeartbeats
 from payload.supervise.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.stop_requests import Stopping, Wakeups
-from payload.supervise.store_processes import Uploader
 from payload.supervise.summary import complete_summary
+from payload.supervise.uploader_and_restore import Uploader
 
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5

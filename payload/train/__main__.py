@@ -155,7 +155,7 @@ class ExitRecorder:
         if self.paths is None or self.world is None or not self.paths.root.is_dir():
             return
         # Not at the top: an error can come before torch is imported, which this import needs.
-        from payload.train.rank_output_files import write_rank_exit
+        from payload.train.rank_metrics_and_heartbeat import write_rank_exit
 
         with contextlib.suppress(OSError):
             write_rank_exit(self.paths, self.world, exit_code=exit_code, error=text)

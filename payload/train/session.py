@@ -27,14 +27,13 @@ from payload.run_record.approved_settings import record_approved
 from payload.run_record.metrics_log import stream_metrics
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import ensure_identity
-from payload.train.calibration import Calibration, calibrate
 from payload.train.estimate_text import describe
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, TrainContext
-from payload.train.rank_output_files import Heartbeat, MetricsFile
+from payload.train.rank_metrics_and_heartbeat import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
 from payload.train.setup import (
     Start,
@@ -42,6 +41,7 @@ from payload.train.setup import (
     find_start,
     require_disk_space,
 )
+from payload.train.speed_measurement import Calibration, calibrate
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
 from payload.train.strategies.shard_calibration import ShardingSetup

@@ -13,7 +13,7 @@ from payload.core.errors import ExitCode, TileforgeError, TrainingError
 from payload.run_record.reserved_space import write_record
 from payload.run_record.run_files import RunPaths, RunState, RunStatus, Summary, last_record
 from payload.run_record.run_statistics import with_best, with_metrics, with_time
-from payload.train.rank_output_files import versions
+from payload.train.rank_metrics_and_heartbeat import versions
 from payload.train.ranks.world import World, as_rank_lost
 
 

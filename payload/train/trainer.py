@@ -23,7 +23,7 @@ from payload.train.models.stage import Stage
 from payload.train.optimizers.schedule import lr_at
 from payload.train.parts import TrainContext
 from payload.train.profile import profiled
-from payload.train.rank_output_files import rss_bytes, versions
+from payload.train.rank_metrics_and_heartbeat import rss_bytes, versions
 from payload.train.step_clock import StepClock
 from payload.train.strategies.pipeline import run_schedule, schedule_order
 from payload.train.tasks.evaluate import EvalPass

@@ -20,8 +20,8 @@ from payload.data.tokenizers.gpt2 import (
     gpt2_tokenizer,
     may_differ,
 )
-from payload.data.writing import encode
-from payload.data.writing.encode import (
+from payload.data.writing import encoder_choice as encode
+from payload.data.writing.encoder_choice import (
     TRICKY_TEXTS,
     EncoderMismatchError,
     GigatokenEncoder,

@@ -14,7 +14,7 @@ import pytest
 from payload.core.errors import CheckpointError, DataError
 from payload.data.tokenizer_files import gpt2_files
 from payload.data.tokenizers import load_hf_tokenizer, load_tokenizer
-from payload.data.writing.encode import (
+from payload.data.writing.encoder_choice import (
     TRICKY_TEXTS,
     GigatokenEncoder,
     ReferenceEncoder,

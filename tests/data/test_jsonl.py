@@ -14,7 +14,7 @@ import pytest
 from payload.core.errors import DataError
 from payload.data.sources.documents import Batch
 from payload.data.sources.registry import build_source
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 from tests.data.running import stdlib_texts
 
 LINE_BYTES = 1000

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ConfigError, DataError, ExitCode
-from payload.core.links import inside_folder
+from payload.core.symlinks import inside_folder
 from payload.data.__main__ import main
 from payload.data.reading.blocks import TokenData
 from payload.data.templates.chat_template import read_chat_template

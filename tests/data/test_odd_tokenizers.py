@@ -13,7 +13,7 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.data.tokenizers import load_tokenizer
-from payload.data.writing.encode import ReferenceEncoder
+from payload.data.writing.encoder_choice import ReferenceEncoder
 from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.formats.data_folder import load_meta
 from tests.data.running import run_here, stdlib_texts

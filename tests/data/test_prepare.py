@@ -206,7 +206,7 @@ def test_a_wrong_gigatoken_is_noticed_and_everything_is_done_again_by_tiktoken(
 WRONG_ON_ZEBRA = """
 from types import SimpleNamespace
 import numpy as np
-from payload.data.writing.encode import ReferenceEncoder
+from payload.data.writing.encoder_choice import ReferenceEncoder
 from payload.data.tokenizers.gpt2 import gpt2_tokenizer
 
 class Tokenizer:

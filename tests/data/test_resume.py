@@ -89,7 +89,7 @@ def test_a_run_killed_between_the_renames_and_meta_is_finished_by_the_next(
         raise SystemExit(137)
 
     with monkeypatch.context() as patch:
-        patch.setattr("payload.data.writing.prepare.write_meta", killed)
+        patch.setattr("payload.data.writing.prepare_text.write_meta", killed)
         with pytest.raises(SystemExit):
             main(args)
     with pytest.raises(DataError, match="it is incomplete"):
@@ -134,7 +134,7 @@ def test_ctrl_c_shows_how_to_resume_and_force_starts_from_scratch(
 
     for again, resumes in (([], True), (["--force"], False)):
         with monkeypatch.context() as patch:
-            patch.setattr("payload.data.writing.prepare._Run._check_result", interrupted)
+            patch.setattr("payload.data.writing.prepare_text._Run._check_result", interrupted)
             assert main([*args, "--force", "--shard-mib", "1"]) == 130
         assert "without --force, to resume from the last shard" in capsys.readouterr().err
         assert main([*args, *again]) == 0
@@ -253,7 +253,7 @@ def test_too_small_a_disk_is_noticed_before_writing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("payload.data.writing.prepare.free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr("payload.data.writing.prepare_text.free_bytes", lambda _: 1_000_000)
     args = ["--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}", "--quiet"]
     assert main(["prepare", *args]) == 10
     complaint = capsys.readouterr().err

@@ -15,7 +15,7 @@ from payload.data.__main__ import main as data
 from payload.data.rows.conversations import BadConversationError, conversation_of, unread_columns
 from payload.data.rows.preferences import preference_of
 from payload.data.rows.rows import open_rows
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_files import missing_shards
 from tests.data.running import run_here
 from tests.support.chat_data import conversations, make_tokenizer, prepare_words, turn, write_rows

@@ -37,7 +37,12 @@ _LIBRARIES = (
         "infra.gcp.kms_key_access",
         "infra.error_display",
     ),
-    *("infra.gcp.identity", "infra.gcp.inventory_output", "infra.measured", "infra.gcp.nodes"),
+    *(
+        "infra.gcp.identity",
+        "infra.gcp.inventory_output",
+        "infra.last_measured_speed",
+        "infra.gcp.nodes",
+    ),
     *("infra.gcp.shared_storage", "infra.gcp.storage", "tests.engine.fake_pulumi.warm"),
 )
 _SHIM = """#!{python} -IS

@@ -9,7 +9,8 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import DataError
-from payload.finetune.choices import (
+from payload.finetune.recognise import DataOptions, detect_data
+from payload.finetune.setting_rules import (
     Choice,
     DataSize,
     batch,
@@ -21,7 +22,6 @@ from payload.finetune.choices import (
     sequence_length,
     steps,
 )
-from payload.finetune.recognise import DataOptions, detect_data
 from payload.models.registry import spec_of
 from tests.support.chat_data import write_rows
 

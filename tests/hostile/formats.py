@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from payload.config.run_config import load_run_config
 from payload.data.sources.registry import build_source
-from payload.data.sources.request import SourceKind, SourceRequest
+from payload.data.sources.source_flags import SourceKind, SourceRequest
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta
 from payload.launch.plan import LaunchPlan
@@ -40,7 +40,7 @@ from payload.run_record.run_files import (
     write_json,
 )
 from payload.supervise.heartbeat import heartbeat
-from payload.supervise.heartbeat_stream import parse_message
+from payload.supervise.heartbeat_receiver import parse_message
 from payload.train.checkpoints.checkpoint import (
     load_trainer_state,
     optimizer_tensors,

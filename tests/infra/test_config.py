@@ -17,7 +17,7 @@ from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
 from payload.core.errors import ConfigError
 from payload.stack.cloud_requirements import CloudRequirements, requirements_of
-from payload.stack.operator_key import make_key
+from payload.stack.operator_key_file import make_key
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
 
 PULUMI: dict[str, Any] = yaml.safe_load((ROOT / "Pulumi.yaml").read_text(encoding="utf-8"))

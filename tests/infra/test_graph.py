@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 
 from infra.gcp.labels import last_expiry, mark
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.clouds.gcp.hand_additions import KEPT_VARIABLE, OWN_METADATA
+from payload.orchestrate.clouds.gcp.machine_hand_additions import KEPT_VARIABLE, OWN_METADATA
 from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 from tests.infra.stacks import (
     CASES,

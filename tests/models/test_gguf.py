@@ -21,7 +21,7 @@ from payload.models.llama.spec import DecoderSpec
 from payload.models.registry import read_spec
 from payload.orchestrate.machine_profiles.node_uploads import local_weights
 from payload.train.models.loading import load
-from payload.train.tensors.gguf_conversion import folder_of_gguf
+from payload.train.tensors.gguf_to_hf_folder import folder_of_gguf
 from payload.weights.source import find_source
 from tests.export.test_export import change_config, export, make, make_llama
 

@@ -19,7 +19,7 @@ from payload.orchestrate.findings.trial import record_path
 from payload.orchestrate.ssh.cluster import operator_key
 from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
 from payload.stack.cluster_identity import resolve_cluster_identity
-from payload.stack.operator_key import make_operator_key, operator_key_path
+from payload.stack.operator_key_file import make_operator_key, operator_key_path
 from tests.support.golden_files import assert_golden
 
 

@@ -28,7 +28,7 @@ from payload.orchestrate.preflight.report import BootWait, Report
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
-from payload.stack.operator_key import make_operator_key
+from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_gcloud, make_key
 from tests.support.nvidia_smi import L4, make_nvidia_smi

@@ -33,8 +33,8 @@ from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.authentication import dial
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.paramiko_transport import Transport
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, open_tcp
-from payload.orchestrate.ssh.transport import Transport
 from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import (
     Sshd,

@@ -12,7 +12,7 @@ from payload.core.errors import ExitCode
 from payload.launch.exports.base import MOUNT
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.run_record.run_files import RunPaths
-from payload.stack.operator_key import make_operator_key, operator_key_path
+from payload.stack.operator_key_file import make_operator_key, operator_key_path
 from tests.launch.exports.jobs import DATA
 from tests.orchestrate.operator import Operator
 from tests.rig import prepared

@@ -14,14 +14,14 @@ from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
 from payload.launch.plan import LaunchPlan
 from payload.run_record.run_files import Summary, read_json
-from payload.supervise.store_processes import Uploader
+from payload.supervise.uploader_and_restore import Uploader
 from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, state_of
 
 _KEEPS_WHAT_IS_THERE = """
 import os, shutil, sys
 from pathlib import Path
 from payload.supervise.__main__ import main
-from payload.supervise.store_processes import Uploader
+from payload.supervise.uploader_and_restore import Uploader
 root, drain = Path(sys.argv[2]), Uploader.drain
 def look_first(self, **options):
     shutil.copy(root / "state.json", root / "state_at_drain.json")

@@ -12,7 +12,7 @@ import pytest
 from payload.core.files import write_whole
 from payload.launch.ranks import Rank
 from payload.run_record.run_files import RankExit, RankProgress, RunPaths, read_json, write_json
-from payload.supervise.heartbeat_stream import parse_message
+from payload.supervise.heartbeat_receiver import parse_message
 from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from tests.test_metrics_log import step_line
 

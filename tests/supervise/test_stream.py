@@ -14,7 +14,7 @@ import pytest
 
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.launch.plan import LaunchPlan
-from payload.supervise.heartbeat_stream import LineSplitter, NodeStream, close_all, parse_message
+from payload.supervise.heartbeat_receiver import LineSplitter, NodeStream, close_all, parse_message
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in, wait_for
 

@@ -23,8 +23,8 @@ from payload.storage.checkpoints import Upload
 from payload.storage.objects import ObjectStore
 from payload.storage.opening import open_store
 from payload.storage.records import Records
-from payload.supervise import store_processes as module
-from payload.supervise.store_processes import Uploader
+from payload.supervise import uploader_and_restore as module
+from payload.supervise.uploader_and_restore import Uploader
 from tests.storage.folders import write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.supervise.planned import DEADLINE_S, plan_stand_in, state_of, supervise

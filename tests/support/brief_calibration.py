@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from payload.train import calibration
+from payload.train import speed_measurement as calibration
 
 
 def calibrate_briefly() -> None:

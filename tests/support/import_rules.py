@@ -128,7 +128,7 @@ GOOGLE_MODULES = (
     PurePosixPath("payload/storage/bucket.py"),
     PurePosixPath("payload/storage/credentials.py"),
 )
-KEY_MODULE = PurePosixPath("payload/stack/operator_key.py")
+KEY_MODULE = PurePosixPath("payload/stack/operator_key_file.py")
 HUB_MODULES = (PurePosixPath("payload/weights/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
@@ -151,7 +151,7 @@ OPTIMIZERS = PurePosixPath("payload/optimizers")
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")
 SSH_MODULES = tuple(
     PurePosixPath("payload/orchestrate/ssh", name)
-    for name in ("transport.py", "connection.py", "authentication.py")
+    for name in ("paramiko_transport.py", "connection.py", "authentication.py")
 )
 
 

@@ -15,7 +15,7 @@ from payload.run_record.reserved_space import (
     write_record,
 )
 from payload.run_record.run_files import RankExit, RunPaths, read_json, write_json
-from payload.train.rank_output_files import MetricsFile
+from payload.train.rank_metrics_and_heartbeat import MetricsFile
 from tests.support.small_disk import SmallDisk
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ import pytest
 from payload.run_record.metrics_log import EvalMetrics, parse_row
 from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.run_statistics import with_metrics
-from payload.train.rank_output_files import MetricsFile
+from payload.train.rank_metrics_and_heartbeat import MetricsFile
 from tests.test_checkpoint_listing import make_checkpoint
 from tests.test_metrics_log import lines, step_line, steps_of
 

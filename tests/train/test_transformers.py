@@ -16,7 +16,7 @@ import transformers
 
 from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import gpt2_encoding
-from payload.data.writing.encode import TRICKY_TEXTS
+from payload.data.writing.encoder_choice import TRICKY_TEXTS
 from payload.data.writing.meta import write_meta
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
 from payload.data.sources.jsonl import convert_gzip_errors, open_jsonl, parse_line, read_lines
-from payload.data.sources.request import SourceRequest, check_flags
+from payload.data.sources.source_flags import SourceRequest, check_flags
 from payload.data.sources.text_files import ColumnFiles, missing_shards
 
 _GLOBS = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "csv": "*.csv"}

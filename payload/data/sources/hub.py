@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import DataError, UsageError
-from payload.core.links import inside_folder
 from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
+from payload.core.symlinks import inside_folder
 from payload.core.validation.names import GIT_COMMIT
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.parquet import (
@@ -25,7 +25,7 @@ from payload.data.sources.parquet import (
     read_parquet,
     survey_parquet,
 )
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.split import NANOGPT_VAL_FRACTION
 from payload.data.sources.text_files import file_identity, missing_shards
 from payload.formats.data_folder import FOLDER_WORD

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_files import ColumnFiles, missing_shards
 
 LINE_BYTES = 64 * MIB

@@ -25,7 +25,7 @@ from payload.data.sources.documents import (
     Survey,
     read_pieces,
 )
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_files import ColumnFiles, missing_shards
 from payload.data.sources.worker_exit import describe_exit, end_worker
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from payload.core.errors import UsageError
 from payload.data.sources.documents import Source
-from payload.data.sources.request import SourceRequest, check_flags
+from payload.data.sources.source_flags import SourceRequest, check_flags
 
 
 def build_source(request: SourceRequest) -> Source:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import DataError
-from payload.core.links import inside_folder
 from payload.core.one_line import printable_line
+from payload.core.symlinks import inside_folder
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_sections import Division, divide
 
 BACKUPS = (".bak", ".old", ".orig", ".tmp", ".swp", ".part", ".partial", ".incomplete", "~")

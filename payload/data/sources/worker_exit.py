@@ -1,4 +1,4 @@
-"""Ends worker processes, which read a parquet file or render a chat template."""
+"""Ends the worker processes for parquet files and chat templates, and reports how each ended."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from payload.data.sources.documents import MIB
-from payload.data.sources.request import SourceRequest
+from payload.data.sources.source_flags import SourceRequest
 
 if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer

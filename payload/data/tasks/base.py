@@ -12,7 +12,7 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import PrepareResult
+    from payload.data.writing.prepare_text import PrepareResult
 
 AddFlag = Callable[..., Any]
 """`add_argument` of the task's argument group."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
-from payload.data.sources.request import DEFAULT_TEXT_COLUMN
+from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN
 from payload.data.tasks.arguments import (
     DEFAULT_LABEL_COLUMN,
     prepare_settings,

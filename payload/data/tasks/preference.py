@@ -11,7 +11,7 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import PrepareResult
+    from payload.data.writing.prepare_text import PrepareResult
 
 
 class PreferenceTask(Task):

@@ -12,7 +12,7 @@ from payload.data.tasks.base import Task
 if TYPE_CHECKING:
     from payload.data.sources.documents import Source
     from payload.data.writing.plan import Estimate, PrepareSettings
-    from payload.data.writing.prepare import PrepareResult
+    from payload.data.writing.prepare_text import PrepareResult
 
 
 class TextTask(Task):
@@ -30,7 +30,7 @@ class TextTask(Task):
 
     def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder, or resume making it."""
-        from payload.data.writing.prepare import prepare
+        from payload.data.writing.prepare_text import prepare
         from payload.data.writing.progress import Reporter
 
         source, settings = _source_and_settings(args)

@@ -24,7 +24,7 @@ from payload.data.writing.plan import (
     fingerprint_of,
     new_folder,
 )
-from payload.data.writing.prepare import PrepareResult, warn_if_few
+from payload.data.writing.prepare_text import PrepareResult, warn_if_few
 from payload.data.writing.progress import Reporter
 from payload.data.writing.resumable_token_files import locked, writing_to
 from payload.data.writing.write import EXAMPLES_KEPT

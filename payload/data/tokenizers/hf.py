@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from payload.core.errors import DataError, TileforgeError, is_failure
-from payload.core.links import inside_folder
 from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
+from payload.core.symlinks import inside_folder
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
-from payload.data.tokenizers.declared_tokens import require_declared_tokens
+from payload.data.tokenizers.declared_tokens_check import require_declared_tokens
 from payload.data.tokenizers.gigatoken_adapter import HfFast
 from payload.data.tokenizers.special_tokens import (
     MAP_FILE,

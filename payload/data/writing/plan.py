@@ -28,7 +28,7 @@ from payload.data.tokenizers.special_tokens import (
     special_tokens,
     tokenizer_config,
 )
-from payload.data.writing.encode import Encoded, choose_encoder
+from payload.data.writing.encoder_choice import Encoded, choose_encoder
 from payload.data.writing.meta import check_tokenizer_files
 from payload.data.writing.resumable_token_files import (
     JOURNAL_NAME,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from payload.data.sources.documents import Batch
 from payload.data.sources.split import Split
 from payload.data.tokenizers.base import TextTokenizer
-from payload.data.writing.encode import Encoded
+from payload.data.writing.encoder_choice import Encoded
 from payload.data.writing.resumable_token_files import ResumableTokenFiles
 from payload.formats.data_folder import token_dtype
 

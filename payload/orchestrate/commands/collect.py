@@ -16,7 +16,7 @@ from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import collect_from_store, find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.approved_settings import unapproved_settings
-from payload.run_record.report_and_samples import write_report
+from payload.run_record.report_process import write_report
 from payload.run_record.run_files import RunPaths, point_latest_at
 from payload.storage.isolated_reader import watched_store
 from payload.storage.store_access import is_address, run_address, stored_at

@@ -21,11 +21,11 @@ from payload.orchestrate.clouds.gcp.leftovers import find_leftovers, report_left
 from payload.orchestrate.clouds.gcp.machine_start import start_head
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
-from payload.orchestrate.clouds.gcp.results_bucket import Bucket, delete_bucket, find_bucket
+from payload.orchestrate.clouds.gcp.results_bucket_removal import Bucket, delete_bucket, find_bucket
 from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.filestore import own_filestores
-from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import (
     StackOutputs,

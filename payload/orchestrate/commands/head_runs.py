@@ -17,7 +17,7 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, MachineGoneError, pin_node
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
-from payload.stack.operator_key import operator_key_path, require_private
+from payload.stack.operator_key_file import operator_key_path, require_private
 
 if TYPE_CHECKING:
     from payload.orchestrate.ssh.node_runs import NodeRun

@@ -9,7 +9,7 @@ from payload.core.errors import (
     ExitCode,
     UsageError,
 )
-from payload.core.links import refuse_links
+from payload.core.symlinks import refuse_links
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.commands.run_choice import site_run
 from payload.orchestrate.commands.run_options import LogsOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.orchestrate.clouds.gcp.hand_additions import Additions, added_lines
+from payload.orchestrate.clouds.gcp.machine_hand_additions import Additions, added_lines
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_outputs import outputs_if_any
 from payload.orchestrate.commands.results_at_stake import ResultsAtRisk, results_at_risk

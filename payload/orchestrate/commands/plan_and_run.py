@@ -45,7 +45,7 @@ from payload.run_record.approved_settings import (
     settings_to_approve,
     unapproved_settings,
 )
-from payload.run_record.report_and_samples import add_samples
+from payload.run_record.report_process import add_samples
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import known_summary
 from payload.storage.store_access import fetch_data_to_cache, resolve_results

@@ -16,7 +16,7 @@ from payload.orchestrate.clouds.cluster_records import record_plan
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
-from payload.orchestrate.clouds.gcp.hand_additions import (
+from payload.orchestrate.clouds.gcp.machine_hand_additions import (
     KEPT_VARIABLE,
     Additions,
     added_lines,
@@ -37,7 +37,7 @@ from payload.orchestrate.clouds.pulumi.filestore import (
     zone_note,
 )
 from payload.orchestrate.clouds.pulumi.machine_status import places_in
-from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.operator_key import ensure_operator_key
 from payload.orchestrate.clouds.pulumi.previews import (
     changes_metadata,

@@ -22,8 +22,8 @@ from payload.core.errors import (
 )
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.paramiko_transport import Stream, Transport
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, os_login_command
-from payload.orchestrate.ssh.transport import Stream, Transport
 
 # A key that was just distributed can take a moment to arrive; a second refusal is final.
 _RETRY_AFTER_REFUSAL_S = 1.0

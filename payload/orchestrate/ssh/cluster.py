@@ -11,6 +11,7 @@ from payload.core.errors import SshAuthError, SshUnreachableError, TileforgeErro
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.authentication import dial
 from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.paramiko_transport import Stream
 from payload.orchestrate.ssh.remote_calls import (
     Deadlines,
     Login,
@@ -20,8 +21,7 @@ from payload.orchestrate.ssh.remote_calls import (
     route_to,
 )
 from payload.orchestrate.ssh.ssh_config import write_ssh_files
-from payload.orchestrate.ssh.transport import Stream
-from payload.stack.operator_key import operator_key_path, require_private, write_public_half
+from payload.stack.operator_key_file import operator_key_path, require_private, write_public_half
 
 _DEFAULT_DEADLINES = Deadlines()
 

@@ -24,8 +24,14 @@ from payload.core.errors import (
 from payload.core.printable_text import printable
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.machines.inventory import Node
+from payload.orchestrate.ssh.paramiko_transport import (
+    BROKEN,
+    MESSAGE_CHARS,
+    SFTPClient,
+    Stream,
+    Transport,
+)
 from payload.orchestrate.ssh.remote_calls import Completed, ProxyProcess
-from payload.orchestrate.ssh.transport import BROKEN, MESSAGE_CHARS, SFTPClient, Stream, Transport
 
 _KEEPALIVE_S = 15
 _MARGIN_S = 5.0

@@ -18,24 +18,24 @@ from payload.core.errors import (
 )
 from payload.core.file_hash import sha256_of
 from payload.core.files import is_not_regular
-from payload.core.links import no_follow
 from payload.core.printable_text import printable, shown
 from payload.core.regular_files import MAX_FILE_BYTES
+from payload.core.symlinks import no_follow
 from payload.core.validation.names import SHA256
+from payload.formats.checkpoint_download import (
+    complete_copy,
+    discard_any,
+    is_plain,
+    load_foreign_manifest,
+)
 from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     MANIFEST_FILE,
     ManifestEntry,
     manifest_problems,
 )
-from payload.formats.remote_checkpoint import (
-    complete_copy,
-    discard_any,
-    is_plain,
-    load_foreign_manifest,
-)
 from payload.orchestrate.ssh.connection import Connection
-from payload.orchestrate.ssh.transport import SFTPClient
+from payload.orchestrate.ssh.paramiko_transport import SFTPClient
 from payload.run_record.run_files import RunPaths
 from payload.run_record.safe_copy_paths import make_folder, move_aside_non_folder, path_in_copy
 

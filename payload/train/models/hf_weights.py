@@ -14,7 +14,7 @@ from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.formats.hub_names import HubName, is_ambiguous
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
-from payload.train.tensors.gguf_conversion import folder_of_gguf
+from payload.train.tensors.gguf_to_hf_folder import folder_of_gguf
 from payload.train.tensors.tensor_file import write_tensors
 from payload.weights.adapter_files import (
     ADAPTER_CONFIG_FILE,

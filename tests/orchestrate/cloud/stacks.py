@@ -14,7 +14,7 @@ from payload.orchestrate.commands import results_at_stake
 from payload.orchestrate.commands.head_runs import Head
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.run_record.run_files import RunPaths
-from payload.stack.operator_key import make_operator_key, operator_key_path
+from payload.stack.operator_key_file import make_operator_key, operator_key_path
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.support.run_folders import make_run

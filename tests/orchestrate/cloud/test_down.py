@@ -12,7 +12,7 @@ from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.ssh.node_runs import NodeRun
-from payload.stack.operator_key import make_operator_key
+from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words
 from tests.orchestrate.cloud.standin import PROJECT

@@ -17,7 +17,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.pulumi import locks
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import parse_event
-from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.progress import Progress
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site

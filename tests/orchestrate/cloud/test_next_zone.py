@@ -11,7 +11,7 @@ from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands import results_at_stake
 from payload.orchestrate.commands.head_runs import Head
-from payload.stack.operator_key import make_operator_key
+from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT

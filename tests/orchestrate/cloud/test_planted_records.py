@@ -20,7 +20,7 @@ from payload.stack.cluster_identity import (
     recorded_cluster_identity,
     resolve_cluster_identity,
 )
-from payload.stack.operator_key import make_operator_key
+from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, own_key
 from tests.orchestrate.cloud.standin import PROJECT, REGION

@@ -24,7 +24,7 @@ from payload.orchestrate.runs.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.sites.ssh_run import remote_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
-from payload.stack.operator_key import make_operator_key
+from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (
     Answers,

@@ -15,7 +15,7 @@ from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands import results_at_stake
 from payload.orchestrate.commands.head_runs import Head
-from payload.stack.operator_key import make_operator_key
+from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
-from payload.stack.operator_key import operator_key_path
+from payload.stack.operator_key_file import operator_key_path
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.operating import Operator

@@ -16,8 +16,8 @@ from payload.orchestrate.clouds.gcp.stock_outs import StockOut
 from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.failures import explain, problems_of, stock_out_of
 from payload.orchestrate.clouds.pulumi.firewall_drift import reconcile_firewall
-from payload.orchestrate.clouds.pulumi.full_zones import FULL_HOURS, FullZone, FullZones
-from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.full_zone_records import FULL_HOURS, FullZone, FullZones
+from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.orphans import orphans, remove_orphans
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
 from payload.orchestrate.clouds.pulumi.stack_state import stack_state

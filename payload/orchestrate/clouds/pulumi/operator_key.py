@@ -11,7 +11,7 @@ from rich.console import Console
 from payload.core.errors import ConfigError
 from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.stack.operator_key import make_operator_key, operator_key_path, write_public_half
+from payload.stack.operator_key_file import make_operator_key, operator_key_path, write_public_half
 
 
 def ensure_operator_key(

@@ -25,7 +25,7 @@ from payload.orchestrate.clouds.pulumi.machine_status import (
     cluster_machines,
     remove_machines,
 )
-from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
 from payload.orchestrate.clouds.pulumi.teardown import destroy_and_verify
 from payload.orchestrate.terminal.console import confirm

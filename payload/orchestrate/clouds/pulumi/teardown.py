@@ -14,7 +14,7 @@ from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.failures import StackBusyError, explain
-from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cluster_identity import known_cluster_identity

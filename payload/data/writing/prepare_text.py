@@ -9,7 +9,7 @@ from payload.core.errors import DataError
 from payload.core.files import free_bytes
 from payload.data.sources.documents import Batch, Source, Survey, prefetch
 from payload.data.sources.split import Split
-from payload.data.writing.encode import (
+from payload.data.writing.encoder_choice import (
     Encoded,
     Encoder,
     EncoderMismatchError,
