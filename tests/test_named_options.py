@@ -32,6 +32,7 @@ FOREIGN = {
     "pulumi": "event-log exclude-protected local no-select non-interactive path replace show-name "
     "show-urns skip-preview target-dependents",
     "cloud-init": "long",
+    "CSS variables of the report": "c1 compute",
     "slurm": "allocations batch cpu-bind cpus-per-task distribution exclusive gpus-per-node hint "
     "job-name jobs kill-on-bad-exit mem mpi nodelist noheader ntasks ntasks-per-node open-mode "
     "option output overcommit overlap parsable parsable2 requeue signal time",
@@ -41,9 +42,9 @@ FOREIGN = {
     "uv": "constraints default-index extra fork-strategy no-annotate no-config no-header "
     "no-strip-extras output-file python-version universal",
 }
-"""Options of other programs, without the dashes."""
+"""Options of other programs, and CSS variables, without the dashes."""
 _FOREIGN_OPTIONS = frozenset(f"--{name}" for names in FOREIGN.values() for name in names.split())
-_NOT_COMMANDS = frozenset({"and"})
+_NOT_COMMANDS = frozenset({"and", "or"})
 """Words that follow the name of the project in a sentence."""
 
 

@@ -443,7 +443,7 @@ def test_two_runs_at_once_get_ports_of_their_own(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run", "--inventory", "stack"], ExitCode.CONFIG, "no `pulumi` on PATH"),
+        (["run", "--inventory", "stack"], ExitCode.CONFIG, "`pulumi` not found on PATH"),
         (["run", "--inventory", "/no.json"], ExitCode.CONFIG, "No such file"),
         (["run", "--config", "/no.toml"], ExitCode.CONFIG, "No such file"),
         (["run", "--set", "train.stepz=1"], ExitCode.CONFIG, "unknown key in [train]: 'stepz'"),

@@ -213,7 +213,7 @@ def test_what_has_grown_since_the_listing_is_left_at_the_limit(
     said: list[str] = []
     found = collect_from_store(stored.store, stored.paths, say=said.append)
     assert found is None and not stored.paths.logs.exists()
-    assert any("logs/rank_0000.log is not brought here: it is larger" in line for line in said)
+    assert any("logs/rank_0000.log is not downloaded: it is larger" in line for line in said)
     assert any("step_00000002 in the store is skipped" in line for line in said)
     assert max(written) < 50_000
 

@@ -44,7 +44,7 @@ def lose_the_write(proxy: FaultyProxy) -> None:
 
 
 def refuse(name: str, why: str) -> None:
-    raise AssertionError(f"{name} was passed over: {why}")
+    raise AssertionError(f"{name} was skipped: {why}")
 
 
 @pytest.fixture(autouse=True)

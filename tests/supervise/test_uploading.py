@@ -150,7 +150,7 @@ def test_a_store_that_cannot_be_read_may_have_a_newer_checkpoint(
     with FaultyProxy(Faults(seed=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         proxy.refuse = True
-        with pytest.raises(PreflightError, match=r"Google refuses it.*resume from the disk alone"):
+        with pytest.raises(PreflightError, match=r"permission denied.*resume from the disk alone"):
             restore(paths)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NOT_SITES = (
     "allocation",
-    "local_checkpoint_copies",
+    "checkpoint_downloads",
     "ssh_run",
     "local",
     "registry",
