@@ -18,12 +18,12 @@ from benchmarks.step_model import has_weights, model_spec, trained_spec
 from payload import __version__
 from payload.config.training_sections import AdapterSection, EngineSection, OptimizerSection
 from payload.models.spec import RankSetting
+from payload.train.gemm_and_network_benchmark import TORCH_DTYPES, calibrate
 from payload.train.models.base import CausalLM
 from payload.train.models.loading import build, load
 from payload.train.models.lora import add_adapter, cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
-from payload.train.speed_measurement import TORCH_DTYPES, calibrate
 from payload.train.torch_engines import apply_engine
 
 _MATMULS = 50

@@ -125,7 +125,7 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
             "from payload.machines.inventory import Node\nfrom . import files\n",
         ),
         ("payload/models/registry.py", "import importlib\nx = importlib.import_module(name)"),
-        ("payload/launch/plan.py", "from payload.models.spec import ModelSpec\n"),
+        ("payload/launch/plan_record.py", "from payload.models.spec import ModelSpec\n"),
         (
             "payload/orchestrate/ssh/connection.py",
             "import paramiko\nfrom payload.launch import files\n",

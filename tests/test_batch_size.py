@@ -11,7 +11,7 @@ import pytest
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError
 from payload.estimates.batch_size import USED, resolve_batch, with_auto_size, with_recorded_size
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.models.spec import ModelSpec
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import PlanTarget, resolve

@@ -17,7 +17,7 @@ from payload.core import file_hash
 from payload.core.file_hash import sha256_of
 from payload.formats.checkpoint_listing import manifest_problems, newest_valid
 from payload.orchestrate.commands.config_choice import load_config
-from payload.orchestrate.commands.run_options import ConfigOptions
+from payload.orchestrate.commands.run_commands_options import ConfigOptions
 from payload.run_record.run_files import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest
 from payload.storage.opening import open_store

@@ -16,7 +16,7 @@ from payload.core.python_processes import SAFE_PATH, code_environment, code_path
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
-from payload.launch.plan import rank_arguments
+from payload.launch.plan_record import rank_arguments
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.storage.isolated_reader import watched_store
 from payload.storage.store_access import check_store_access
@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[1]
 _BY_THE_LAUNCHER = {
     "payload/launch/agent_launcher.py",
     "payload/launch/launchers/torchrun.py",
-    "payload/launch/plan.py",
+    "payload/launch/plan_record.py",
     "payload/orchestrate/preflight/cluster_trial.py",
 }
 """Command lines of launchers and ranks: `common_environment` has `SAFE_PATH` for them."""

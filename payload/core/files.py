@@ -8,7 +8,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from payload.core.symlinks import no_follow
+from payload.core.symlink_safety import no_follow
 
 
 def move_aside(path: Path) -> Path:

@@ -22,7 +22,7 @@ from payload.core.errors import DataError
 from payload.core.files import write_whole
 from payload.core.regular_files import open_regular, read_bytes
 from payload.core.suggested_commands import command
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256

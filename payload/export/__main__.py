@@ -14,8 +14,8 @@ from payload.core.printable_text import printable
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
+from payload.export.hf_weight_reader import WeightFiles, weights_of
 from payload.export.merged import dequantized_weights, merged_weights
-from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.checkpoint_listing import CHECKPOINTS_NAME
 from payload.formats.hf_folder import read_config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.export.arguments import Dtype
-from payload.export.tensors import WeightFiles, atomic_path, rounded
+from payload.export.hf_weight_reader import WeightFiles, atomic_path, rounded
 from payload.export.vocabulary import Vocabulary
 from payload.models.gguf_export_plan import GgufPlan
 

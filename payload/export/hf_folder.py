@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from payload.core.errors import CheckpointError
 from payload.core.regular_files import read_bytes
-from payload.export.tensors import WeightFiles, atomic_path, rounded
+from payload.export.hf_weight_reader import WeightFiles, atomic_path, rounded
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import CheckpointError
-from payload.export.tensors import InMemoryWeights, WeightFiles
+from payload.export.hf_weight_reader import InMemoryWeights, WeightFiles
 
 if TYPE_CHECKING:
     from torch import Tensor

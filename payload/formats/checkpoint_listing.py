@@ -16,7 +16,7 @@ from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError
 from payload.core.file_hash import sha256_of
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256

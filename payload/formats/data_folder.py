@@ -15,7 +15,7 @@ from typing import Literal
 from payload.core.errors import ConfigError, DataError
 from payload.core.printable_text import PLAIN_TEXT, shown
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.tasks import TaskKind
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json

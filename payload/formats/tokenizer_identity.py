@@ -18,7 +18,7 @@ from typing import Any
 from payload.core.errors import DataError, TileforgeError
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
 from payload.formats.data_folder import DataMeta
 from payload.formats.prepare_hints import with_tokenizer, write_tokenizer_again

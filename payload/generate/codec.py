@@ -10,7 +10,7 @@ from typing import Any
 from payload.core.errors import CheckpointError, is_failure
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, TOKENIZER_NAME, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import convert_errors

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import ClassVar
 
-from payload.core.plugin_files import file_name
+from payload.core.package_members import file_name
 from payload.launch.environment import Rendezvous
 from payload.machines.inventory import Node
 from payload.machines.rank_variables import RankVariables

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from payload.core.plugin_files import file_name
+from payload.core.package_members import file_name
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import importlib
 
 from payload import optimizers
 from payload.core.errors import ConfigError
-from payload.core.plugin_files import member_names
+from payload.core.package_members import member_names
 from payload.optimizers.base import Optimizer
 
 DEFAULT = "adamw"

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from payload import __version__
 from payload.report import compared_values, number_formats, series, times
-from payload.report.charts import CHARTS
+from payload.report.chart_definitions import CHARTS
 from payload.report.markup import environment
 from payload.report.predictions import predictions
 from payload.report.reproduce import commands

@@ -20,7 +20,7 @@ from payload.core.files import write_whole
 from payload.core.printable_text import one_line
 from payload.core.regular_files import open_regular, read_bytes
 from payload.core.suggested_commands import command
-from payload.core.symlinks import links_out, no_follow
+from payload.core.symlink_safety import links_out, no_follow
 from payload.report.source import Run
 from payload.report.trackers.base import About, Row, Tracker
 from payload.report.trackers.registry import make_tracker

@@ -23,7 +23,7 @@ from payload.core.files import (
 )
 from payload.core.printable_text import shown
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import links_out
+from payload.core.symlink_safety import links_out
 from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import MEMBER_NAME, NODE_NAME, RUN_ID

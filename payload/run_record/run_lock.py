@@ -14,7 +14,7 @@ from typing import Self
 
 from payload.core.errors import UsageError
 from payload.core.files import move_aside, require_file
-from payload.core.symlinks import no_follow
+from payload.core.symlink_safety import no_follow
 from payload.run_record.run_files import RunPaths
 from payload.run_record.suggested_run_commands import run_command
 

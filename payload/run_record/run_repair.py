@@ -23,7 +23,7 @@ from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import is_not_regular, move_aside
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import links_out
+from payload.core.symlink_safety import links_out
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID

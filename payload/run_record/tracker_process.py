@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from payload.config.launch_sections import AUTO_TRACKER
 from payload.config.run_config import RunConfig
 from payload.core.printable_text import one_line
-from payload.run_record.report_process import report_process
+from payload.run_record.report_and_samples_process import report_process
 from payload.run_record.run_files import RunPaths
 
 _END_S = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.symlinks import refuse_links
+from payload.core.symlink_safety import refuse_links
 
 
 def cluster_path(root: Path, *names: str) -> Path:

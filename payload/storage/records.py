@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from payload.core.errors import PreflightError
 from payload.core.files import free_bytes
 from payload.core.regular_files import open_regular
-from payload.core.symlinks import is_own_folder, no_follow
+from payload.core.symlink_safety import is_own_folder, no_follow
 from payload.run_record.run_files import NAMES, RunPaths
 from payload.storage.objects import (
     ABSENT,

@@ -13,7 +13,7 @@ from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.monitor.exporter import monitored
-from payload.run_record.report_process import write_report
+from payload.run_record.report_and_samples_process import write_report
 from payload.run_record.run_files import DEFAULT_GRACE_S, RunPaths
 from payload.run_record.run_lock import FORCE_SIGNAL, RunLock
 from payload.run_record.run_repair import known_config, move_blockers_aside

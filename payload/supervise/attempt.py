@@ -26,7 +26,7 @@ from payload.launch.liveness import (
     lost_nodes,
 )
 from payload.launch.outcome import Evidence, Verdict, is_failure, judge
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import Rank
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RunPaths, Summary, last_record

@@ -31,7 +31,7 @@ from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.launch.liveness import SILENT_S, NodeHeartbeat
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.machines.inventory import Node
 from payload.supervise.heartbeat import EVERY_S
 from payload.supervise.processes import die_with_parent

@@ -21,7 +21,7 @@ from payload.core.files import discard
 from payload.core.suggested_commands import command
 from payload.launch.environment import rank_environment
 from payload.launch.launchers.registry import find
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.rank_variables import BY_PRECEDENCE, NODE_RANK, RankVariables, identify
 from payload.run_record.checkpoint_grace import GracePeriod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from payload.launch.outcome import Verdict
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.run_record.reserved_space import write_record
 from payload.run_record.run_files import RunPaths, RunState, Summary, last_record
 from payload.run_record.run_statistics import with_best, with_cost, with_metrics, with_time

@@ -17,7 +17,7 @@ from payload.launch.budget import JobTime, cost_usd, limit_verdict, time_limit
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
 from payload.launch.outcome import Verdict, stopped_by_system
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
 from payload.machines.inventory import ClusterInventory

@@ -18,7 +18,7 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import PreflightError
 from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_command
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.run_record.run_files import RunPaths, RunState, last_record, write_json
 from payload.run_record.store_state import StoreState
 

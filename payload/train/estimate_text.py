@@ -12,8 +12,8 @@ from payload.estimates.network import Network, sends_per_byte
 from payload.estimates.quantized_cost import dequantize_s, dequantized_times, quantized_weights
 from payload.estimates.step_time import predict_step
 from payload.models.spec import ModelSpec
+from payload.train.gemm_and_network_benchmark import Calibration
 from payload.train.ranks.world import World
-from payload.train.speed_measurement import Calibration
 from payload.train.tasks.base import Task
 
 

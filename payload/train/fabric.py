@@ -94,8 +94,8 @@ def _measure(
     env: Mapping[str, str], *, rank: int, place: Mapping[str, Any], device: DeviceKind
 ) -> None:
     from payload.config.launch_sections import DeviceSection, DistributedSection
+    from payload.train.gemm_and_network_benchmark import gemm_rounds_flops_per_s
     from payload.train.ranks.world import World
-    from payload.train.speed_measurement import gemm_rounds_flops_per_s
 
     world = World.from_env(env).on(DeviceSection(kind=device))
     world.join(DistributedSection(timeout_s=60.0))
@@ -129,7 +129,7 @@ def _require_sum(world: World) -> None:
 
 def _exchange(world: World) -> dict[str, Any]:
     """Measure the all-reduce and each rank's receive rate from the previous rank."""
-    from payload.train.speed_measurement import measure_exchange, receive_bytes_per_s
+    from payload.train.gemm_and_network_benchmark import measure_exchange, receive_bytes_per_s
 
     if world.world_size == 1:
         return {"exchange": None}

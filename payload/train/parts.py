@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from payload.config.run_config import RunConfig
 from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.checkpoint import BaseModel
+from payload.train.gemm_and_network_benchmark import Calibration
 from payload.train.models.base import CausalLM
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.rank_metrics_and_heartbeat import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
-from payload.train.speed_measurement import Calibration
 from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
 

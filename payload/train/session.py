@@ -28,6 +28,7 @@ from payload.run_record.metrics_log import stream_metrics
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import ensure_identity
 from payload.train.estimate_text import describe
+from payload.train.gemm_and_network_benchmark import Calibration, calibrate
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
@@ -41,7 +42,6 @@ from payload.train.setup import (
     find_start,
     require_disk_space,
 )
-from payload.train.speed_measurement import Calibration, calibrate
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
 from payload.train.strategies.shard_calibration import ShardingSetup

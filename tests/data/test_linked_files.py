@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ConfigError, DataError, ExitCode
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.data.__main__ import main
 from payload.data.reading.blocks import TokenData
 from payload.data.templates.chat_template import read_chat_template
@@ -20,7 +20,7 @@ from payload.data.tokenizers import load_tokenizer
 from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import load_meta
 from payload.formats.hf_folder import TOKENIZER_FILES, read_tokenizer_files
-from payload.orchestrate.machine_profiles.node_uploads import local_weights
+from payload.orchestrate.machine_profiles.code_and_data_uploads import local_weights
 from tests.support.chat_data import make_model, make_tokenizer
 from tests.support.data_folders import make_data_folder
 

@@ -20,7 +20,7 @@ from payload.core.errors import CheckpointError, ExitCode
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import hf_tokenizer
 from payload.export.__main__ import main
-from payload.export.tensors import atomic_path
+from payload.export.hf_weight_reader import atomic_path
 from payload.export.vocabulary import Vocabulary, read_vocabulary
 from payload.models.gguf import plan_gguf
 from payload.models.gpt2.spec import Gpt2Spec

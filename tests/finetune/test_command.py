@@ -23,7 +23,7 @@ from payload.core.errors import ExitCode
 from payload.data.__main__ import main as data
 from payload.finetune.__main__ import main
 from payload.orchestrate.__main__ import main as orchestrate
-from payload.run_record.report_process import add_samples
+from payload.run_record.report_and_samples_process import add_samples
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import read_samples
 from tests.support.chat_data import conversations, make_model, write_rows

@@ -22,7 +22,7 @@ from payload.data.sources.registry import build_source
 from payload.data.sources.source_flags import SourceKind, SourceRequest
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.findings.trial import Measured, NodeSpeed, Record, read_record

@@ -22,7 +22,7 @@ from payload.launch.launcher import Job, Reach
 from payload.launch.launcher_files import render_accelerate, render_hosts
 from payload.launch.launchers.registry import find
 from payload.launch.launchers.srun import each_node_command
-from payload.launch.plan import LaunchPlan, rank_arguments, rank_program
+from payload.launch.plan_record import LaunchPlan, rank_arguments, rank_program
 from payload.launch.ranks import place_ranks
 from payload.models.spec import ModelSpec
 from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT

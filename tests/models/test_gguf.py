@@ -19,7 +19,7 @@ from payload.models.gguf import gguf_config, gguf_file, read_gguf
 from payload.models.gguf_header import Array, Value, read_header
 from payload.models.llama.spec import DecoderSpec
 from payload.models.registry import read_spec
-from payload.orchestrate.machine_profiles.node_uploads import local_weights
+from payload.orchestrate.machine_profiles.code_and_data_uploads import local_weights
 from payload.train.models.loading import load
 from payload.train.tensors.gguf_to_hf_folder import folder_of_gguf
 from payload.weights.source import find_source

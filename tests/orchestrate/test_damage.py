@@ -14,7 +14,7 @@ import pytest
 from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode, UsageError
 from payload.formats.checkpoint_listing import manifest_problems
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.machines.inventory import ClusterInventory
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main

@@ -25,7 +25,7 @@ from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import local_stack, with_random_hosts
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
-from payload.orchestrate.commands.run_options import DashboardOptions
+from payload.orchestrate.commands.run_commands_options import DashboardOptions
 from payload.orchestrate.ssh.cluster import Cluster, connect_to
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths

@@ -17,7 +17,6 @@ from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import file_request, merge
 from payload.orchestrate.runs.remote_run import planned_run_dir
-from payload.orchestrate.ssh.node_runs import NodeRuns
 from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
@@ -29,6 +28,7 @@ from payload.orchestrate.ssh.remote_calls import (
     Signalled,
     parse_answer,
 )
+from payload.orchestrate.ssh.remote_run_folders import NodeRuns
 from payload.orchestrate.ssh.run_keys import _Created as KeyMade
 from payload.orchestrate.ssh.run_keys import _Names as Names
 from payload.orchestrate.ssh.start_claim import _Claimed as Claimed

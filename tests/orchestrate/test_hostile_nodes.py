@@ -12,16 +12,16 @@ from payload.core.errors import AnswerError, ConfigError, TileforgeError
 from payload.core.printable_text import printable
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.commands.attach import attach
-from payload.orchestrate.commands.run_options import AttachOptions
+from payload.orchestrate.commands.run_commands_options import AttachOptions
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import record_contact
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import inspect_node, this_code
-from payload.orchestrate.ssh.node_runs import NodeRun, runs_on
 from payload.orchestrate.ssh.remote_calls import (
     Login,
 )
+from payload.orchestrate.ssh.remote_run_folders import NodeRun, runs_on
 from payload.orchestrate.ssh.run_keys import install_run_key
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import StartSshd, remote_run

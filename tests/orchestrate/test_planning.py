@@ -18,7 +18,7 @@ import payload
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
 from payload.launch.launcher import Job, Launcher
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.machines.inventory import Access, ClusterInventory
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess

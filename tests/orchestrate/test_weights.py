@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from payload.core.errors import ConfigError
-from payload.orchestrate.machine_profiles.node_uploads import local_weights
+from payload.orchestrate.machine_profiles.code_and_data_uploads import local_weights
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files
 

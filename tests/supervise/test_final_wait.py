@@ -12,7 +12,7 @@ import pytest
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.run_record.run_files import Summary, read_json
 from payload.supervise.uploader_and_restore import Uploader
 from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, state_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.machines.inventory import ClusterInventory
 from payload.machines.machine import hostname
 from payload.run_record.run_files import RunPaths, Summary, read_json

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.regular_files import MAX_FILE_BYTES
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.supervise.heartbeat_receiver import LineSplitter, NodeStream, close_all, parse_message
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in, wait_for

@@ -16,7 +16,7 @@ import pytest
 from payload.config.run_config import load_run_config
 from payload.config.store_address import parse_store_address
 from payload.core.errors import ExitCode, PreflightError
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.run_record.run_files import RunPaths, RunState, write_json
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import Upload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from payload.train import speed_measurement as calibration
+from payload.train import gemm_and_network_benchmark as calibration
 
 
 def calibrate_briefly() -> None:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from payload.config.run_config import load_run_config
 from payload.run_record.run_files import RunPaths
-from payload.train import speed_measurement as calibration
+from payload.train import gemm_and_network_benchmark as calibration
 from payload.train.ranks.world import World
 from payload.train.session import train
 from payload.train.start_clock import StartClock

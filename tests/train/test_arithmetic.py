@@ -11,8 +11,8 @@ import torch
 from payload.config.run_config import parse_run_config
 from payload.models.gpt2.spec import PRESETS
 from payload.train.estimate_text import describe
+from payload.train.gemm_and_network_benchmark import Calibration
 from payload.train.ranks.world import World
-from payload.train.speed_measurement import Calibration
 from payload.train.tasks.registry import open_task
 
 

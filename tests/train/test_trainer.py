@@ -18,12 +18,12 @@ from payload.data.reading.blocks import BlockOrder, TokenBlocks
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.saving import Saving
+from payload.train.gemm_and_network_benchmark import calibrate
 from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.parts import TrainContext
 from payload.train.rank_metrics_and_heartbeat import Heartbeat
 from payload.train.ranks.world import World, as_rank_lost
-from payload.train.speed_measurement import calibrate
 from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer

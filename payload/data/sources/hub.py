@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.names import GIT_COMMIT
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.parquet import (

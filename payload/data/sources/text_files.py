@@ -16,7 +16,7 @@ from typing import Any
 
 from payload.core.errors import DataError
 from payload.core.one_line import printable_line
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_sections import Division, divide

@@ -16,7 +16,7 @@ from typing import Any
 from payload.core.errors import ConfigError, DataError
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.data.templates.template_process import (
     TemplateFailedError,
     TemplateProcess,

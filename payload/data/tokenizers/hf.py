@@ -20,7 +20,7 @@ import numpy as np
 from payload.core.errors import DataError, TileforgeError, is_failure
 from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.declared_tokens_check import require_declared_tokens

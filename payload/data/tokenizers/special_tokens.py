@@ -12,7 +12,7 @@ from typing import Any
 from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import inside_folder
+from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
 
 CONFIG_FILE = "tokenizer_config.json"

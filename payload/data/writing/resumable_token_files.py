@@ -27,7 +27,7 @@ import numpy.typing as npt
 from payload.core.errors import DataError
 from payload.core.files import fsync_folder
 from payload.core.regular_files import read_bytes
-from payload.core.symlinks import no_follow
+from payload.core.symlink_safety import no_follow
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.data.reading.range_hashes import RangeHasher

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from payload.core.errors import UsageError
-from payload.core.plugin_files import file_name
+from payload.core.package_members import file_name
 
 MOUNT = "/mnt/tileforge"
 """Mount point of the storage: the folder with data/ and runs/."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from payload.core.errors import ConfigError
-from payload.core.plugin_files import member_names
+from payload.core.package_members import member_names
 from payload.launch import launchers
 from payload.launch.launcher import Launcher
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from payload.orchestrate.commands.run_choice import local_run_error, run_of
-from payload.orchestrate.commands.run_options import AttachOptions
+from payload.orchestrate.commands.run_commands_options import AttachOptions
 from payload.orchestrate.follow.follow import EndOptions, follow
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.terminal.console import text_console

@@ -8,7 +8,7 @@ from typing import Literal
 
 import payload
 from payload.core.command_line import option
-from payload.orchestrate.commands.run_options import runs_dir_option
+from payload.orchestrate.commands.run_commands_options import runs_dir_option
 
 StoppedChoice = Literal["start", "replace", "leave"]
 QUICKSTART = Path(payload.__file__).parent / "configs" / "quickstart.toml"

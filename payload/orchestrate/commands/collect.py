@@ -11,12 +11,12 @@ from payload.config.store_address import StoreAddress
 from payload.core.errors import ExitCode, SshUnreachableError
 from payload.core.suggested_commands import command
 from payload.orchestrate.commands.run_choice import local_run_error, site_run
-from payload.orchestrate.commands.run_options import RunChoice
+from payload.orchestrate.commands.run_commands_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import collect_from_store, find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.approved_settings import unapproved_settings
-from payload.run_record.report_process import write_report
+from payload.run_record.report_and_samples_process import write_report
 from payload.run_record.run_files import RunPaths, point_latest_at
 from payload.storage.isolated_reader import watched_store
 from payload.storage.store_access import is_address, run_address, stored_at

@@ -8,8 +8,8 @@ from contextlib import suppress
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError
 from payload.estimates.batch_size import with_recorded_size
-from payload.launch.plan import auto_batch_size
-from payload.orchestrate.commands.run_options import ConfigOptions
+from payload.launch.plan_record import auto_batch_size
+from payload.orchestrate.commands.run_commands_options import ConfigOptions
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_repair import config_to_resume
 

@@ -25,7 +25,7 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.commands.run_options import DashboardOptions
+from payload.orchestrate.commands.run_commands_options import DashboardOptions
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run

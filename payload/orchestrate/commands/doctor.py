@@ -13,6 +13,12 @@ from typing import Any
 from rich.table import Table
 
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, UsageError
+from payload.orchestrate.clouds.gcp.api_and_machine_type_checks import (
+    check_gpus,
+    check_offers,
+    check_own_gpus,
+    check_services,
+)
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.check_result import Check, denied, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google, UnreadableError
@@ -26,12 +32,6 @@ from payload.orchestrate.clouds.gcp.prerequisites import (
     check_image,
     check_proxy,
     check_quota_project,
-)
-from payload.orchestrate.clouds.gcp.project_checks import (
-    check_gpus,
-    check_offers,
-    check_own_gpus,
-    check_services,
 )
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.quotas import check_quotas

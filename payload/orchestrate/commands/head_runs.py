@@ -20,7 +20,7 @@ from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.stack.operator_key_file import operator_key_path, require_private
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.node_runs import NodeRun
+    from payload.orchestrate.ssh.remote_run_folders import NodeRun
 
 
 # A machine without host keys is still booting and was never reachable over SSH.
@@ -87,8 +87,8 @@ def _query(
 ) -> Head:
     # paramiko takes half a second to import.
     from payload.orchestrate.ssh.cluster import Cluster
-    from payload.orchestrate.ssh.node_runs import runs_on
     from payload.orchestrate.ssh.remote_calls import Login
+    from payload.orchestrate.ssh.remote_run_folders import runs_on
 
     inventory = outputs.inventory
     own = cluster_folder(folder, inventory.cluster)

@@ -9,10 +9,10 @@ from payload.core.errors import (
     ExitCode,
     UsageError,
 )
-from payload.core.symlinks import refuse_links
+from payload.core.symlink_safety import refuse_links
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.commands.run_choice import site_run
-from payload.orchestrate.commands.run_options import LogsOptions
+from payload.orchestrate.commands.run_commands_options import LogsOptions
 from payload.orchestrate.follow.follow import Tail, follow_log
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run

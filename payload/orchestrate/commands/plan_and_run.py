@@ -16,11 +16,11 @@ from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.printable_text import printable
 from payload.estimates.batch_size import with_auto_size
 from payload.formats.checkpoint_listing import newest_valid
-from payload.launch.plan import auto_batch_size
+from payload.launch.plan_record import auto_batch_size
 from payload.orchestrate.commands.config_choice import load_config
+from payload.orchestrate.commands.export_job_file import export, require_no_export_options
 from payload.orchestrate.commands.inventory_site import site_of
-from payload.orchestrate.commands.plan_export import export, require_no_export_options
-from payload.orchestrate.commands.run_options import PlanOptions, RunOptions
+from payload.orchestrate.commands.run_commands_options import PlanOptions, RunOptions
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
@@ -45,7 +45,7 @@ from payload.run_record.approved_settings import (
     settings_to_approve,
     unapproved_settings,
 )
-from payload.run_record.report_process import add_samples
+from payload.run_record.report_and_samples_process import add_samples
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import known_summary
 from payload.storage.store_access import fetch_data_to_cache, resolve_results

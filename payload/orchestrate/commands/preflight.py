@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from payload.orchestrate.commands.config_choice import load_config
-from payload.orchestrate.commands.run_options import PreflightOptions
+from payload.orchestrate.commands.run_commands_options import PreflightOptions
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.preflight import checks
 

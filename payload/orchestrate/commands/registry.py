@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from payload.orchestrate.commands import cloud_options as cloud
-from payload.orchestrate.commands import run_options as runs
+from payload.orchestrate.commands import run_commands_options as runs
 
 Program = Callable[[Any, Any], int]
 """A function of the options, and of a LocalAccess or the environment."""

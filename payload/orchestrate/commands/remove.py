@@ -7,7 +7,7 @@ from pathlib import Path
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.orchestrate.commands.run_choice import is_alive_at_site, readable_mirror
-from payload.orchestrate.commands.run_options import RemoveOptions
+from payload.orchestrate.commands.run_commands_options import RemoveOptions
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, mirror_file
 from payload.orchestrate.runs.removal import (

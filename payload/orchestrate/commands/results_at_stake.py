@@ -20,14 +20,14 @@ from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands.collect import collect
 from payload.orchestrate.commands.head_runs import Head, query_head
-from payload.orchestrate.commands.run_options import RunChoice
+from payload.orchestrate.commands.run_commands_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import all_runs
 from payload.run_record.run_files import RunPaths, Summary, read_json
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.node_runs import NodeRun
+    from payload.orchestrate.ssh.remote_run_folders import NodeRun
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
 """The runs of a cluster with a local copy."""

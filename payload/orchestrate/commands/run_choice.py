@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from payload.core.errors import ConfigError, TileforgeError, UsageError
-from payload.orchestrate.commands.run_options import ClusterRunChoice
+from payload.orchestrate.commands.run_commands_options import ClusterRunChoice
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.runs.site import SiteRun, poll_alive

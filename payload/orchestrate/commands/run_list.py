@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.orchestrate.commands.run_choice import is_alive_at_site
-from payload.orchestrate.commands.run_options import ListOptions
+from payload.orchestrate.commands.run_commands_options import ListOptions
 from payload.orchestrate.runs.run_index import RunView, all_runs, view_run
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table_lines

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from payload.core.errors import ConfigError, ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.commands.run_choice import readable_mirror, site_run
-from payload.orchestrate.commands.run_options import StatusOptions
+from payload.orchestrate.commands.run_commands_options import StatusOptions
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run, view_run

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.commands.run_choice import run_of
-from payload.orchestrate.commands.run_options import StopOptions
+from payload.orchestrate.commands.run_commands_options import StopOptions
 from payload.orchestrate.follow.follow import EndOptions, StopWait, print_run_result
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.site import SiteRun, how_to_attach

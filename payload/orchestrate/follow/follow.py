@@ -28,7 +28,7 @@ from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.run_record.approved_settings import bounded_wait_s
 from payload.run_record.checkpoint_grace import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
-from payload.run_record.report_process import write_report
+from payload.run_record.report_and_samples_process import write_report
 from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
     NAMES,

@@ -24,7 +24,7 @@ from payload.estimates.run_estimate import RunEstimate
 from payload.estimates.run_time import Speed, typical_speed
 from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
 from payload.models.registry import family_name
 from payload.orchestrate.hardware.nvidia import gpu_need

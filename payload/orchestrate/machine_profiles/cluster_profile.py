@@ -11,7 +11,7 @@ from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
-from payload.launch.plan import rank_program
+from payload.launch.plan_record import rank_program
 from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.inventory import Node
 from payload.orchestrate.findings.trial import Measured

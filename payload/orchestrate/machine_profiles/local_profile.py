@@ -23,7 +23,7 @@ from payload.core.python_processes import code_environment, code_path, module_co
 from payload.estimates.network import LOOPBACK_BYTES_PER_S
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
-from payload.launch.plan import rank_program
+from payload.launch.plan_record import rank_program
 from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.machines.machine import free_memory_bytes

@@ -35,8 +35,8 @@ from payload.orchestrate.findings.nodes import (
 )
 from payload.orchestrate.hardware.nvidia import QUERY, GpuNeed, torch_here
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.code_and_data_uploads import try_store
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.machine_profiles.node_uploads import try_store
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.preflight.report import (
     BootWait,

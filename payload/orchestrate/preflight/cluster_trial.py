@@ -34,8 +34,8 @@ from payload.orchestrate.machine_profiles.cluster_profile import (
     programs_of,
     venv_executable,
 )
+from payload.orchestrate.machine_profiles.code_and_data_uploads import upload_code
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
-from payload.orchestrate.machine_profiles.node_uploads import upload_code
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.runs.launcher_choice import LauncherChoice, choose_launcher
 from payload.orchestrate.runs.launcher_command import launch_command

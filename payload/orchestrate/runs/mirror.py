@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from payload.core.errors import AnswerError, ConfigError
 from payload.core.files import require_file, write_whole
 from payload.core.regular_files import open_regular, read_bytes
-from payload.core.symlinks import no_follow
+from payload.core.symlink_safety import no_follow
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema

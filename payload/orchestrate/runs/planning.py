@@ -13,7 +13,7 @@ from payload.estimates.run_estimate import RunEstimate, estimate_run
 from payload.estimates.strategy_comparison import StrategyPrediction, compare_strategies
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
-from payload.launch.plan import LaunchPlan, rank_arguments
+from payload.launch.plan_record import LaunchPlan, rank_arguments
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node

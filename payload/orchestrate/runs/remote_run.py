@@ -31,7 +31,7 @@ from payload.formats.checkpoint_listing import (
     MANIFEST_FILE,
     checkpoint_step,
 )
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_variables import RUN_DIR

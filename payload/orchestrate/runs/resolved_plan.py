@@ -13,7 +13,7 @@ from payload.estimates.strategy_comparison import StrategyPrediction
 from payload.launch.budget import TimeLimit
 from payload.launch.launcher import Launcher
 from payload.launch.launcher_files import render_accelerate, render_hosts
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import Placement, render_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.models.spec import ModelSpec

@@ -18,7 +18,7 @@ from payload.core.regular_files import can_see
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step, newest_valid
-from payload.launch.plan import LaunchPlan, operators_data
+from payload.launch.plan_record import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.runs.mirror import locked, mirror_file, read_mirrored

@@ -14,7 +14,7 @@ from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
-from payload.launch.plan import auto_batch_size
+from payload.launch.plan_record import auto_batch_size
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement
 from payload.orchestrate.runs.run_index import create_run, room_for
 from payload.run_record.approved_settings import record_approved, settings_to_approve

@@ -18,7 +18,7 @@ from payload.core.errors import (
     ConfigError,
     RankLostError,
 )
-from payload.core.plugin_files import file_name
+from payload.core.package_members import file_name
 from payload.orchestrate.runs.mirror import mirror_file, read_mirrored
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_index import is_copy, room_for

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from payload.core.errors import ConfigError
-from payload.core.plugin_files import member_names
+from payload.core.package_members import member_names
 from payload.orchestrate import sites
 from payload.run_record.run_files import RunJob, RunPaths, last_record
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _NOT_SITES = (
     "allocation",
-    "checkpoint_downloads",
+    "operator_checkpoint_copies",
     "ssh_run",
     "local",
     "registry",

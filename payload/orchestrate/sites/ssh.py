@@ -24,7 +24,11 @@ from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.machine_profiles.cluster_profile import Answers, ClusterAccess, programs_of
-from payload.orchestrate.machine_profiles.node_uploads import inspect_nodes, try_store, upload_code
+from payload.orchestrate.machine_profiles.code_and_data_uploads import (
+    inspect_nodes,
+    try_store,
+    upload_code,
+)
 from payload.orchestrate.machine_profiles.offline_plan import plan_dry_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial

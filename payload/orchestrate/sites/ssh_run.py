@@ -34,7 +34,7 @@ from payload.orchestrate.runs.remote_run import (
     require_own_remote,
 )
 from payload.orchestrate.runs.site import CollectResult, RunPoll, SiteRun, how_to_attach
-from payload.orchestrate.sites.checkpoint_downloads import CheckpointCopies
+from payload.orchestrate.sites.operator_checkpoint_copies import CheckpointCopies
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login
 from payload.orchestrate.terminal.console import text_console

@@ -18,7 +18,7 @@ from payload.core.regular_files import can_see, home_path
 from payload.launch.budget import TimeLimit
 from payload.machines.inventory import Node
 from payload.orchestrate.machine_profiles.cluster_profile import Answers
-from payload.orchestrate.machine_profiles.node_uploads import (
+from payload.orchestrate.machine_profiles.code_and_data_uploads import (
     Weights,
     local_weights,
     upload_data,
@@ -30,8 +30,8 @@ from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import how_to_attach
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import archive, unpack
-from payload.orchestrate.ssh.node_runs import make_room_for
 from payload.orchestrate.ssh.remote_calls import Begun, all_or_raise, on_every_node
+from payload.orchestrate.ssh.remote_run_folders import make_room_for
 from payload.orchestrate.ssh.run_keys import remove_run_key
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes
 from payload.run_record.run_files import RunPaths

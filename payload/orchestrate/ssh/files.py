@@ -20,7 +20,7 @@ from payload.core.file_hash import sha256_of
 from payload.core.files import is_not_regular
 from payload.core.printable_text import printable, shown
 from payload.core.regular_files import MAX_FILE_BYTES
-from payload.core.symlinks import no_follow
+from payload.core.symlink_safety import no_follow
 from payload.core.validation.names import SHA256
 from payload.formats.checkpoint_download import (
     complete_copy,

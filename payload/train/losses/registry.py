@@ -6,7 +6,7 @@ import importlib
 
 from payload.config.training_sections import TaskSection
 from payload.core.errors import ConfigError
-from payload.core.plugin_files import member_names
+from payload.core.package_members import member_names
 from payload.core.tasks import TASKS
 from payload.formats.data_folder import DataMeta
 from payload.train import losses

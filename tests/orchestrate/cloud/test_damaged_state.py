@@ -9,7 +9,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.cluster_records import record_plan
-from payload.orchestrate.ssh.node_runs import NodeRun
+from payload.orchestrate.ssh.remote_run_folders import NodeRun
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE

@@ -11,7 +11,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.ssh.node_runs import NodeRun
+from payload.orchestrate.ssh.remote_run_folders import NodeRun
 from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words

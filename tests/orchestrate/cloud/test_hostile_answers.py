@@ -20,6 +20,7 @@ from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.cluster_records import load_cluster_record
 from payload.orchestrate.clouds.gcp import host_keys
+from payload.orchestrate.clouds.gcp.api_and_machine_type_checks import check_offers, check_services
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.buckets import buckets
 from payload.orchestrate.clouds.gcp.client import Google
@@ -31,7 +32,6 @@ from payload.orchestrate.clouds.gcp.filestore_instances import filestores
 from payload.orchestrate.clouds.gcp.listing import _of_kind, list_everything
 from payload.orchestrate.clouds.gcp.organization_policies import check_policies
 from payload.orchestrate.clouds.gcp.prerequisites import check_billing, check_bucket, check_image
-from payload.orchestrate.clouds.gcp.project_checks import check_offers, check_services
 from payload.orchestrate.clouds.gcp.quotas import check_quotas
 from payload.orchestrate.clouds.gcp.removal import remove
 from payload.orchestrate.clouds.gcp.removal_order import Resource

@@ -15,7 +15,7 @@ from payload.machines.inventory import Access, Source
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.at_risk import cluster_warning, loses_checkpoints, run_warning
 from payload.orchestrate.runs.remote_run import RemoteRun
-from payload.orchestrate.sites.checkpoint_downloads import CheckpointCopies
+from payload.orchestrate.sites.operator_checkpoint_copies import CheckpointCopies
 from payload.orchestrate.sites.ssh_run import ClusterRun
 from payload.orchestrate.terminal.console import text_console
 from payload.stack.operator_key_file import make_operator_key

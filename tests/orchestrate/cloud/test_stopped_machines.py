@@ -210,7 +210,7 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
         return Head()
 
     monkeypatch.setattr("payload.orchestrate.ssh.cluster.Cluster.connect", lambda *_: None)
-    monkeypatch.setattr("payload.orchestrate.ssh.node_runs.runs_on", runs)
+    monkeypatch.setattr("payload.orchestrate.ssh.remote_run_folders.runs_on", runs)
     monkeypatch.setattr(head_runs, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert len(tries) == 4  # three before the confirmation, one after it

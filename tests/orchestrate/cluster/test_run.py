@@ -23,7 +23,7 @@ import pytest
 
 from payload.core.errors import INTERRUPTED, ExitCode, PreflightError
 from payload.core.interrupts import PRESS_S
-from payload.launch.plan import LaunchPlan
+from payload.launch.plan_record import LaunchPlan
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.orchestrate.runs.mirror import read_mirrored

@@ -11,7 +11,7 @@ from rich.console import Console
 from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.machine_profiles.node_uploads import (
+from payload.orchestrate.machine_profiles.code_and_data_uploads import (
     inspect_nodes,
     local_weights,
     upload_weights,

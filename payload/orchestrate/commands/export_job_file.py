@@ -7,7 +7,7 @@ from payload.core.files import write_whole
 from payload.core.suggested_commands import quoted
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands.config_choice import load_config
-from payload.orchestrate.commands.run_options import PlanOptions
+from payload.orchestrate.commands.run_commands_options import PlanOptions
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.export_plan import plan_export
