@@ -131,7 +131,7 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
 
 
 def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
-    """Return the limit with most matching dimensions; -1 if unlimited, None if unknown."""
+    """Return the limit that matches most dimensions; -1 if unlimited, None if unknown."""
     dimensions = {"region": region, "vm_family": family.lower()}
     fitting = [
         each
@@ -147,7 +147,7 @@ def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
 
 
 def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
-    """Compare with a default project's limit; only the console shows this project's limit."""
+    """Compare with a default project's limit, because only the console shows the actual limit."""
     name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
     if default is None:
         return _not_known(name, amount, f"Check it at {page}")

@@ -1,4 +1,4 @@
-"""Runs `pulumi up` until it succeeds, with other zones and without drifted machines and orphans."""
+"""Repeats `pulumi up` until it succeeds: changes the zone, handles drifted machines and orphans."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Builder:
                 raise self._failed(update)
 
     def settle_firewall(self, update: Update) -> None:
-        """Replace firewall rules that differ from the program. Raises CloudError if one remains."""
+        """Replace changed firewall rules. Raises CloudError if a rule still differs."""
         reconcile_firewall(self.google(), update, again=self.build, talk=self.operations.talk)
 
     def _skip_full_zones(self) -> None:
@@ -142,7 +142,7 @@ class Builder:
         self._move(zone)
 
     def _build_on_demand(self, update: Update, stock_out: StockOut) -> None:
-        """Switch to on-demand machines, once, starting with the first zone of the config."""
+        """Switch to on-demand machines, once, and begin with the first configured zone."""
         self.operations.talk.print(stock_out.describe())
         question = "Delete these machines and build on-demand machines?"
         if not self.save(self.there, "the machines are kept", question):
@@ -190,7 +190,7 @@ class Builder:
         self._rebuilt |= {step.urn for step in drifted}
 
     def _clear(self) -> bool:
-        """Remove the cluster's resources that are missing in the stack; return whether it did."""
+        """Remove the cluster's resources that the stack lacks; return False if none was removed."""
         operations = self.operations
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)
