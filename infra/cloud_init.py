@@ -137,7 +137,7 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    # JSON is valid YAML. It quotes a key's comment, which can contain quotes and colons.
+    # JSON is valid YAML, so quotes and colons in a key's comment are safe.
     environment.filters |= {"quoted": json.dumps, "shell": shlex.quote}
     text = environment.from_string(files.template).render(
         state_file=BOOTSTRAP_STATE,

@@ -47,7 +47,7 @@ def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]
 
 def _places(config: ClusterConfig) -> Iterator[Problem]:
     if not REGION.fullmatch(config.region):
-        return  # already reported by read_config
+        return  # already reported as a problem
     if not config.zones:
         yield "zones", f" is empty. List zones of {config.region} in the order to try."
     for zone in config.zones:
@@ -98,7 +98,7 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
     try:
         machine: MachineType | None = config.machine()
     except ConfigError:
-        machine = None  # already reported by read_config
+        machine = None  # already reported as a problem
     if machine and config.disk_type not in ("auto", *machine.disk_types):
         yield (
             "diskType",

@@ -26,7 +26,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """The fields of summary.json that the speed needs."""
+    """The fields of summary.json from which the speed is read."""
 
     status: str
     tokens_per_s: float = checked(low=1e-9, high=1e12)
@@ -39,7 +39,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inventory:
-    """The fields of inventory.json that the speed needs."""
+    """The fields of inventory.json that identify the machines."""
 
     nodes: tuple[_Node, ...]
 

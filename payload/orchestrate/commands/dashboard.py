@@ -89,7 +89,7 @@ def _run_id(options: DashboardOptions) -> str | None:
 
 @contextmanager
 def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
-    """Forward the ports of the head's Grafana and Prometheus; yield the lines to print.
+    """Forward the ports of the head's Grafana and Prometheus; yield the URLs of the pages.
 
     `run_id` selects the page; the connection is closed at the end. Raises PreflightError if neither
     runs.

@@ -53,7 +53,7 @@ from payload.stack.cluster_files import cluster_path
 def check_price(need: CloudRequirements, catalog: Catalog | None, why_not: str = "") -> Check:
     """Return the cluster's price per hour, or which parts have no known price.
 
-    `why_not` says why the price catalog is missing or old.
+    `why_not` is the reason why the price catalog is missing or old.
     """
     spot = need.spot != "false"
     kind = "spot" if spot else "on demand"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from payload.orchestrate.ssh.node_runs import NodeRun
 
 
-# A machine without host keys is still booting, so nobody reached it over SSH.
+# A machine without host keys is still booting and was never reachable over SSH.
 _KEYS_S = 5.0
 BOOT_S, _RETRY_S = 300.0, 5.0
 
@@ -61,7 +61,7 @@ def query_head(
 ) -> Head:
     """Query the head for its runs, and print a warning if it cannot be reached.
 
-    The SSH key is the cluster's own key in `folder`, or else the first of `other_keys` that exists.
+    The SSH key is the cluster's key in `folder`, or the first key of `other_keys` that exists.
     If the head is booting, retry for `retry_for_s`.
     """
     inventory = outputs.inventory

@@ -53,7 +53,7 @@ class MachineResults:
         return stake
 
     def save(self, going: Sequence[str], kept: str, question: str) -> bool:
-        """Collect results if the user agrees, else return False. Raises if results can be lost."""
+        """Collect results; return False if the user declines. Raises if results can be lost."""
         for line in added_lines([each for each in self.added if each.machine in going], going):
             self.talk.print(line)
         stake = self.report(going)

@@ -1,4 +1,4 @@
-"""`up`: runs a preview, asks for confirmation, and runs `pulumi up`."""
+"""`up`: runs a preview, prompts for confirmation, and runs `pulumi up`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Stack:
     def google(self) -> Google:
         """Return the Google Cloud client for the project.
 
-        Created only when needed, because Google's libraries take a second to import.
+        Call it only when needed, because Google's libraries take a second to import.
         """
         cluster, folder = self.operations.cluster, self.operations.folder
         project = project_of(self.config.get("project"), cluster, self.env, folder=folder)

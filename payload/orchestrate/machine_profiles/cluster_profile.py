@@ -67,7 +67,7 @@ class ClusterAccess:
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` from the nodes' measured speed or else their CPUs; bf16 if unknown."""
+        """Resolve `auto` from the nodes' measured speed or from their CPUs; bf16 if unknown."""
         if choice != "auto":
             return choice
         if self.measured is not None:

@@ -83,7 +83,7 @@ def claim(run_dir: Path, name: str) -> dict[str, Any]:
 
 
 def claimed_by(runs: Path) -> str | None:
-    """Return the name of the claim's holder, or None if nobody holds the claim."""
+    """Return the name of the claim's holder, or None if the claim is not held."""
     claim = runs / ".claim.lock"
     if not is_held(claim):
         return None

@@ -41,7 +41,7 @@ _BULK_S = 4.0  # 64 KiB take half a second at 1 Mbit/s
 _PAUSE_S = 0.1
 _ECHO_S, _ECHO_TRIES = 0.3, 3
 _LINE_BYTES = 300
-_HEADERS_BYTES = 28  # header of IPv4 and UDP
+_HEADERS_BYTES = 28  # headers of IPv4 and UDP
 _UDP_MAX_BYTES = 65_507
 _SMALLER_MTUS = (8896, 1500, 1460, 1400, 1280, 576)
 # From linux/in.h; Python's socket module lacks them.

@@ -99,7 +99,7 @@ def get(
     """Copy the node's file `source` to the local path `target`; raises as `put` does.
 
     `sha256` is the checksum that the manifest lists for the file; raises CheckpointError if the
-    copied file has a different checksum. If `sha256` is None, the node computes the checksum. Never
+    copied file has a different checksum. Without `sha256`, the node computes the checksum. Never
     writes through a symlink, and never writes more than `most_bytes`.
     """
     partial = target.with_name(target.name + _PARTIAL)

@@ -25,7 +25,7 @@ class NodeRun:
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
     checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
-    """The newest complete checkpoint; empty if there is none."""
+    """The newest complete checkpoint; empty if no checkpoint is complete."""
     state: str | None = checked(pattern=SHA256, wanted="a sha256")
     """SHA-256 of state.json; None for a run that never started."""
 

@@ -104,7 +104,7 @@ class Route:
     host: str
     """The address or name to connect to."""
     proxy: tuple[str, ...] = ()
-    """The proxy command; empty if there is none."""
+    """The proxy command; empty without a proxy."""
     jump: str | None = None
     """The node that the connection passes through; None if it is direct."""
 

@@ -14,7 +14,7 @@ from payload.storage.google_environment_login import GoogleLogin
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
-"""Names a log file with a line of JSON for each request to Google: purpose, seconds and failure."""
+"""Variable that names a log file: one line of JSON for each request, with seconds and failure."""
 _SERVICE = "{service}"
 
 Service = Literal[

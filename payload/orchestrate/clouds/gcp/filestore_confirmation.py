@@ -1,4 +1,4 @@
-"""Asks for confirmation before a Filestore instance, which can hold data, is deleted."""
+"""Prompts for confirmation before a Filestore instance, which can hold data, is deleted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from payload.orchestrate.terminal.console import confirm_by_name
 
 
 class MayDelete(Protocol):
-    """A function with the signature of `may_delete` that confirms the deletion of instances."""
+    """A function that confirms the deletion of instances, as `may_delete` does."""
 
     def __call__(self, names: Iterable[str], *, kept: str) -> bool:
         """Return True if the user confirmed every instance."""

@@ -161,7 +161,7 @@ def find_leftovers(
 
     `ownership` proves which resources belong to `cluster`. By default the identity stored in
     `folder` is the proof. Without a proof, all resources built for a cluster of that name count as
-    leftovers, and none of them can be removed.
+    leftovers, and no resource can be removed.
     """
     if cluster is not None:
         check_cluster_name(cluster)

@@ -24,10 +24,9 @@ class Ownership:
     """Evidence that decides whether a cluster owns a resource."""
 
     identities: frozenset[str] = frozenset()
-    """Identities of this folder's cluster; NO_IDENTITY stands for resources built without one."""
+    """Identities of this folder's cluster; NO_IDENTITY represents resources built without one."""
     cluster: str = ""
-    """The cluster's name. A resource without an identity must have it as label or in its own name.
-    """
+    """The cluster's name; a resource without an identity needs this name in its label or name."""
     known: tuple[str, ...] = ()
     """Resource IDs in the stack's state."""
     project: str = ""

@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.gcp.compute_resource import get_compute_resource
 from payload.stack.cloud_requirements import CloudRequirements, Scope
 
 _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
-# Machine families after C3 have no metric of their own; Google counts them in a quota with
+# Machine families after C3 have no separate metric; Google counts them in a quota with
 # dimensions. https://cloud.google.com/docs/quotas/terminology and
 # .../docs/quotas/configure-dimensions
 _INTEGER = re.compile(r"-?[0-9]{1,19}")

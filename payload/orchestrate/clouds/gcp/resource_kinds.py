@@ -23,8 +23,7 @@ class Kind:
     aggregated: bool
     """True if resources of this kind are in zones or regions."""
     labelled: bool
-    """True if resources of this kind can have labels; otherwise their description has the labels.
-    """
+    """True if this kind can have labels; otherwise the description contains the labels."""
     gcloud: str
     """Command group after `gcloud compute`."""
 

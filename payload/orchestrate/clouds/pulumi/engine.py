@@ -39,7 +39,7 @@ def _wait(
                 on_event(event)
             if ended:
                 return interrupts
-            # After the process ends, read once more: the last events can have been written since.
+            # After the process ends, read again: the last events can have been written since.
             process.wait(timeout=_POLL_S)
             ended = True
         except subprocess.TimeoutExpired:
