@@ -36,9 +36,9 @@ class ResolvedInventory:
 
     inventory: ClusterInventory
     why: str
-    """Why this inventory was selected."""
+    """The reason for selecting this inventory."""
     domains: dict[str, tuple[Domain, ...]]
-    """NUMA domains by node; for a node whose cores are numbered 0 to n-1, the tuple is empty."""
+    """NUMA domains by node; no domains for nodes whose cores are numbered 0 to n-1."""
     nvidia: NvidiaFacts | None = None
     """This machine's GPUs; None for other machines."""
     gpu_notes: tuple[str, ...] = ()

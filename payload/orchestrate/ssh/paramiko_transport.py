@@ -30,7 +30,7 @@ BROKEN = (
 )
 
 Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
-"""What a connection runs over: TCP, a channel through the head, or a proxy command."""
+"""The stream that a connection uses: TCP, a channel through the head, or a proxy command."""
 
 SFTPClient: TypeAlias = paramiko.SFTPClient
 Channel: TypeAlias = paramiko.Channel
