@@ -1,8 +1,8 @@
 """Write requirements.lock from pyproject.toml: `make lock`, with UPGRADE=1 for newer versions.
 
 uv resolves for every supported system and Python version. All extras share one version of each
-package, except torch, which has another version in `intel`. Each line lists the extras that need
-the package, so install-payload.sh can select lines without a resolver. The lines below it are the
+package, except torch, whose version differs in `intel`. Each line lists the extras that need the
+package, so install-payload.sh can select lines without a resolver. The lines after it list the
 SHA-256 hashes of the package's wheels for the supported systems and Python versions.
 
 torch has two lines: `torch==V` for the default package index, whose Linux builds require CUDA
@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "bootstrap" / "requirements.lock"
 TOGETHER = ("train", "orchestrate", "infra", "dev", "quant", "fp8", "monitor", "storage")
 UNRESOLVED = ("ccl",)
-"""Extras from a separate index without dependencies; copied from pyproject.toml unresolved."""
+"""Extras whose packages come from a separate index, without dependencies. Their requirements are
+copied from pyproject.toml without resolving."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NEWEST_PYTHON = 14
 HEADER = """\
@@ -41,7 +42,7 @@ HEADER = """\
 _PLATFORM = re.compile(r"any|(manylinux|linux|macosx)\w*_(x86_64|aarch64|arm64|universal2)")
 
 Hashes = Mapping[str, Sequence[str]]
-"""Sorted hashes by `package==version`."""
+"""Maps `package==version` to sorted hashes."""
 
 
 def resolve(
@@ -52,10 +53,10 @@ def resolve(
     keep: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Resolve requirements; return all requirement lines, including dependencies, and hashes.
+    """Resolve requirements; return the lines of all packages, with dependencies, and the hashes.
 
-    `requirements` are arguments of `uv pip compile`: files, and `--extra` for pyproject.toml.
-    `pins` are required versions, `keep` are preferred versions.
+    `requirements` are arguments of `uv pip compile`: files, and `--extra` for pyproject.toml. The
+    result must have the versions in `pins`, and has those in `keep` if possible.
     """
     with tempfile.TemporaryDirectory() as folder:
         constraints, output = Path(folder, "constraints.txt"), Path(folder, "lock.txt")
@@ -151,7 +152,7 @@ def read_lock(text: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def cpu_build(pin: str, *, old: Hashes, torch_index: str, uv: str) -> list[str]:
-    """Return the hashes of torch's CPU builds for Linux, from their index or the old lock."""
+    """Return the hashes of torch's CPU builds for Linux, from PyTorch's index or the old lock."""
     with tempfile.TemporaryDirectory() as folder:
         requirement = Path(folder, "torch.in")
         requirement.write_text(f"{pin}\n", encoding="utf-8")
@@ -203,7 +204,7 @@ def make_lock(*, upgrade: bool, torch_index: str, uv: str) -> str:
 def cuda_packages(
     torch: str, *, pins: Iterable[str], uv: str
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the CUDA packages of the default index's Linux build of torch, with hashes."""
+    """Return the CUDA packages that torch's default Linux build requires, with their hashes."""
     pins = list(pins)
     with tempfile.TemporaryDirectory() as folder:
         requirement = Path(folder, "torch.in")

@@ -1,4 +1,4 @@
-"""Computes a node's bootstrap values from the settings; test machines boot from them, too."""
+"""Computes a node's bootstrap values from the settings, for clusters and for test machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infra.config import ClusterConfig
 from infra.node_addresses import SUBNET, node_address, node_name
 
 _ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
-"""A placeholder key, so that the text does not depend on the operator."""
+"""A placeholder for the operator's key, so that the text does not depend on the key."""
 
 
 def node_bootstrap(
@@ -54,10 +54,11 @@ def user_data(
 def rebuild_triggers(
     config: ClusterConfig, files: BootstrapFiles, *, has_keys: bool, version: str
 ) -> tuple[str, str]:
-    """Return the user-data of head and worker whose changes replace a machine.
+    """Return the user-data of the head and of a worker that triggers a rebuild if it changes.
 
-    Another operator's key or another number of nodes only applies to new machines and replaces no
-    running one. Exception: the head's Prometheus needs every node's address.
+    A change of the operator's key or of the number of nodes affects only new machines. Exception:
+    with monitoring, the head is replaced if the number of nodes changes, because its Prometheus
+    needs every node's address.
     """
     keys = (_ANY_KEY,) if has_keys else ()
     single = user_data(replace(config, node_count=1), files, authorized_keys=keys, version=version)

@@ -37,7 +37,7 @@ _SCRIPTS = PurePosixPath("/usr/local/lib/tileforge")
 # python3-dev and g++ are for torch.compile, which compiles C++ with Python.h.
 _PACKAGES = (
     *("g++", "iproute2", "numactl", "openssh-client", "python3-dev", "python3-venv"),
-    "libtcmalloc-minimal4t64|libtcmalloc-minimal4",  # Ubuntu 24.04's name, and Debian 12's
+    "libtcmalloc-minimal4t64|libtcmalloc-minimal4",  # names in Ubuntu 24.04 and Debian 12
 )
 
 _KEY_TYPES = (
@@ -54,12 +54,12 @@ class NodeBootstrap:
     """Values for rendering a node's user-data."""
 
     authorized_keys: tuple[str, ...]
-    """Public keys that can log in as `trainer`, each one line of an authorized_keys file. Can be
-    empty only if `os_login_user` is set."""
+    """Public keys that can log in as `trainer`, each as a line of an authorized_keys file. Only if
+    `os_login_user` is set can the tuple be empty."""
     version: str
-    """The payload's version, for the state file."""
+    """The payload's version, which the state file records."""
     extras: str = "train"
-    """Extras of the lock to install, as for install-payload.sh."""
+    """Extras of the lock to install, in the format of install-payload.sh."""
     extra_packages: tuple[str, ...] = ()
     """Additional Debian packages."""
     wheelhouse: str | None = None
@@ -71,11 +71,11 @@ class NodeBootstrap:
     is_monitored: bool = False
     """True to install Prometheus."""
     nodes: tuple[tuple[str, str], ...] = ()
-    """Name and address of every node, the head first; empty if no node needs them."""
+    """Name and address of every node, the head first; empty if no node needs this list."""
     shared: str = "none"
     """The shared folder: none, nfs from the head, or filestore."""
     shared_clients: str = ""
-    """Address range to which the head exports the folder."""
+    """Address range to which the head exports the shared folder."""
     os_login_user: str | None = None
     """The only user who can log in, through Google's OS Login, if `trainer` has no key."""
 
@@ -85,7 +85,7 @@ class NodeBootstrap:
         return self.os_login_user or NODE_USER
 
     def packages(self) -> tuple[str, ...]:
-        """Return the Debian packages to install; of names separated by `|`, the first available."""
+        """Return the Debian packages to install: of names separated by `|`, the first available."""
         ours = ("ca-certificates",) if self.is_monitored else ()
         return tuple(sorted({*_PACKAGES, *ours, *self.extra_packages}))
 
@@ -124,7 +124,7 @@ class BootstrapFiles:
             ) from None
 
     def lock_sha(self) -> str:
-        """Return the SHA-256 of the lock file, which is `sha` in the state file."""
+        """Return the SHA-256 of the lock file, which the state file records as `sha`."""
         return hashlib.sha256(self.lock).hexdigest()
 
 
@@ -250,5 +250,5 @@ def key_problem(key: str) -> str | None:
 
 
 def _shown(key: str) -> str:
-    """Return the start of a key for messages; nothing of a private key."""
+    """Return the start of a public key for messages, and never any text of a private key."""
     return repr("...") if "PRIVATE" in key else repr(key.strip()[:40])

@@ -28,7 +28,7 @@ class ClusterConfig(StackSettings):
 
     @property
     def zone(self) -> str:
-        """The zone of all nodes; the other zones are alternatives if it is full."""
+        """The zone of all nodes; if it is full, `up` can use the setting's other zones."""
         return self.zones[0]
 
     def uses_spot(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checks settings that depend on each other; each problem has the value and the fix. Pure."""
+"""Checks settings that depend on each other; each problem states the value and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from payload.stack.google_name_patterns import KMS_KEY, REGION
 from payload.stack.stack_settings import LOGIN
 
 MIN_LIFETIME_S, MAX_LIFETIME_S = 600, 30 * 86_400
-# Compute Engine's limit is 120 days, which is too long for machines that are billed by the hour.
+# Compute Engine's limit is 120 days, which is too long for machines with hourly costs.
 
 _IMAGE = re.compile(r"projects/[a-z0-9:.-]+/global/images/[a-z]([a-z0-9-]*[a-z0-9])?")
 # Google's image projects that cannot boot a node, with the reason. Debian's images deliberately
@@ -35,11 +35,11 @@ _UNFIT_IMAGES = {
 }
 
 Problem = tuple[str, str]
-"""A setting's key, and the rest of the message after it."""
+"""The key of a setting, and the text that follows the key in the error message."""
 
 
 def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]:
-    """Return all problems, except of keys that were already refused."""
+    """Return all problems, except problems of the keys in `refused`, which are already reported."""
     checks = (_places, _machine, _disks, _money, _access, _network, _software)
     found = [problem for check in checks for problem in check(config)]
     return [problem for problem in found if problem[0] not in refused]
@@ -47,7 +47,7 @@ def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]
 
 def _places(config: ClusterConfig) -> Iterator[Problem]:
     if not REGION.fullmatch(config.region):
-        return  # already reported
+        return  # already reported as a problem
     if not config.zones:
         yield "zones", f" is empty. List zones of {config.region} in the order to try."
     for zone in config.zones:
@@ -98,7 +98,7 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
     try:
         machine: MachineType | None = config.machine()
     except ConfigError:
-        machine = None  # already reported
+        machine = None  # already reported as a problem
     if machine and config.disk_type not in ("auto", *machine.disk_types):
         yield (
             "diskType",
@@ -111,7 +111,7 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.head_disk_gb}: must be 0, which means diskGb, or from diskGb "
             f"({config.disk_gb}) to 65536.",
         )
-    # Google's limits of the tier ZONAL: https://cloud.google.com/filestore/docs/service-tiers
+    # Google's limits for the tier ZONAL: https://cloud.google.com/filestore/docs/service-tiers
     if config.shared_storage == "filestore" and (
         not 1024 <= config.filestore_gb <= 9_984 or config.filestore_gb % 256
     ):

@@ -24,7 +24,7 @@ _LOGIN_KEYS = {
     "gcp:accessToken": "GOOGLE_OAUTH_ACCESS_TOKEN",
     "gcp:impersonateServiceAccount": "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT",
 }
-"""Login settings of the provider, with the equivalent environment variables."""
+"""Login settings of the provider, each with the equivalent environment variable."""
 
 
 def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
@@ -33,7 +33,7 @@ def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
     `root` is the project's folder. Raises ConfigError with all problems.
     """
     prefix = f"{PROJECT}:"
-    # Pulumi passes the settings in the environment; CONFIG has those set within the program.
+    # Pulumi passes the settings in the environment; CONFIG has settings that a program set itself.
     all_keys = {*get_config_env(), *CONFIG.get()}
     raw = {key.removeprefix(prefix) for key in all_keys if key.startswith(prefix)}
     settings = pulumi.Config(PROJECT)
@@ -107,7 +107,7 @@ def read_config(
 
 
 def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Problems]:
-    """Return the settings and the problems; a value of the wrong type is replaced by the default.
+    """Return the settings and the problems; the default replaces a value of the wrong type.
 
     A value outside its limits is kept, so that the checks of other settings still work.
     """
@@ -149,7 +149,7 @@ def _typed(text: str, default: object) -> object:
 
 
 def _message(refused: RefusedError, *, key: str, text: str) -> str:
-    """Return the message after the key for a refused setting with the value `text`."""
+    """Return the error text that follows the key of a setting with the invalid value `text`."""
     if refused.reason == "type":
         kind = {bool: "true or false", int: "an integer"}.get(refused.wanted)
         fix = f"Set it: pulumi config set {key} VALUE"

@@ -35,7 +35,8 @@ def cost_of(
 def price_of_cluster(config: ClusterConfig, catalog: Catalog | None = None) -> Cost:
     """Return the cluster's cost. Raises BudgetError above maxHourlyUsd.
 
-    With spot = auto, on-demand machines must fit, too, because `up` can switch to them.
+    With spot = auto, the price of on-demand machines must also be below the limit, because `up` can
+    switch to on-demand machines.
     """
     cost = cost_of(config, catalog=catalog)
     cap = config.price_cap_usd()

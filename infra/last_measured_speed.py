@@ -26,7 +26,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """The fields of summary.json that are needed."""
+    """The fields of summary.json from which the speed is read."""
 
     status: str
     tokens_per_s: float = checked(low=1e-9, high=1e12)
@@ -39,7 +39,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inventory:
-    """The fields of inventory.json that are needed."""
+    """The fields of inventory.json that identify the machines."""
 
     nodes: tuple[_Node, ...]
 
@@ -47,7 +47,7 @@ class _Inventory:
 def last_measured_speed(runs: Path, *, machine_type: str, node_count: int) -> Speed | None:
     """Return the speed of the newest finished run on the same machines and node count, or None.
 
-    The newest run has the last modified summary.json. Damaged runs are ignored.
+    The newest run is the run whose summary.json was modified last. Damaged runs are ignored.
     """
     found = []
     for path in runs.glob("*/summary.json"):

@@ -1,13 +1,13 @@
 """Google's machine types with AMX or GPUs, and the features of each.
 
 Sources of shapes, bandwidth and NUMA domains: Cyclenerd/google-cloud-compute-machine-types,
-instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803, util.py. Both
-read 2026-11-21. Source of families with compact placement:
-https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement, read 2026-11-22.
+instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803, util.py. Both were
+read on 2026-11-21. Source of families with compact placement:
+https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement, read on 2026-11-22.
 
 GPU types (g2, a2, a3): shapes from payload/pricing/prices/machines.csv; the rest from
-https://cloud.google.com/compute/docs/accelerator-optimized-machines. It lists no NUMA domains, so
-two are assumed from 96 vCPUs on.
+https://cloud.google.com/compute/docs/accelerator-optimized-machines. The page lists no NUMA
+domains, so two are assumed for 96 vCPUs or more.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class MachineType:
     disk_types: tuple[str, ...]
     """Supported boot disk types; `auto` resolves to the first."""
     has_smt: bool
-    """True if a core has two threads, so that threads_per_core has an effect."""
+    """True if a core has two threads; only then does threads_per_core have an effect."""
     live_migrates: bool
     compact: bool
-    """True if it supports compact placement."""
+    """True if the machine type supports compact placement."""
     tier1: bool
-    """True if it supports Tier_1 bandwidth."""
+    """True if the machine type supports Tier_1 bandwidth."""
     has_on_demand: bool = True
-    """False if Google sells it only as spot."""
+    """False if Google sells the machine type only as spot."""
     gpus: Gpus | None = None
     """None for a type without GPUs."""
 
@@ -48,12 +48,12 @@ class _Family:
     sizes: tuple[int, ...]
     """Numbers of vCPUs."""
     gib_per_vcpu: dict[str, float]
-    """By the middle part of the name, such as highmem."""
+    """GiB of memory per vCPU, by the middle part of the type's name, such as highmem."""
     domains: tuple[tuple[int, int], ...]
-    """Pairs of largest number of vCPUs and NUMA domains."""
+    """Pairs of a largest number of vCPUs and the number of NUMA domains up to that size."""
     disk_types: tuple[str, ...]
     tier1_from: int | None
-    """Smallest number of vCPUs with Tier_1; None if no size supports it."""
+    """Smallest number of vCPUs with Tier_1 bandwidth; None if no size supports it."""
     threads_per_core: int = 2
     live_migrates: bool = True
     compact: bool = True
@@ -94,7 +94,7 @@ _FAMILIES = {
     ),
 }
 
-# vCPUs, GiB of memory, NUMA domains. GPU machines do not live-migrate.
+# vCPUs, GiB of memory and NUMA domains of each type. GPU machines do not live-migrate.
 _GPU_TYPES = {
     "g2-standard-4": (4, 16, 1),
     "g2-standard-8": (8, 32, 1),
@@ -145,7 +145,7 @@ _WITHOUT_AMX = {
 
 
 def machine_type(name: str) -> MachineType:
-    """Return the machine type `name`. Raises ConfigError that lists the valid ones."""
+    """Return the machine type `name`. Raises ConfigError that lists the valid names."""
     family_name, _, rest = name.partition("-")
     if family_name in _WITHOUT_AMX:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Names and addresses of the cluster's nodes, which are fixed before anything is built."""
+"""Names and addresses of the cluster's nodes, which are set before anything is built."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FIRST_HOST = 10
 
 
 def node_name(config: ClusterConfig, index: int) -> str:
-    """Return the name of the instance and of the node in the inventory."""
+    """Return the name of a node in the inventory, which is also the name of its instance."""
     return f"{config.cluster}-node-{index}"
 
 
 def node_address(index: int) -> str:
-    """Return the internal address, which is fixed and kept when the node is rebuilt."""
+    """Return a node's internal address, which stays the same if the node is rebuilt."""
     return str(ipaddress.ip_network(SUBNET)[FIRST_HOST + index])

@@ -12,14 +12,14 @@ from payload.core.regular_files import read_bytes
 from payload.stack.operator_key_file import make_key, preview_key
 
 _MOST_KEY_BYTES = 2**18
-"""Size limit of the public key file, which is that of user-data."""
+"""Size limit of the public key file; user-data has the same limit."""
 
 Problems = list[tuple[str, str]]
-"""A setting's key, and the rest of the message after it."""
+"""The key of a setting, and the text that follows the key in the error message."""
 
 
 def make_missing_key(public_file: Path) -> str:
-    """Create a missing key and return its public half; a preview only reports it."""
+    """Create a missing key pair and return its public half; a preview only reports it."""
     private_file = public_file.with_suffix("")
     if pulumi.runtime.is_dry_run():
         pulumi.info(f"would create the cluster's SSH key: {private_file}")
@@ -30,7 +30,7 @@ def make_missing_key(public_file: Path) -> str:
 
 
 def operator_keys(config: ClusterConfig, *, root: Path) -> tuple[tuple[str, ...], Problems]:
-    """Return the lines of the public key file, and its problems."""
+    """Return the lines of the public key file, and the problems found in it."""
     name = "operatorPublicKeyFile"
     path = config.public_key_file()
     private = path.with_suffix("")

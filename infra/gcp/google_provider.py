@@ -1,4 +1,4 @@
-"""Google's provider, for the resources of all components."""
+"""The Google Cloud provider for the resources of all components."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import pulumi_gcp
 
 
 def on_google(*, project: str, region: str) -> pulumi.ResourceOptions:
-    """Return the options of a component whose resources are in this project."""
+    """Return the options that create a component's resources in this project and region."""
     google = pulumi_gcp.Provider("google", project=project, region=region)
     return pulumi.ResourceOptions(providers=[google])

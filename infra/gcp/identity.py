@@ -1,4 +1,4 @@
-"""The nodes' service account, which has no permissions by itself."""
+"""The nodes' service account, which has no permissions when it is created."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def inventory_output(
 ) -> Output[dict[str, Any]]:
     """Return the stack's output `inventory`.
 
-    Its host_keys are empty. A node creates its keys at boot and publishes them as guest attributes
-    (namespace `hostkeys`); the orchestrator reads them through Google's API.
+    The inventory contains no host keys. A node creates its host keys at boot and publishes them as
+    guest attributes (namespace `hostkeys`); the orchestrator reads them through Google's API.
     """
     return Output.all(nodes.head_external_address(), bucket_output(results)).apply(
         lambda known: as_plain(

@@ -1,4 +1,4 @@
-"""Permissions on the operator's encryption key, for service agents that encrypt for the cluster."""
+"""Permissions for Google's service agents that encrypt cluster data with the operator's key."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class KeyAccess(ComponentResource):
         self.register_outputs({"kms_key": args.kms_key})
 
     def _grant(self, name: str, kms_key: str, email: Output[str]) -> None:
-        # Retained, because the bucket outlives the cluster and would be unreadable without it, and
-        # because other clusters of the project can use the same key.
+        # Retained, because the bucket outlives the cluster and cannot be read without this
+        # permission, and because other clusters of the project can use the same key.
         kms.CryptoKeyIAMMember(
             name,
             crypto_key_id=kms_key,

@@ -20,14 +20,14 @@ from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 _UNIX_S = re.compile(r"[0-9]{1,11}")
 
 IGNORED = ("description",)
-"""For `ignore_changes` of resources with a `mark` as description."""
+"""Attributes for `ignore_changes` of resources whose description is a `mark`."""
 
 
 def program_identity(root: Path, cluster: str) -> str:
     """Return the identity of the stack's cluster; a preview does not store a new one.
 
     `root` is the project's folder. Raises ConfigError, also if only the folder's file has the
-    identity, because building with it would claim existing resources as this user's.
+    identity: a build would then treat existing resources of this identity as this user's.
     """
     is_preview = pulumi.runtime.is_dry_run()
     recorded, is_proven = recorded_cluster_identity(root, cluster)
@@ -43,7 +43,7 @@ def program_identity(root: Path, cluster: str) -> str:
 def cluster_labels(
     *, cluster: str, identity: str, expires_unix: int, extra: dict[str, str]
 ) -> dict[str, str]:
-    """Return the labels for a resource that is billed or can be left over."""
+    """Return the labels for a resource that costs money or can be left behind."""
     own = {CLUSTER_LABEL: cluster, IDENTITY_LABEL: identity, EXPIRES_LABEL: str(expires_unix)}
     own["managed-by"] = "pulumi"
     return extra | own

@@ -18,7 +18,7 @@ from payload.stack.stack_settings import MTU
 
 NFS_PORT = "2049"
 
-# SSH; the ranks' rendezvous; the kernel's ephemeral ports, which gloo and mpirun use.
+# SSH, the ranks' rendezvous, and the kernel's ephemeral ports, which gloo and mpirun use.
 NODE_PORTS = ("22", f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}", "32768-60999")
 _EVERYWHERE = "0.0.0.0/0"
 
@@ -35,9 +35,9 @@ class NetworkArgs:
     ssh_source: str
     """Address range from which SSH is allowed."""
     ssh_to: str | None
-    """The only address to which SSH is allowed; None if the source can only reach the head."""
+    """The only address to which SSH is allowed; None if `ssh_source` can reach only the head."""
     shared_storage: str
-    """`nfs` opens the head's NFS port, `filestore` opens FILESTORE_RANGE; or `none`."""
+    """`nfs` opens the head's NFS port, `filestore` opens FILESTORE_RANGE, `none` opens neither."""
     node_account: Input[str]
     """E-mail address of the nodes' service account, to which firewall rules apply."""
     labels: dict[str, str]
@@ -53,11 +53,12 @@ class ClusterNetwork(ComponentResource):
         """Create the resources under `name`."""
         super().__init__("tileforge:infra:ClusterNetwork", name, {}, opts)
         self._args = args
-        # Google only changes the MTU of a network without running machines. So a new MTU means a
-        # new network of another name: Pulumi creates it first and deletes the old one last.
+        # Google only changes the MTU of a network without running machines. So a new MTU requires a
+        # new network with a different name: Pulumi creates the new network first and deletes the
+        # old one last.
         self._suffix = "" if args.mtu == MTU else f"-{args.mtu}"
         self._child = ResourceOptions(parent=self, ignore_changes=list(IGNORED))
-        # Rules keep their names, so the old rule must be deleted before the new one is created.
+        # Rules keep their names, so Pulumi must delete the old rule before it creates the new one.
         self._rule = ResourceOptions.merge(self._child, ResourceOptions(delete_before_replace=True))
         network = compute.Network(
             f"{args.cluster}-network",
@@ -123,7 +124,7 @@ class ClusterNetwork(ComponentResource):
         )
 
     def _restricted_apis(self, network: compute.Network) -> None:
-        """Resolve all names of Google's APIs to RESTRICTED, as its documentation describes."""
+        """Resolve all names of Google's APIs to RESTRICTED, as Google's documentation describes."""
         zone = dns.ManagedZone(
             f"{self._args.cluster}-googleapis",
             name=f"{self._args.cluster}-googleapis",

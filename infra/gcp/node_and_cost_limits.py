@@ -1,4 +1,4 @@
-"""Counts a stack's nodes and refuses a cost over the limit per hour, from its resources. Pure."""
+"""Counts the nodes among a stack's resources and checks the limit of cost per hour. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def number_of_nodes(resources: Sequence[Resource]) -> int:
 
 
 def cost_problems(resources: Sequence[Resource], *, most_usd: float) -> Iterator[str]:
-    """Yield why machines, disks and Filestore can cost over `most_usd` dollars per hour."""
+    """Yield a problem if machines, disks and Filestore can cost over `most_usd` per hour."""
     folders = [found for found in resources if str(found["type"]) == _FILESTORE]
     prices = {str(found["name"]): _price(found) for found in _instances(resources)}
     prices |= {str(found["name"]): _filestore_price(found) for found in folders}

@@ -21,22 +21,23 @@ _REBUILDS = (
     *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
     *("threads_per_core", "tier1", "confidential", "kms_key", "mtu"),
 )
-# Not changed on an existing machine; a rebuilt machine gets the program's values.
+# These are not changed on an existing machine; a rebuilt machine gets the program's values.
 _IGNORED_CHANGES = (
-    # Made by people: attached disks, network tags, a resized or labelled boot disk. Labels of the
-    # machine are not listed, because the provider manages only its own.
+    # People can change these: attached disks, network tags, a resized or labelled boot disk. Labels
+    # of the machine are not listed, because the provider manages only the labels that it set.
     *("attachedDisks", "tags"),
     *("bootDisk.initializeParams.size", "bootDisk.initializeParams.labels"),
     # Written by the console's SSH button (cluster-toolkit, pull request 316).
     'metadata["ssh-keys"]',
-    # Depends on the machine's start time; the program only has the current time.
+    # Depends on the machine's start time, but the program only has the current time.
     f'labels["{EXPIRES_LABEL}"]',
-    # When one node becomes several, or back, the head keeps its placement and its disk.
+    # If one node becomes several, or several become one, the head keeps its placement and its disk.
     *("resourcePolicies", "scheduling.onHostMaintenance"),
 )
 # A3 and A2 Ultra always have local SSDs.
 _IGNORED_CHANGES_WITH_GPUS = ("scratchDisks",)
-# Free performance of a hyperdisk-balanced disk. Google's default is higher, at a surcharge.
+# Performance of a hyperdisk-balanced disk without surcharge. Google's default is higher and costs
+# more.
 FREE_IOPS, FREE_MIB_PER_S = 3_000, 140
 _BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -48,16 +49,16 @@ class NodesArgs:
     config: ClusterConfig
     user_data: str
     boots_alike: tuple[str, str]
-    """User-data that triggers a rebuild of head and worker: `bootstrap_values.boots_alike`."""
+    """User-data that triggers a rebuild of head and worker: `bootstrap_values.rebuild_triggers`."""
     kept_metadata: tuple[str, ...]
     """Keys of metadata that people added to machines."""
     shared_source: Input[str] | None
-    """SERVER:/PATH of the folder that all nodes mount, if Google assigns it."""
+    """SERVER:/PATH of the folder that all nodes mount, if Google assigns the address."""
     labels: dict[str, str]
     subnetwork: Input[str]
     service_account: Input[str]
     after: tuple[Resource, ...]
-    """Resources that a node needs until its removal, such as NAT and firewall for packages."""
+    """Resources that must exist as long as the nodes, such as the NAT and firewall for packages."""
 
 
 class ClusterNodes(ComponentResource):
@@ -70,7 +71,7 @@ class ClusterNodes(ComponentResource):
         """Create the resources under `name`."""
         super().__init__("tileforge:infra:ClusterNodes", name, {}, opts)
         self._args = args
-        # Also for a single node, because a head that was part of a larger cluster keeps the policy.
+        # Also for a single node, because the head of a former larger cluster keeps the policy.
         placement = self._placement() if args.config.has_placement() else None
         self.instances = [
             self._instance(
@@ -91,7 +92,7 @@ class ClusterNodes(ComponentResource):
         return self.instances[0].network_interfaces.apply(_external_address)
 
     def labels(self) -> Output[list[dict[str, str] | None]]:
-        """Return each instance's recorded labels, including its expiry."""
+        """Return each instance's recorded labels, which include its expiry."""
         return Output.all(*(instance.labels for instance in self.instances))
 
     def _placement(self) -> compute.ResourcePolicy:
@@ -175,7 +176,7 @@ class ClusterNodes(ComponentResource):
         )
 
     def _interface(self, index: int) -> compute.InstanceNetworkInterfaceArgs:
-        # Only the head has an external address, and only with direct access.
+        # Only the head has an external address, and only if the access mode is direct.
         external = self._args.config.access_mode == "direct" and index == 0
         return compute.InstanceNetworkInterfaceArgs(
             subnetwork=self._args.subnetwork,

@@ -1,4 +1,4 @@
-"""Checks of the security rules: pure functions over plain resource inputs."""
+"""Checks the security rules with pure functions over plain resource inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.stack.google_name_patterns import KMS_ROLE
 from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
 Resource = Mapping[str, Any]
-"""A dictionary with `type`, `name` and `inputs`, with Pulumi's names."""
+"""A dictionary with `type`, `name` and `inputs`, with names as in Pulumi."""
 
 NOT_KNOWN = "(known after up)"
 """Placeholder in a preview for a value that Google assigns."""
@@ -36,7 +36,7 @@ _NAMED_IMAGE = re.compile(r"(.*/)?projects/[^/]+/global/images/(?!family/)[^/]+"
 
 
 def default_network(resource: Resource) -> Iterator[str]:
-    """For the rule own-network."""
+    """Yield violations of the rule own-network."""
     inputs = resource["inputs"]
     named = [inputs.get("network"), inputs.get("subnetwork")]
     for interface in inputs.get("networkInterfaces") or []:
@@ -48,13 +48,13 @@ def default_network(resource: Resource) -> Iterator[str]:
 
 
 def automatic_subnets(resource: Resource) -> Iterator[str]:
-    """For the rule custom-subnets."""
+    """Yield violations of the rule custom-subnets."""
     if resource["inputs"].get("autoCreateSubnetworks") is not False:
         yield "creates subnets automatically; set autoCreateSubnetworks to false"
 
 
 def ssh_from_internet(resource: Resource) -> Iterator[str]:
-    """For the rule ssh-source."""
+    """Yield violations of the rule ssh-source."""
     for source in _sources_into(resource, 22):
         network = _network(source)
         if source != IAP_RANGE and network and network.num_addresses > 256:
@@ -62,20 +62,20 @@ def ssh_from_internet(resource: Resource) -> Iterator[str]:
 
 
 def ssh_not_from_proxy(resource: Resource) -> Iterator[str]:
-    """For the rule proxy-only."""
+    """Yield violations of the rule proxy-only."""
     for source in _sources_into(resource, 22):
         if source != IAP_RANGE:
             yield f"allows SSH from {source}, bypassing Google's proxy"
 
 
 def rdp(resource: Resource) -> Iterator[str]:
-    """For the rule no-rdp."""
+    """Yield violations of the rule no-rdp."""
     for source in _sources_into(resource, 3389):
         yield f"allows RDP from {source}"
 
 
 def flow_logs(resource: Resource) -> Iterator[str]:
-    """For the rule flow-logs."""
+    """Yield violations of the rule flow-logs."""
     logs = resource["inputs"].get("logConfig")
     if not logs:
         yield "logs no flows"
@@ -86,7 +86,7 @@ def flow_logs(resource: Resource) -> Iterator[str]:
 
 
 def wide_ingress(resource: Resource) -> Iterator[str]:
-    """For the rule narrow-ingress."""
+    """Yield violations of the rule narrow-ingress."""
     if not _is_allow(resource, "INGRESS"):
         return
     inputs = resource["inputs"]
@@ -104,7 +104,7 @@ def wide_ingress(resource: Resource) -> Iterator[str]:
 
 
 def wide_egress(resource: Resource) -> Iterator[str]:
-    """For the rule narrow-egress."""
+    """Yield violations of the rule narrow-egress."""
     inputs = resource["inputs"]
     if not _is_allow(resource, "EGRESS"):
         return
@@ -136,7 +136,7 @@ def egress_not_denied(resources: Sequence[Resource]) -> Iterator[str]:
 
 
 def open_without_nat(resources: Sequence[Resource]) -> Iterator[str]:
-    """For the rule closed-without-nat."""
+    """Yield violations of the rule closed-without-nat."""
     kinds = {_kind(found) for found in resources}
     if "Firewall" not in kinds or "RouterNat" in kinds:
         return
@@ -163,27 +163,27 @@ def _is_closed(network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) ->
 
 
 def private_google_access(resource: Resource) -> Iterator[str]:
-    """For the rule private-google-access."""
+    """Yield violations of the rule private-google-access."""
     if resource["inputs"].get("privateIpGoogleAccess") is not True:
         yield "cannot reach Google's APIs without NAT; set privateIpGoogleAccess"
 
 
 def default_account(resource: Resource) -> Iterator[str]:
-    """For the rule own-account."""
+    """Yield violations of the rule own-account."""
     email = (resource["inputs"].get("serviceAccount") or {}).get("email")
     if not email or str(email).endswith("-compute@developer.gserviceaccount.com"):
         yield "runs as the project's default service account"
 
 
 def full_scope(resource: Resource) -> Iterator[str]:
-    """For the rule narrow-scope."""
+    """Yield violations of the rule narrow-scope."""
     for scope in (resource["inputs"].get("serviceAccount") or {}).get("scopes") or []:
         if scope.rpartition("/")[2] in ("cloud-platform", "cloud-platform.read-only", "compute"):
             yield f"has access tokens of scope {scope}"
 
 
 def roles(resource: Resource) -> Iterator[str]:
-    """For the rule least-roles."""
+    """Yield violations of the rule least-roles."""
     inputs = resource["inputs"]
     role = inputs.get("role")
     if (_kind(resource), role) == ("CryptoKeyIAMMember", KMS_ROLE):
@@ -215,13 +215,13 @@ def metadata_is(key: str, expected: str) -> Callable[[Resource], Iterator[str]]:
 
 
 def forwarding(resource: Resource) -> Iterator[str]:
-    """For the rule no-forwarding."""
+    """Yield violations of the rule no-forwarding."""
     if resource["inputs"].get("canIpForward"):
         yield "forwards packets of other machines"
 
 
 def plain_disk_keys(resource: Resource) -> Iterator[str]:
-    """For the rule no-plain-disk-keys."""
+    """Yield violations of the rule no-plain-disk-keys."""
     inputs = resource["inputs"]
     disks = [inputs.get("bootDisk") or {}, *(inputs.get("attachedDisks") or []), inputs]
     for disk in disks:
@@ -231,7 +231,7 @@ def plain_disk_keys(resource: Resource) -> Iterator[str]:
 
 
 def shielded(resource: Resource) -> Iterator[str]:
-    """For the rule shielded."""
+    """Yield violations of the rule shielded."""
     settings = resource["inputs"].get("shieldedInstanceConfig") or {}
     for key in ("enableSecureBoot", "enableVtpm", "enableIntegrityMonitoring"):
         if settings.get(key) is not True:
@@ -239,14 +239,14 @@ def shielded(resource: Resource) -> Iterator[str]:
 
 
 def public_address(resource: Resource) -> Iterator[str]:
-    """For the rule no-public-address."""
+    """Yield violations of the rule no-public-address."""
     for interface in resource["inputs"].get("networkInterfaces") or []:
         if interface.get("accessConfigs") or interface.get("ipv6AccessConfigs"):
             yield "has an external address"
 
 
 def confidential(resource: Resource) -> Iterator[str]:
-    """For the rule confidential-whole."""
+    """Yield violations of the rule confidential-whole."""
     settings = resource["inputs"].get("confidentialInstanceConfig")
     if not settings:
         return
@@ -257,14 +257,14 @@ def confidential(resource: Resource) -> Iterator[str]:
 
 
 def pinned_image(resource: Resource) -> Iterator[str]:
-    """For the rule pinned-image."""
+    """Yield violations of the rule pinned-image."""
     parameters = (resource["inputs"].get("bootDisk") or {}).get("initializeParams") or {}
     if not _NAMED_IMAGE.fullmatch(str(parameters.get("image"))):
         yield f"boots {parameters.get('image')}, which is not a named image"
 
 
 def private_bucket(resource: Resource) -> Iterator[str]:
-    """For the rule private-bucket."""
+    """Yield violations of the rule private-bucket."""
     if resource["inputs"].get("uniformBucketLevelAccess") is not True:
         yield "has per-object access control; set uniformBucketLevelAccess"
     if resource["inputs"].get("publicAccessPrevention") != "enforced":
@@ -272,7 +272,7 @@ def private_bucket(resource: Resource) -> Iterator[str]:
 
 
 def private_filestore(resource: Resource) -> Iterator[str]:
-    """For the rule private-filestore."""
+    """Yield violations of the rule private-filestore."""
     inputs = resource["inputs"]
     options = (inputs.get("fileShares") or {}).get("nfsExportOptions") or []
     if not options:
@@ -286,7 +286,7 @@ def private_filestore(resource: Resource) -> Iterator[str]:
 
 
 def recoverable_bucket(resource: Resource) -> Iterator[str]:
-    """For the rule recoverable-bucket."""
+    """Yield violations of the rule recoverable-bucket."""
     inputs = resource["inputs"]
     kept_s = (inputs.get("softDeletePolicy") or {}).get("retentionDurationSeconds")
     if kept_s != NOT_KNOWN and (not isinstance(kept_s, (int, float)) or kept_s < _WEEK_S):
@@ -296,13 +296,13 @@ def recoverable_bucket(resource: Resource) -> Iterator[str]:
 
 
 def secrets(resource: Resource) -> Iterator[str]:
-    """For the rule no-secrets."""
+    """Yield violations of the rule no-secrets."""
     if "PRIVATE KEY" in json.dumps(resource["inputs"], default=str):
         yield "contains a private key"
 
 
 def limited_life(resource: Resource) -> Iterator[str]:
-    """For the rule limited-life."""
+    """Yield violations of the rule limited-life."""
     scheduling = resource["inputs"].get("scheduling") or {}
     if not (scheduling.get("maxRunDuration") or {}).get("seconds"):
         yield "has no run time limit"
@@ -313,13 +313,13 @@ def limited_life(resource: Resource) -> Iterator[str]:
 
 
 def disk_goes_too(resource: Resource) -> Iterator[str]:
-    """For the rule disk-goes-too."""
+    """Yield violations of the rule disk-goes-too."""
     if (resource["inputs"].get("bootDisk") or {}).get("autoDelete") is not True:
         yield "leaves its disk behind"
 
 
 def labelled(resource: Resource) -> Iterator[str]:
-    """For the rule labelled."""
+    """Yield violations of the rule labelled."""
     inputs = resource["inputs"]
     places = {"": inputs.get("labels")}
     if _kind(resource) == "Instance":
@@ -336,7 +336,7 @@ def _kind(resource: Resource) -> str:
 
 
 def kind_of(resource_type: str) -> str:
-    """Return the last part of a resource's type; Filestore instances are called `Filestore`."""
+    """Return the last part of a resource's type; for a Filestore instance, return `Filestore`."""
     is_filestore = resource_type.startswith("gcp:filestore/")
     return "Filestore" if is_filestore else resource_type.rpartition(":")[2]
 
@@ -373,7 +373,7 @@ def _protocol(entry: Mapping[str, Any]) -> str:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Return the address range, or None if it is not a range or not yet known."""
+    """Return the address range, or None if the text is not a range or not yet known."""
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError:

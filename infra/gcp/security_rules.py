@@ -32,7 +32,7 @@ class Rule:
     tools: str = ""
     """Names of this rule in other scanners."""
     level: Literal["mandatory", "advisory"] = "mandatory"
-    """Advisory if an access mode does not follow the rule, for a reason in docs/security.md."""
+    """Advisory if an access mode violates the rule, for a reason in docs/security.md."""
 
 
 RULES = (
@@ -274,18 +274,18 @@ NOT_MET: Mapping[str, str] = {
     "4.11": "machines are confidential only with `confidential: true`",
     "4.12": "machines run for hours and boot a named image; OS Config does not report patches",
 }
-"""CIS recommendations that the program does not follow, with the reason."""
+"""CIS recommendations that the program does not follow, each with the reason."""
 
 EXCEPTIONS: Mapping[str, frozenset[str]] = {
     "oslogin": frozenset(),
     "iap": frozenset({"os-login"}),
     "direct": frozenset({"os-login", "proxy-only", "no-public-address"}),
 }
-"""Rules that an accessMode does not follow; docs/security.md has the reasons."""
+"""Rules that each accessMode does not follow; docs/security.md states the reasons."""
 
 
 def findings(resources: Sequence[Resource]) -> dict[str, list[str]]:
-    """Return the problems by rule name; rules without problems are left out."""
+    """Return the problems by rule name; omit rules without problems."""
     found = {rule.name: list(rule_findings(rule, resources)) for rule in RULES}
     return {name: problems for name, problems in found.items() if problems}
 

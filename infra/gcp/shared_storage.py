@@ -13,8 +13,9 @@ from infra.node_addresses import FILESTORE_RANGE, node_address
 from payload.stack.resource_labels import EXPIRES_LABEL
 
 SHARE = "shared"
-# NFS 4.1 needs only port 2049. The basic tiers support only NFS 3, which needs five more ports,
-# some of them open on the nodes. https://cloud.google.com/filestore/docs/supported-protocols
+# NFS 4.1 needs only port 2049. The basic tiers support only NFS 3, which needs five more ports, and
+# some of these must be open on the nodes.
+# https://cloud.google.com/filestore/docs/supported-protocols
 TIER, PROTOCOL = "ZONAL", "NFS_V4_1"
 
 
@@ -27,7 +28,7 @@ class FilestoreArgs:
     """Name of the cluster's network."""
     labels: dict[str, str]
     after: tuple[Resource, ...]
-    """Resources that it depends on, such as the permission to use its key."""
+    """Resources that the instance depends on, such as the permission to use its key."""
 
 
 class SharedFilestore(ComponentResource):
@@ -66,12 +67,12 @@ class SharedFilestore(ComponentResource):
             ],
             kms_key_name=config.kms_key or None,
             labels=args.labels,
-            # It has no lifetime limit, so the stack must be able to delete it.
+            # The instance has no lifetime limit, so the stack must be able to delete it.
             deletion_protection_enabled=False,
             opts=ResourceOptions(
                 parent=self,
-                # A change of zone would create a new, empty instance. All zones of the region can
-                # reach this one, so it is kept with its data.
+                # A change of zone would create a new, empty instance. Nodes in all zones of the
+                # region can reach the existing instance, so it is kept with its data.
                 ignore_changes=["location", f'labels["{EXPIRES_LABEL}"]', *IGNORED],
                 depends_on=list(args.after),
             ),
@@ -79,7 +80,7 @@ class SharedFilestore(ComponentResource):
 
 
 def _exports(config: ClusterConfig) -> list[filestore.InstanceFileSharesNfsExportOptionArgs]:
-    """Return export options: only the nodes can mount it, and only the head has root access."""
+    """Return export options: only nodes can mount the share, and only the head has root access."""
     head, *workers = (node_address(index) for index in range(config.node_count))
     rows = [("NO_ROOT_SQUASH", [head])] + ([("ROOT_SQUASH", workers)] if workers else [])
     return [

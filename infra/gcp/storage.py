@@ -15,8 +15,8 @@ ROLE = "roles/storage.objectUser"
 RUNS = "runs/"
 """Prefix of the objects that nodes can access: storage.results `auto` is gs://BUCKET/runs."""
 KEPT_S = 7 * 86_400
-"""Time during which a deleted or overwritten object can be restored, and is billed. Nodes can
-neither shorten it nor delete the kept objects, unlike object versions."""
+"""How long a deleted or overwritten object can be restored and is billed. Nodes cannot shorten this
+time or delete the kept objects, but they could delete versions of an object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class StorageArgs:
     bucket: str
     """`create`, `none`, or the name of an existing bucket."""
     kms_key: str
-    """Encryption key; empty for Google's key."""
+    """The encryption key; empty to use Google's key."""
     labels: dict[str, str]
     node_account: Input[str]
     after: tuple[Resource, ...]
@@ -64,7 +64,8 @@ class ResultsBucket(ComponentResource):
             return None
         if args.bucket != "create":
             return Output.from_input(args.bucket)
-        # Pulumi appends a random suffix to the name, so a kept bucket does not block the next one.
+        # Pulumi appends a random suffix to the name, so a kept bucket does not prevent creating the
+        # next one.
         created = storage.Bucket(
             f"{args.cluster}-results",
             location=args.region,
@@ -81,7 +82,8 @@ class ResultsBucket(ComponentResource):
             opts=ResourceOptions(
                 parent=self,
                 depends_on=args.after,
-                # Not protected, because `pulumi destroy` would then fail for all resources.
+                # Not protected, because protection would make `pulumi destroy` fail for all
+                # resources.
                 retain_on_delete=True,
                 ignore_changes=[f'labels["{EXPIRES_LABEL}"]'],
             ),
@@ -92,7 +94,7 @@ class ResultsBucket(ComponentResource):
 def runs_only(bucket: str) -> str:
     """Return the IAM condition that limits a node's ROLE to objects of runs.
 
-    Listing cannot be limited: permission to list applies to the whole bucket.
+    The condition cannot limit listing: permission to list applies to the whole bucket.
     https://cloud.google.com/iam/docs/conditions-attribute-reference
     """
     return (
@@ -125,5 +127,5 @@ def _encryption(kms_key: str) -> storage.BucketEncryptionArgs | None:
 
 
 def bucket_output(results: ResultsBucket) -> pulumi.Output[str | None]:
-    """Return the bucket's name as an output, or an output of None."""
+    """Return an output with the bucket's name, or None without a bucket."""
     return Output.from_input(results.bucket)

@@ -33,7 +33,7 @@ def policies() -> list[Policy]:
 
 
 def serve() -> None:
-    """Serve Pulumi's requests until it ends this process."""
+    """Serve Pulumi's requests until Pulumi ends this process."""
     PolicyPack("tileforge", policies(), enforcement_level=EnforcementLevel.MANDATORY)
 
 

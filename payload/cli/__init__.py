@@ -1,1 +1,1 @@
-"""One command for everything: which package carries out what, its help, and shell completion."""
+"""The `tileforge` command: runs each package's commands, with help and shell completion."""

@@ -17,9 +17,9 @@ class Command:
     package: str
     """The subpackage of `payload` that runs the command."""
     summary: str
-    """At most 26 characters: the help has two columns."""
+    """Summary of at most 26 characters, because the help has two columns."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the package's command line before the user's."""
+    """Arguments that precede the user's arguments on the package's command line."""
 
 
 def _rows(group: str, package: str, summaries: Mapping[str, str]) -> tuple[Command, ...]:
@@ -124,7 +124,7 @@ BY_NAME: Mapping[str, Command] = {row.name: row for row in COMMANDS}
 def help_text(program: str) -> str:
     """Return the help, with groups in two columns; `program` is the name that the user typed.
 
-    It fits on a terminal of 24 lines of 80 characters, with the prompt below it.
+    The help fits on a terminal of 24 lines of 80 characters, and leaves a line for the prompt.
     """
     groups = [_group_lines(name, tuple(rows)) for name, rows in groupby(COMMANDS, key=_group_of)]
     left, right = _balanced(groups)

@@ -29,7 +29,7 @@ _PARSERS = {
     "report": "payload.report.__main__",
     "storage": "payload.storage.__main__",
 }
-"""The module with the function `parser` of each package."""
+"""Maps each package to the module that has its function `parser`."""
 
 
 def complete(env: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ def command_parser(row: Command | None) -> argparse.ArgumentParser:
     if row.package == "cli":
         return parser(prog="tileforge completion")
     module = importlib.import_module(_PARSERS[row.package])
-    # orchestrate's parser adds the options of one command only.
+    # orchestrate's parser adds only the options of the typed command.
     only = (row.name,) if row.package == "orchestrate" else ()
     found: argparse.ArgumentParser = module.parser(*only)
     return found

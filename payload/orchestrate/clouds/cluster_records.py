@@ -1,4 +1,4 @@
-"""Records of the clusters built from a folder: .cluster/NAME/stack.json."""
+"""Records the clusters built from a folder, in .cluster/NAME/stack.json."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class ClusterRecord:
     project: str = checked(pattern=CLOUD_NAME)
     region: str = checked(pattern=CLOUD_NAME)
     node_usd: Mapping[str, float | None] = checked(low=0, high=MOST_USD)
-    """Dollars per hour by node; empty until the cluster has been built."""
+    """Dollars per hour for each node; empty until the cluster has been built."""
     bucket: str | None = checked(None, pattern=CLOUD_NAME)
     """The last results bucket that `bucket: create` created; it outlives the cluster."""
 
     @property
     def came_up(self) -> bool:
-        """Return whether the cluster was built, not only planned."""
+        """Return whether the cluster was built, and not only planned."""
         return bool(self.node_usd)
 
 
 def cluster_folder(folder: Path, cluster: str) -> Path:
-    """Return this machine's folder for a cluster's files; create it with mode 0700 if missing.
+    """Return the local folder for a cluster's files; create it with mode 0700 if missing.
 
     Raises ConfigError if the path is a symbolic link.
     """
@@ -64,7 +64,7 @@ def record_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
 
 
 def forget_bucket(folder: Path, cluster: str, bucket: str) -> None:
-    """Remove a deleted bucket from the record, because another project can now take its name."""
+    """Remove a deleted bucket from the record, because another project can now use its name."""
     before = load_cluster_record(folder, cluster)
     if before is not None and before.bucket == bucket:
         keep_record(replace(before, bucket=None), folder=folder)

@@ -1,4 +1,4 @@
-"""The HTTP proxy that the environment configures. Pure."""
+"""The HTTP proxy that the environment sets. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 # Pulumi's processes (engine, providers, cluster program) communicate over gRPC on 127.0.0.1. gRPC
-# sends that through a proxy unless no_proxy lists the address. `localhost` is not enough, and a
-# space after a comma hides a name (https://github.com/pulumi/pulumi/issues/2651).
+# sends these connections through a proxy unless no_proxy lists the address. `localhost` is not
+# enough, and a space after a comma hides a name (https://github.com/pulumi/pulumi/issues/2651).
 _VARIABLES = ("https_proxy", "http_proxy", "all_proxy", "grpc_proxy")
 _EXCEPTIONS = ("no_proxy", "NO_PROXY")
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -30,7 +30,7 @@ def address_of(proxy: str) -> tuple[str, int] | None:
 
 
 def bypasses_loopback(env: Mapping[str, str]) -> bool:
-    """Return whether connections to 127.0.0.1, gRPC's included, bypass the proxy."""
+    """Return whether connections to 127.0.0.1, including gRPC connections, bypass the proxy."""
     return "127.0.0.1" in env.get("no_proxy", env.get("NO_PROXY", "")).split(",")
 
 

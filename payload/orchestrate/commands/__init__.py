@@ -1,1 +1,1 @@
-"""The operator's commands: plan, run, status, attach, dashboard, and the cloud commands."""
+"""The operator's commands: plan, run, status, attach, dashboard, and those for Google Cloud."""

@@ -12,7 +12,7 @@ from payload.orchestrate.terminal.console import text_console
 
 
 def attach(options: AttachOptions, access: LocalAccess) -> int:
-    """Follow a run on a cluster until it ends, from any machine."""
+    """Follow a run on a cluster until the run ends, from any machine."""
     run = run_of(options, access, verb="attach")
     if not (run.has_job or run.is_copied):
         raise local_run_error(run.paths)

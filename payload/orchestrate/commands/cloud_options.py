@@ -1,4 +1,4 @@
-"""Options of the cloud's commands; parsers, help and completion are made from them."""
+"""Options of the cloud commands, from which parsers, help and completion are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuse or take over another cluster of the same name in the project."""
+"""Detects another cluster of the same name in the project, and refuses it or takes it over."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def require_own_state(
 ) -> None:
     """Raise ConfigError if the stack's state lists resources that now belong to another cluster.
 
-    Pulumi identifies a resource by name. A resource that was removed without Pulumi and rebuilt by
-    another user would be changed or destroyed as if it were ours. `kept` is the outcome in the
-    message.
+    Pulumi identifies a resource by name. If a resource was removed without Pulumi and another user
+    then created one of the same name, Pulumi would change or destroy that user's resource. `kept`
+    says in the message what is kept.
     """
     _listed(google, cluster, own, kept=kept, talk=talk)
 
@@ -114,7 +114,7 @@ def take_over(
     may_delete: MayDelete,
     talk: Console,
 ) -> bool:
-    """Remove another cluster's resources after its name is typed; return False if it is not.
+    """Remove another cluster's resources if the user types its name; otherwise return False.
 
     Raises UsageError without a terminal, and CloudError if a resource remains.
     """

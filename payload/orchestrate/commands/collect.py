@@ -43,7 +43,7 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
         if kept is None:
             raise
         if unapproved_settings(run.paths, {"storage.results": str(kept.parent())}):
-            # A node, or the creator of the folder, can have written this address.
+            # A node, or the author of the folder, can have written this address.
             raise SshUnreachableError(
                 f"{error} The run's settings contain the store {kept}, which was not confirmed on "
                 f"this machine. If it is right: {command('orchestrate', 'collect', str(kept))}"

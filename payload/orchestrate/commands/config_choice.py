@@ -1,4 +1,4 @@
-"""The settings that a command line selects: a config file, a resumed run's, or the defaults."""
+"""Loads the settings that a command line selects: a config file, a resumed run, or the defaults."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def load_config(
     resumed: RunPaths | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunConfig:
-    """Return the config file's settings, the resumed run's, or all defaults, with --set on top.
+    """Return the settings of the config file, the resumed run or the defaults, with --set on top.
 
-    A micro-batch of `auto` resolves to the resumed run's recorded size. If that run's settings
-    gave a number, `auto` is resolved again. Raises ConfigError.
+    In a resumed run, a micro-batch of `auto` resolves to the size that the run recorded. If that
+    run's settings gave a number, `auto` is resolved again. Raises ConfigError.
     """
     if options.config_path is not None:
         config = load_run_config(options.config_path, overrides=options.overrides)
@@ -40,5 +40,5 @@ def load_config(
 
 
 def _left_size_open(resumed: RunPaths) -> bool:
-    """Return True if the run's plan chose its micro-batch size, or there is no copy of the plan."""
+    """Return True if the run's plan chose its micro-batch size, or if there is no plan file."""
     return not resumed.plan.exists() or auto_batch_size(resumed.plan) is not None

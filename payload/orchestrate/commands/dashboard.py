@@ -76,9 +76,9 @@ def _inventory_and_run(
 
 
 def _run_id(options: DashboardOptions) -> str | None:
-    """Return the id of the run that a cluster's page shows first. Raises UsageError.
+    """Return the ID of the run that a cluster's dashboard shows first. Raises UsageError.
 
-    The cluster can have runs without a copy on this machine.
+    The run can be on the cluster without a local copy.
     """
     if options.run is None or options.run == LATEST:
         return None if options.run is None else find_run(options.runs_dir, LATEST).run_id
@@ -89,9 +89,10 @@ def _run_id(options: DashboardOptions) -> str | None:
 
 @contextmanager
 def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
-    """Forward the head's Grafana and Prometheus. Raises PreflightError without them.
+    """Forward the ports of the head's Grafana and Prometheus; yield the URLs of the pages.
 
-    `run_id` selects the page; the connection is closed at the end.
+    `run_id` selects the page; the connection is closed at the end. Raises PreflightError if neither
+    runs.
     """
     with ExitStack() as stack:
         head = stack.enter_context(cluster).connect(cluster.inventory.head)

@@ -1,4 +1,4 @@
-"""`doctor`: check a Google Cloud project before `up`: access, quotas, offers, price."""
+"""`doctor`: checks a Google Cloud project before `up`: access, quotas, machine types and price."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from payload.stack.cluster_files import cluster_path
 
 
 def check_price(need: CloudRequirements, catalog: Catalog | None, why_not: str = "") -> Check:
-    """Return the cluster's price per hour, or the parts without a known price.
+    """Return the cluster's price per hour, or which parts have no known price.
 
-    `why_not` is the reason for a missing or old catalog.
+    `why_not` is the reason why the price catalog is missing or old.
     """
     spot = need.spot != "false"
     kind = "spot" if spot else "on demand"
@@ -96,7 +96,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     project = project_of(given or None, None, env, folder=Path.cwd())
     talk.print(f"project {project}: {need.describe()} ({why})")
     google = Google(project, endpoints=Endpoints.from_env(env))
-    # The stack's firewall is relevant only for the stack's project.
+    # Check the stack's firewall only if the command checks the stack's project.
     own = pulumi if project == configured else None
     checks = [*check_proxy(env), *examine(google, need, own)]
     checks += check_gpus(need)
@@ -122,7 +122,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
 
 
 def examine(google: Google, need: CloudRequirements, pulumi: Pulumi | None) -> Iterator[Check]:
-    """Yield every check; a check that cannot be made is reported as unknown.
+    """Yield the result of every check; a check that cannot run is reported as unknown.
 
     Raises CloudAuthError without credentials.
     """
@@ -163,14 +163,14 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
 
 
 def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
-    """Return the stack's config with its origin; empty without a stack."""
+    """Return the stack's config, and a text on where it comes from; empty without a stack."""
     try:
         known = settings(pulumi)
     except PulumiError as error:
         if pulumi.stack is not None:
             raise
         return {}, f"defaults and options; no stack config: {error.trouble}"
-    with suppress(PulumiError):  # only policy messages use it
+    with suppress(PulumiError):  # only messages about policies use this value
         known["cluster"] = cluster_name(pulumi, known)
     stack = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
     return known, f"config of {stack}, and options"

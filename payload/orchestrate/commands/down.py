@@ -1,4 +1,4 @@
-"""`down`: collect missing results, destroy the cluster, and verify that nothing remains."""
+"""`down`: collects missing results, destroys the cluster, and verifies that nothing remains."""
 
 from __future__ import annotations
 
@@ -58,33 +58,33 @@ class _Target:
     cluster: str
     project: str
     outputs: StackOutputs | None
-    """None if the cluster was never up."""
+    """The stack's outputs; None if the cluster was never fully built."""
     projects: Sequence[tuple[Google, Ownership]]
-    """The cluster's project first, then other projects in the stack's state."""
+    """The cluster's project, followed by other projects that the stack's state lists."""
 
     @property
     def google(self) -> Google:
-        """Return the client of the cluster's project."""
+        """Return the Google Cloud client for the cluster's project."""
         return self.projects[0][0]
 
     @property
     def own(self) -> Ownership:
-        """Return the proof of ownership in the cluster's project."""
+        """Return what proves ownership of resources in the cluster's project."""
         return self.projects[0][1]
 
 
 def down(options: DownOptions, env: Mapping[str, str]) -> int:
-    """Collect, destroy and verify. Raises TeardownError if a resource remains."""
+    """Collect results, destroy the cluster, verify. Raises TeardownError if a resource remains."""
     target = _target(options, env)
     google, own, cluster, talk = target.google, target.own, target.cluster, target.talk
-    # Checked before anything is destroyed: the last step needs credentials.
+    # Check the credentials before anything is destroyed, because the last step needs them.
     google.check_credentials()
     for client, proof in target.projects if target.state.parts else ():
         require_own_state(client, cluster, proof, kept="nothing was destroyed", talk=talk)
     instances = (own_filestores(client, target.state, proof) for client, proof in target.projects)
     data = sorted(set(chain.from_iterable(instances)))
-    # Checked first: the network cannot be destroyed while the instance exists, and a stopped head
-    # is started, and billed, only if the cluster will be destroyed.
+    # Check this first: the network cannot be destroyed while the instance exists, and a stopped
+    # head is started, and billed, only if the cluster will be destroyed.
     if not options.dry_run and not may_delete(
         data, named=options.delete_filestore, kept=_MESSAGES["kept"]
     ):
@@ -128,7 +128,7 @@ def _target(options: DownOptions, env: Mapping[str, str]) -> _Target:
         identity, _ = recorded_cluster_identity(folder, cluster)
     else:
         identity = own_identity(folder, cluster, state_identities=state.identities)
-    # The state can list resources in other projects than the config's.
+    # The state can list resources outside the configured project.
     projects = [
         (
             Google(each, endpoints=Endpoints.from_env(env)),
@@ -151,7 +151,7 @@ def _target(options: DownOptions, env: Mapping[str, str]) -> _Target:
 
 
 def _stake(target: _Target) -> ResultsAtRisk:
-    """Return the results that would be lost; a stopped head is started first."""
+    """Return the results that would be lost; if the head is stopped, start it first."""
     outputs, started = target.outputs, None
     if outputs is not None:
         started = start_head(
@@ -215,7 +215,7 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
 
 
 def _forget(bucket: str, cluster: str, pulumi: Pulumi, *, folder: Path, talk: Console) -> None:
-    """Remove a deleted bucket from record and config; others can now use its name."""
+    """Remove a deleted bucket from record and config, because others can now use its name."""
     forget_bucket(folder, cluster, bucket)
     with suppress(PulumiError):
         if settings(pulumi).get("bucket") == bucket:
@@ -226,7 +226,10 @@ def _forget(bucket: str, cluster: str, pulumi: Pulumi, *, folder: Path, talk: Co
 
 
 def _state_if_readable(pulumi: Pulumi) -> StackState:
-    """Return the stack's state, or an empty one if it is damaged; then only the identity counts."""
+    """Return the stack's state, or an empty state if it is damaged.
+
+    With an empty state, only the identity proves which resources belong to the cluster.
+    """
     try:
         return stack_state(pulumi)
     except PulumiError as error:
@@ -244,10 +247,10 @@ def _resolve_cluster(
     folder: Path,
     talk: Console,
 ) -> tuple[str, str, StackOutputs | None]:
-    """Return the cluster, its project, and its outputs if it was ever up.
+    """Return the cluster, its project, and its outputs if it was ever built.
 
-    For a damaged state the outputs come from this folder's record. Raises ConfigError without a
-    record, unless results may be lost.
+    If the state is damaged, the outputs come from this folder's record. If there is no record,
+    raises ConfigError, unless the options accept the loss of results.
     """
     try:
         outputs = outputs_if_any(pulumi)
@@ -256,7 +259,7 @@ def _resolve_cluster(
             raise
         return _without_state(error, pulumi, options, env, folder=folder, talk=talk)
     if outputs is None:
-        # The build failed halfway; this cluster must be destroyed.
+        # The build failed before it finished, and this cluster must be destroyed.
         config = settings(pulumi)
         cluster = options.cluster or cluster_name(pulumi, config)
         given = options.project or next(iter(state.projects), None) or config.get("project")
@@ -312,7 +315,7 @@ def _print_steps(
     *,
     talk: Console,
 ) -> None:
-    """Print the steps in advance; only lines with a step's number are results."""
+    """Print the steps before they run; only lines with a step's number report results."""
     last = "a results bucket stays" if bucket is None else f"then {bucket}"
     first = "nothing (--without-collect)" if stake is None else stake.names()
     also = "".join(f", Filestore {name} with all its data" for name in data)

@@ -17,14 +17,14 @@ _EXPORT_ONLY = ("out", "image", "nodes", "storage")
 
 
 def require_no_export_options(options: PlanOptions) -> None:
-    """Raise UsageError for an option of `--export` that is given without it."""
+    """Raise UsageError if an option of `--export` is given without `--export`."""
     for name in _EXPORT_ONLY:
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} needs --export ENGINE.")
 
 
 def export(options: PlanOptions, access: LocalAccess, *, engine_name: str) -> int:
-    """Write the job file, or print it, and print the command that starts it."""
+    """Write or print the job file, and print the command that starts it."""
     talk, engine = text_console(stderr=True), ENGINES[engine_name]
     chosen = load_cluster(options.inventory, env=access.environment())
     talk.print(chosen.headline())

@@ -1,4 +1,4 @@
-"""The runs on a cluster's head, if it can be reached."""
+"""Queries a cluster's head for its runs, if the head can be reached."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ BOOT_S, _RETRY_S = 300.0, 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The state of the head; `query_error` is set if it could not be reached."""
+    """The state of the head; if the head could not be reached, `query_error` is set."""
 
     machine: str | None = None
-    """The instance id, if known."""
+    """The instance ID, if known."""
     is_gone: bool = False
     """True if the machine no longer exists."""
     running: str | None = None
-    """The active run, from any operator."""
+    """The active run of any operator."""
     runs: Sequence[NodeRun] = ()
-    """Its copy of every run; empty if it could not be reached."""
+    """The head's files of every run; empty if the head could not be reached."""
     query_error: str | None = None
-    """The reason that it could not be reached."""
+    """The reason why the head could not be reached."""
 
     def has_lost(self, node: Node) -> bool:
-        """Return True if the machine of `node`, the head of a run, was deleted with its disk."""
+        """Return True if the disk of `node`, the head of a run, was deleted with its machine."""
         if self.machine is None or node.instance_id is None:
             return self.is_gone
         return self.machine != node.instance_id
@@ -61,8 +61,8 @@ def query_head(
 ) -> Head:
     """Query the head for its runs, and print a warning if it cannot be reached.
 
-    The SSH key is the cluster's own in `folder`, otherwise the first of `other_keys` that exists.
-    A booting head is retried for `retry_for_s`.
+    The SSH key is the cluster's key in `folder`, or the first key of `other_keys` that exists.
+    If the head is booting, retry for `retry_for_s`.
     """
     inventory = outputs.inventory
     name = inventory.head.name

@@ -1,4 +1,4 @@
-"""The site of an inventory: this machine, or a cluster over SSH."""
+"""Returns the site of an inventory: this machine, or a cluster over SSH."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def site_of(
 ) -> InventorySite:
     """Return the site of an inventory. Raises ConfigError.
 
-    `argument` is the value of `--inventory`; `quick` skips the test of new nodes.
+    `argument` is the value of `--inventory`; `quick` skips the tests of new nodes.
     """
     if chosen.inventory.access.shares_folder:
         return Local(chosen, access, argument=argument)
-    # paramiko takes half a second to import; a local run does not need it.
+    # paramiko takes half a second to import, and a local run does not need it.
     from payload.orchestrate.sites.ssh import Ssh
 
     env = access.environment()

@@ -21,7 +21,7 @@ from payload.run_record.run_files import RunPaths
 
 
 def logs(options: LogsOptions, access: LocalAccess) -> int:
-    """Print a rank's log or the launcher's."""
+    """Print the log of a rank or of the launcher."""
     paths = find_run(options.runs_dir, options.run)
     rank = 0 if options.launcher else options.rank
     node = _node_of(paths, rank)

@@ -1,4 +1,4 @@
-"""Collect results from a cluster's machines before `up` removes some of them."""
+"""Collects results from a cluster's machines before `up` removes some of the machines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MESSAGES = {"kept": "nothing was built", "force": "up --without-collect"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineResults:
-    """Results on the machines of a cluster, before some of them are removed."""
+    """Results on the machines of a cluster before `up` removes some of the machines."""
 
     pulumi: Pulumi
     runs_dir: Path
     without_collect: bool
-    """Accept the loss of the results."""
+    """True to accept the loss of the results."""
     assume_yes: bool
     env: Mapping[str, str]
     added: Sequence[Additions]
@@ -32,7 +32,7 @@ class MachineResults:
     talk: Console
 
     def report(self, going: Sequence[str]) -> ResultsAtRisk | None:
-        """Print the machines that go and the runs to collect; None if no results are at stake."""
+        """Print the machines to delete and the runs to collect; None if no results can be lost."""
         if not going:
             return None
         self.talk.print(
@@ -53,7 +53,7 @@ class MachineResults:
         return stake
 
     def save(self, going: Sequence[str], kept: str, question: str) -> bool:
-        """Collect results after a question; False after a no. Raises if results would be lost."""
+        """Collect results; return False if the user declines. Raises if results can be lost."""
         for line in added_lines([each for each in self.added if each.machine in going], going):
             self.talk.print(line)
         stake = self.report(going)

@@ -1,4 +1,4 @@
-"""`plan` and `run`: from an inventory or a site to the end of a run."""
+"""`plan` and `run`: plan a run on the selected machines, or start and follow it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from payload.storage.store_access import fetch_data_to_cache, resolve_results
 
 
 def plan(options: PlanOptions, access: LocalAccess) -> int:
-    """Print where a run would be placed, with its memory and time; start nothing."""
+    """Print where a run would be placed, its memory and its time, without starting anything."""
     if options.export is not None:
         return export(options, access, engine_name=options.export)
     require_no_export_options(options)
@@ -154,7 +154,7 @@ def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: C
 def _resolved_inventory(
     options: PlanOptions | RunOptions, access: LocalAccess
 ) -> tuple[ResolvedInventory, LocalAccess]:
-    """Return the inventory, and the machine profile for planning."""
+    """Return the inventory, and the machine profile from which to plan."""
     if options.inventory != "slurm":
         return load_cluster(options.inventory, env=access.environment()), access
     from payload.orchestrate.sites.allocation import allocation
@@ -173,10 +173,10 @@ def _request(
     talk: Console,
     held: ExitStack,
 ) -> RunRequest:
-    """Return the run request for the site, with all checks that are possible before the start.
+    """Return the run request for the site, after all checks that are possible before the start.
 
-    `bucket` is the cluster's own, or None.
-    Raises ConfigError, and PreflightError for a failure that is certain at the site.
+    `bucket` is the cluster's own bucket, or None. Raises ConfigError, and PreflightError for a
+    failure that would certainly happen at the site.
     """
     env, code_env = access.environment(), access.code_environment()
     resumed, named = None, override_keys(options.overrides)
@@ -224,9 +224,10 @@ def _request(
 
 
 def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
-    """Return False if a resumed run with a local checkpoint does not read `model.init` of a hub.
+    """Return False if a resumed run with a checkpoint does not read `model.init` from a hub.
 
-    Ranks on other machines read their own folder's checkpoint, and an adapter needs its base.
+    Ranks on other machines read the checkpoint in their own folder. A run with an adapter always
+    reads `model.init`, the base weights.
     """
     init = settings_to_approve(config, of=["model.init"])
     if (
@@ -256,7 +257,7 @@ def _check_data(config: RunConfig) -> int:
 
 
 def _settle(config: RunConfig, site: Site, *, vocab_size: int | None, talk: Console) -> RunConfig:
-    """Return the config with the resolved model.init. Raises ConfigError."""
+    """Return the config with model.init resolved. Raises ConfigError."""
     return settle_initial(
         config, vocab_size=vocab_size, say=talk.print, download=site.uses_this_environment
     )

@@ -1,4 +1,4 @@
-"""`preflight`: check every node of a cluster."""
+"""`preflight`: checks every node of a cluster."""
 
 from __future__ import annotations
 

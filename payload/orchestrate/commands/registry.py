@@ -11,7 +11,7 @@ from payload.orchestrate.commands import cloud_options as cloud
 from payload.orchestrate.commands import run_commands_options as runs
 
 Program = Callable[[Any, Any], int]
-"""A function of the options, and of a LocalAccess or the environment."""
+"""A function that takes a command's options, and either a LocalAccess or the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class OrchestrateCommand:
     """Shown in the list of commands."""
     description: str
     example: str
-    """Arguments in the example of the help."""
+    """Arguments of the example in the command's help."""
     options: type[Any]
     program: str
-    """`module:function` in this package; imported when the command runs."""
+    """`module:function` in this package, imported only when the command runs."""
     takes_env: bool = False
     """True if the function takes the environment instead of a LocalAccess."""
     takes_address: tuple[str, ...] = ()
-    """Options that accept a run's address in a store instead of its id."""
+    """Options that accept the address of a run in a store instead of the run's ID."""
 
     def load(self) -> Program:
         """Import and return the function that runs the command."""

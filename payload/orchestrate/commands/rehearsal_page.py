@@ -1,4 +1,4 @@
-"""The Markdown page of a rehearsal."""
+"""Writes the Markdown page about a rehearsal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 
 REQUESTS = "requests.jsonl"
-"""In the rehearsal's folder: one line for each request to Google."""
+"""Log file in the rehearsal's folder, with a line for each request to Google."""
 _LOG_LINES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One command and its exit code."""
+    """A command of the rehearsal with its exit code."""
 
     name: str
     argv: Sequence[str]
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def is_good(self) -> bool:
-        """Return True if it succeeded."""
+        """Return True if the step succeeded."""
         return self.status == 0
 
 
@@ -50,7 +50,7 @@ def page(
     project: str,
     trouble: str,
 ) -> str:
-    """Return the page in Markdown, without the project's id and addresses."""
+    """Return the page in Markdown, without the project's ID and addresses."""
     chosen = ", ".join(f"{key} = {value}" for key, value in sorted(settings.items()))
     lines = [
         "# A rehearsal in Google Cloud",
@@ -80,7 +80,7 @@ def page(
 
 
 def _report(failed: Sequence[Step]) -> list[str]:
-    """Return each failed step with its command and the end of its log, for a bug report."""
+    """Return each failed step with its command and the end of its log, to put into a bug report."""
     lines = []
     for step in failed:
         tail = []
@@ -92,7 +92,7 @@ def _report(failed: Sequence[Step]) -> list[str]:
 
 
 def _anonymous(text: str, *, project: str) -> str:
-    """Return the text without the project's id, addresses and home folders."""
+    """Return the text without the project's ID, addresses and home folders."""
     placeholders = {Path.cwd(): "FOLDER", Path(sys.prefix): "PYTHON", Path.home(): "HOME"}
     placeholders[Path(payload.__file__).parents[1]] = "CHECKOUT"
     for path, placeholder in sorted(placeholders.items(), key=lambda each: -len(each[0].parts)):

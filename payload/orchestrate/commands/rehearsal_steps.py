@@ -1,4 +1,4 @@
-"""The steps of a rehearsal within its budget, and the teardown."""
+"""Runs the steps of a rehearsal within its budget, and the teardown."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _GRACE_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """One rehearsal; `steps` has the steps taken so far."""
+    """A rehearsal; `steps` lists the steps that ran so far."""
 
     name: str
-    """Name of the stack, the cluster and the run."""
+    """Name of the stack, of the cluster and of the run."""
     pulumi: Pulumi
     google: Google
     env: Mapping[str, str]
     folder: Path
-    """The cluster's folder, also for the logs and the page."""
+    """The cluster's folder, which also holds the logs and the page."""
     config: Path
     hourly_usd: float
     budget_usd: float
@@ -50,7 +50,7 @@ class Rehearsal:
     steps: list[Step] = field(default_factory=list)
 
     def run_steps(self) -> None:
-        """Take every step up to the resumed run. Raises TileforgeError after a failure."""
+        """Run every step up to the resumed run. Raises TileforgeError after a failed step."""
         up = ("up", "--yes", "--results-may-be-lost", "--stack", self.name)
         self._step("doctor", "doctor", "--stack", self.name)
         self._step("up", *up)
@@ -66,9 +66,9 @@ class Rehearsal:
         self._step("resume", "run", *job[:2], "--resume", self.name, *more)
 
     def take_down(self, *, collect: bool) -> bool:
-        """Destroy the cluster and verify; return True if no resource remains.
+        """Destroy the cluster and verify the removal; return True if no resource remains.
 
-        Errors are recorded, not raised. Results that cannot be collected are lost.
+        Errors are recorded, not raised. If results cannot be collected, they are lost.
         """
         project = ("--project", self.google.project)
         data = ("--delete-filestore", filestore_name(self.name))
@@ -87,7 +87,7 @@ class Rehearsal:
         return self.steps[-1].is_good
 
     def _config_arguments(self, outputs: StackOutputs) -> list[str]:
-        """Return arguments for the config with a batch size that this cluster's ranks divide."""
+        """Return config arguments with a batch size that is divisible by the number of ranks."""
         config = load_run_config(self.config)
         nodes = outputs.inventory.nodes
         ranks = place_ranks(nodes, config.launch, device=config.device).world_size
@@ -107,7 +107,7 @@ class Rehearsal:
         return outputs
 
     def _delete_last_node(self, outputs: StackOutputs) -> None:
-        """Delete the last node through Google's API, like a preemption."""
+        """Delete the last node through Google's API, as a preemption would."""
         victim, began_s = outputs.inventory.nodes[-1], time.monotonic()
         node = Resource(kind="instance", name=victim.name, location=victim.zone or "")
         failed = remove(self.google, [node])
@@ -134,13 +134,13 @@ class Rehearsal:
         self._record_step(name, arguments, status, began_s, log=log)
 
     def _within_budget(self, process: subprocess.Popen[bytes]) -> int:
-        """Return the exit code; the process is interrupted when the budget is spent."""
+        """Return the exit code; interrupt the process when the budget is spent."""
         try:
             return process.wait(timeout=self._left_s())
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            # The terminal also sent the signal to the command.
+            # On Ctrl-C, the terminal has also sent the signal to the command.
             process.wait()
             raise
         try:
@@ -151,7 +151,7 @@ class Rehearsal:
         return ExitCode.BUDGET
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Return the exit code, and ignore Ctrl-C while waiting."""
+        """Wait for the process, ignoring Ctrl-C, and return its exit code."""
         while True:
             try:
                 return process.wait()

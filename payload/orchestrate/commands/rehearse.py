@@ -1,4 +1,4 @@
-"""`rehearse`: build the smallest real cluster, test its life cycle, and remove it."""
+"""`rehearse`: builds the smallest real cluster, tests its life cycle, and removes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from payload.stack.cluster_identity import new_cluster_identity, resolve_cluster
 from payload.stack.stack_settings import DEFAULTS
 
 _NAME = "rehearsal-{}"
-"""Name of the stack, cluster and run; it contains the first digits of the cluster's identity."""
+"""Name of the stack, the cluster and the run, with the first digits of the cluster's identity."""
 _NAME_DIGITS = 8
 _SMALLEST = {
     "nodeCount": "2",
@@ -40,7 +40,7 @@ _LIFETIMES_MIN = (45, 120)
 
 
 def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
-    """Run the rehearsal after a confirmation, destroy the cluster, and print the page."""
+    """Run the rehearsal after confirmation, destroy the cluster, and print the page."""
     talk = text_console(stderr=True)
     data = load_run_config(options.config).data
     check_data(data.folder(), sequence_length=data.sequence_length)
@@ -113,7 +113,7 @@ def _run_rehearsal(rehearsal: Rehearsal, settings: Mapping[str, str]) -> int:
 
 
 def _settings(given: Sequence[str]) -> dict[str, str]:
-    """Return the smallest stack's settings with KEY=VALUE overrides. Raises ConfigError."""
+    """Return the smallest stack's settings, overridden by KEY=VALUE. Raises ConfigError."""
     settings = dict(_SMALLEST)
     for each in given:
         key, equals, value = each.partition("=")
@@ -144,7 +144,7 @@ def _price_and_lifetime(need: CloudRequirements, *, budget_usd: float) -> tuple[
 
 
 def _settle_name(folder: Path) -> str:
-    """Record and return the name of a new rehearsal; it can be killed at any time."""
+    """Return the name of a new rehearsal, recorded first because the process can be killed."""
     identity = new_cluster_identity()
     name = _NAME.format(identity[:_NAME_DIGITS])
     resolve_cluster_identity(folder, name, told=[identity])
@@ -152,7 +152,7 @@ def _settle_name(folder: Path) -> str:
 
 
 def _leftover_rehearsals(env: Mapping[str, str], *, folder: Path) -> list[str]:
-    """Return this folder's rehearsals with an existing stack. Raises PulumiError."""
+    """Return the rehearsals of this folder whose stack still exists. Raises PulumiError."""
     pattern = _NAME.format("[0-9a-f]" * _NAME_DIGITS)
     known = {path.parent.name for path in folder.glob(f".cluster/{pattern}/identity.json")}
     if not known:
@@ -172,8 +172,8 @@ def _how_to_take_down(name: str) -> str:
 
 
 def _make_stack(pulumi: Pulumi, settings: Mapping[str, str]) -> None:
-    """Make the stack without selecting it. Raises PulumiError."""
-    # The option --stack gives the name; Pulumi refuses a second name as an argument.
+    """Create the stack without selecting it. Raises PulumiError."""
+    # The option --stack gives the name, and Pulumi refuses a second name as an argument.
     pulumi.ask("stack", "init", "--no-select")
     for key, value in settings.items():
         path = ("--path", "zones[0]") if key == "zone" else (key,)

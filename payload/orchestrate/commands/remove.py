@@ -1,4 +1,4 @@
-"""`remove`: delete old runs from the disk."""
+"""`remove`: deletes old runs from the disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from payload.run_record.run_files import LATEST, RunPaths, point_latest_at
 
 
 def remove(options: RemoveOptions, access: LocalAccess) -> int:
-    """Remove the named runs, or all except the newest; a running run stays."""
+    """Remove the named runs, or all except the newest; never remove a run in progress."""
     runs_dir = options.runs_dir
     talk, out = text_console(stderr=True), text_console(stderr=False)
     if bool(options.runs) == (options.keep is not None):
@@ -57,15 +57,15 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
     if not options.dry_run:
         finish_removals(runs_dir)
         _repair_latest(runs_dir)
-    # A run that --keep skips is not a failure: it was not named.
+    # If --keep skips a run, the command does not fail, because the user did not name the run.
     return refused.exit_code if refused is not None and options.runs else ExitCode.OK
 
 
 def _selected(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
     """Return the selected runs without duplicates. Raises UsageError.
 
-    Folders of other programs do not count for `keep`. A run follows the adapters on its weights,
-    because it can be removed only after them.
+    Folders of other programs are not counted by `keep`. A run that adapters are based on comes
+    after the runs of these adapters, because it can be removed only after them.
     """
     if keep is not None:
         found = [paths for paths in all_runs(runs_dir) if is_own_run(paths)][keep:]
@@ -76,13 +76,13 @@ def _selected(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list
 
 
 def _may_lose(paths: RunPaths, mirrored: Mirrored | None) -> bool:
-    """Return True if the run is on a cluster and was not collected."""
+    """Return True if the run is on a cluster and its results were not collected."""
     was_collected = mirrored is not None and mirrored.collected is not None
     return not was_collected and (mirror_file(paths).exists() or is_copy(paths))
 
 
 def _repair_latest(runs_dir: Path) -> None:
-    """Point a dangling `latest` at the newest run with a checkpoint."""
+    """If the link `latest` is dangling, point it at the newest run with a checkpoint."""
     link = runs_dir / LATEST
     if not link.is_symlink() or link.exists():
         return

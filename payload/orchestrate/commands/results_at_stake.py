@@ -1,4 +1,4 @@
-"""Results that would be lost with a cluster's machines."""
+"""Finds and collects the results that would be lost with a cluster's machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from payload.orchestrate.ssh.remote_run_folders import NodeRun
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
-"""The runs of a cluster with a local copy."""
+"""The runs of a cluster that have a local copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ResultsAtRisk:
     copies: Copies
     head: Head
     query_again: Callable[[], Head] | None
-    """Queries the head again; None for a cluster that was never up."""
+    """Queries the head again; None if the cluster was never built."""
 
     @property
     def missing(self) -> Sequence[RunPaths]:
@@ -55,13 +55,13 @@ class ResultsAtRisk:
 
     @property
     def uncopied(self) -> Sequence[str]:
-        """Runs with results on the head and without a local copy that can be updated."""
+        """Runs with results on the head, but without a local copy that can be updated."""
         known = {paths.run_id for paths, _, _ in self.copies}
         on_head = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
         return [run_id for run_id in on_head if run_id not in known]
 
     def note_address(self, head: Node) -> None:
-        """Write the head's current external address into the local copies of its runs."""
+        """Write the head's current external address into the local copies of the head's runs."""
         for paths, _, inventory in self.copies:
             was = inventory.head
             if was.instance_id == self.head.machine and was.external_address is not None:
@@ -75,9 +75,9 @@ class ResultsAtRisk:
         return names + (f"; run {self.head.running} is active" if self.head.running else "")
 
     def refuse_losses(self, *, kept: str, force: str) -> None:
-        """Raise ConfigError if a run can be active, or has results that cannot be collected.
+        """Raise ConfigError if a run can be active or has results that cannot be collected.
 
-        `kept` is the outcome in the message, `force` the command that ignores the results.
+        `kept` says in the message what is kept, `force` is the command that ignores the results.
         """
         if self.head.query_error:
             raise ConfigError(
@@ -103,9 +103,9 @@ class ResultsAtRisk:
     def collect_missing(
         self, env: Mapping[str, str], *, kept: str, force: str
     ) -> Sequence[RunPaths]:
-        """Collect the missing runs and return them. Raises ConfigError like `refuse_losses`.
+        """Collect the missing runs and return these runs. Raises ConfigError like `refuse_losses`.
 
-        The head is queried again: a run can have started or ended while the operator decided.
+        The head is queried again, because a run can have started or ended during the prompt.
         """
         now = self if self.query_again is None else replace(self, head=self.query_again())
         now.refuse_losses(kept=kept, force=force)
@@ -125,13 +125,13 @@ def results_at_risk(
     talk: Console,
     retry_for_s: float = 0.0,
 ) -> ResultsAtRisk:
-    """Compare the local copies with the head. Without `outputs` the cluster was never up.
+    """Compare the local copies of runs with the head; without `outputs`, there was no cluster.
 
-    A booting head is retried for `retry_for_s`.
+    If the head is booting, retry for `retry_for_s`.
     """
     project = None if outputs is None else outputs.project
     copies = list(_copies(runs_dir, cluster, project=project, talk=talk))
-    # Without outputs, any earlier cluster of this name is already gone.
+    # Without outputs, the machines of any earlier cluster of this name no longer exist.
     query_again, head = None, Head(is_gone=True)
     if outputs is not None:
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
@@ -148,7 +148,7 @@ def _copies(
 ) -> Iterator[tuple[RunPaths, Mirrored, ClusterInventory]]:
     """Yield the local copies that can be updated; damaged copies count as missing.
 
-    A cluster of this name in another project than `project` is a different cluster.
+    A cluster of this name that is not in `project` is a different cluster.
     """
     for paths in all_runs(runs_dir):
         try:
@@ -166,11 +166,11 @@ def _copies(
 
 
 def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: NodeRun | None) -> bool:
-    """Return True if an ended run is complete locally; `on_head` is the head's current record.
+    """Return True if an ended run is complete locally; `on_head` lists the run's files on the head.
 
-    Another operator can have resumed the run after it was collected. Without the head's record,
-    the local copy decides: a failed run can lack a checkpoint of its last step, so the name of the
-    collected checkpoint counts.
+    Another operator can have resumed the run after it was collected. Without `on_head`, the local
+    copy decides: because a failed run can lack a checkpoint of its last step, the name of the
+    collected checkpoint is compared.
     """
     if mirrored.alive:
         return False

@@ -1,4 +1,4 @@
-"""Find the run that a command reads or changes."""
+"""Finds the run that a command reads or changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:
-    """Return the run of a local folder, on this machine or at its site. Raises ConfigError."""
+    """Return the run of a local folder, which is local or at a site. Raises ConfigError."""
     env = access.environment()
     at_site = run_at_site(paths, env)
     if at_site is not None:
@@ -29,7 +29,7 @@ def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:
         from payload.orchestrate.sites.local import LocalRun
 
         return LocalRun(paths, access=access)
-    # paramiko takes half a second to import; a local run does not need it.
+    # paramiko takes half a second to import, and a local run does not need it.
     from payload.orchestrate.sites.ssh_run import run_of_copy
 
     return run_of_copy(paths, mirrored, env=env, talk=text_console(stderr=True))
@@ -39,7 +39,7 @@ def run_of(options: ClusterRunChoice, access: LocalAccess, *, verb: str) -> Site
     """Return the run of a local folder, or a run on the cluster of `--inventory`."""
     if options.inventory is None:
         return site_run(find_run(options.runs_dir, options.run), access)
-    # `list` and `status` need no inventory; these modules take 0.2 s to import.
+    # `list` and `status` need no inventory, and these modules take 0.2 s to import.
     from payload.orchestrate.commands.inventory_site import site_of
     from payload.orchestrate.inventories.chosen import load_cluster
 
@@ -50,7 +50,7 @@ def run_of(options: ClusterRunChoice, access: LocalAccess, *, verb: str) -> Site
 
 
 def local_run_error(paths: RunPaths) -> UsageError:
-    """Return the error of a cluster command for a run on this machine."""
+    """Return the error if a cluster command is used for a run on this machine."""
     return UsageError(
         f"run {paths.run_id} is on this machine: use status and logs -f. For a run on a cluster, "
         "name the cluster with --inventory FILE."
@@ -58,7 +58,7 @@ def local_run_error(paths: RunPaths) -> UsageError:
 
 
 def is_alive_at_site(paths: RunPaths, env: Mapping[str, str]) -> bool | None:
-    """Return whether a run's job is active, or None without a job or an answer of its site."""
+    """Return whether a run's job is active; None without a job or a response of the site."""
     try:
         at_site = run_at_site(paths, env)
         return None if at_site is None else poll_alive(at_site, set())
@@ -67,7 +67,7 @@ def is_alive_at_site(paths: RunPaths, env: Mapping[str, str]) -> bool | None:
 
 
 def readable_mirror(paths: RunPaths) -> Mirrored | None:
-    """Return the record of a local copy, or None if it is missing or unreadable."""
+    """Return the record of a run's local copy, or None if the record is missing or unreadable."""
     try:
         return read_mirrored(paths)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Options of the commands about runs; parsers, help and completion are made from them."""
+"""Options of the commands about runs, from which parsers, help and completion are made."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _engines() -> Collection[str]:
 
 
 def runs_dir_option() -> Path:
-    """Return the option for the folder of all runs; the command line resolves it."""
+    """Return the option for the folder of all runs; the command line resolves the path."""
     folder: Path = option("folder of all runs (default: runs)", metavar="DIR", parse=str)
     return folder
 
@@ -68,7 +68,7 @@ def ssh_key_option() -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChoice:
-    """The run that a command reads or changes; the options of `collect`."""
+    """Selects the run that a command reads or changes; these are all options of `collect`."""
 
     run: str | None = option("run id (default: the newest run)", metavar="RUN", positional=True)
     runs_dir: Path = runs_dir_option()
@@ -76,7 +76,7 @@ class RunChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRunChoice(RunChoice):
-    """A run in the folder of runs, or on the cluster of an inventory."""
+    """Selects a run in the folder of runs, or on the cluster of an inventory."""
 
     inventory: str | None = inventory_option()
     ssh_key: Path | None = ssh_key_option()
@@ -104,7 +104,7 @@ class ConfigOptions:
 
     @property
     def config_path(self) -> Path | None:
-        """Return the config file, given with or without `--config`."""
+        """Return the path of the config file, which is given with or without `--config`."""
         return self.config_file or self.config
 
 
@@ -180,8 +180,8 @@ class RunOptions(NewRunOptions):
     )
     json: bool = option("print summary.json at the end", advanced=True)
     open: bool = option("show the report in the browser at the end")
-    samples: bool = option(SUPPRESS)  # set by payload.finetune for small models
-    """Let the report show what the model writes before and after the run."""
+    samples: bool = option(SUPPRESS)  # payload.finetune sets this for small models
+    """If set, the report shows text that the model generates before and after the run."""
     profile: int | None = option(
         "trace this step on rank 0 (another rank: train.profile_rank), and print its operators by "
         "time",

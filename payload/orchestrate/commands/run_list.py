@@ -1,4 +1,4 @@
-"""`list`: show all runs."""
+"""`list`: shows all runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.orchestrate.terminal.tables import table_lines
 
 
 def list_runs(options: ListOptions, env: Mapping[str, str]) -> int:
-    """Show all runs, the newest first."""
+    """Show all runs, newest first."""
     views = []
     for paths in all_runs(options.runs_dir):
         try:
@@ -35,7 +35,7 @@ def list_runs(options: ListOptions, env: Mapping[str, str]) -> int:
 
 
 def _list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
-    """Return a table of runs in lines of at most `width`."""
+    """Return a table of runs as lines of at most `width` characters."""
     rows = [
         (
             view.run_id,

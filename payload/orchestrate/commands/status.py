@@ -1,4 +1,4 @@
-"""`status`: show one run and its ranks."""
+"""`status`: shows one run and its ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status(options: StatusOptions, access: LocalAccess) -> int:
 
 
 def _stopped_machines(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> list[str]:
-    """Return text about stopped machines if no node has updated the local copy since `since_unix`.
+    """Return lines about stopped machines if the local copy was not updated since `since_unix`.
 
     A collected run needs no machine.
     """

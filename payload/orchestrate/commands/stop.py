@@ -1,4 +1,4 @@
-"""`stop`: stop a run, and collect its results."""
+"""`stop`: stops a run and collects its results."""
 
 from __future__ import annotations
 

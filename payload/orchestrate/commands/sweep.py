@@ -1,4 +1,4 @@
-"""`sweep`: list and delete leftover cloud resources."""
+"""`sweep`: lists and deletes leftover cloud resources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from payload.stack.cluster_identity import PATTERN, WANTED, recorded_cluster_ide
 
 
 def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
-    """List leftover resources, and delete them with --delete."""
+    """List leftover resources; with --delete, delete them."""
     folder = Path.cwd()
     project = project_of(options.project, options.cluster, env, folder=folder)
     _check_identity(options)
@@ -70,10 +70,10 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 
 
 def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
-    """Return the ownership from --identity if it is another cluster than the folder's own.
+    """Return the ownership that --identity proves, unless it is the folder's own cluster.
 
-    With --delete, an identity that only the folder's file contains counts as given: its name must
-    be typed.
+    With --delete, an identity that only the folder's file contains is treated like --identity: the
+    user must type the cluster's name.
     """
     if options.cluster is None:
         return None

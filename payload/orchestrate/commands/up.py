@@ -1,4 +1,4 @@
-"""`up`: preview, confirmation, and `pulumi up`."""
+"""`up`: runs a preview, prompts for confirmation, and runs `pulumi up`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ from payload.stack.cluster_identity import resolve_cluster_identity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """The stack before it is built."""
+    """The stack as it was before the build."""
 
     options: UpOptions
     env: Mapping[str, str]
@@ -89,14 +89,17 @@ class _Stack:
     """The cluster's identity."""
 
     def google(self) -> Google:
-        """Return the project's client; its libraries take a second to import."""
+        """Return the Google Cloud client for the project.
+
+        Call it only when needed, because Google's libraries take a second to import.
+        """
         cluster, folder = self.operations.cluster, self.operations.folder
         project = project_of(self.config.get("project"), cluster, self.env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(self.env))
 
     def of_other_cluster(self) -> Sequence[Resource]:
         """Return the resources of another cluster of this name that will be taken over."""
-        # With other credentials than Pulumi's, new resources could not be removed.
+        # If these credentials differ from Pulumi's credentials, new resources could not be removed.
         self.google().check_access()
         own = ownership_of(self.before, self.identity, project=self.google().project)
         return conflicting_resources(
@@ -108,11 +111,11 @@ class _Stack:
         )
 
     def may_delete(self, names: Iterable[str], *, kept: str) -> bool:
-        """Return whether these Filestore instances may be deleted with their data."""
+        """Return whether these Filestore instances may be deleted together with their data."""
         return may_delete(names, named=self.options.delete_filestore, kept=kept)
 
     def start_stopped(self) -> list[str]:
-        """Start stopped machines; return Pulumi arguments that replace machines."""
+        """Start stopped machines; return Pulumi's arguments for replacing machines."""
         places = {}
         if self.before.parts:
             places = places_in(self.before, project=self.google().project)
@@ -133,7 +136,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     """Build or update the cluster."""
     stack = _resolved_stack(options, env)
     operations, talk = stack.operations, stack.operations.talk
-    # Checked before a listed machine is started: it can belong to another cluster now.
+    # Check this before a stopped machine is started: it can belong to another cluster now.
     others = stack.of_other_cluster() if stack.before.parts else ()
     added = _manual_additions(stack)
     use_kept_bucket(
@@ -177,7 +180,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
 
 
 def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
-    """Return the stack with its key and identity. Raises ConfigError for an invalid config."""
+    """Return the stack, its key and identity ready. Raises ConfigError for an invalid config."""
     talk, folder = text_console(stderr=True), Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     config = settings(pulumi)
@@ -214,7 +217,7 @@ def _zones(options: UpOptions, config: Mapping[str, Any]) -> list[str]:
 
 
 def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> ResultsAtRisk | None:
-    """Print the changes to existing machines; return the results on machines that go."""
+    """Print the changes to existing machines; return the results on machines to be deleted."""
     talk, machines = stack.operations.talk, stack.before.machines
     going = machines_that_go(preview) if machines else []
     for line in reasons(preview, going):
@@ -236,7 +239,7 @@ def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> R
 def _confirmed(
     stack: _Stack, preview: Update, stake: ResultsAtRisk | None, others: Sequence[Resource]
 ) -> bool:
-    """Return True after all confirmations; also takes over another cluster's resources."""
+    """Return True after all confirmations; this also takes over another cluster's resources."""
     if stake is not None:
         stake.refuse_losses(**MESSAGES)
     data = filestores_that_go(preview)
@@ -271,7 +274,7 @@ def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) ->
 
 
 def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
-    """Build the cluster; remove everything after a failed first build."""
+    """Build the cluster; if a first build fails, remove everything."""
     operations, began_unix = stack.operations, time.time()
     try:
         return builder.build()
@@ -310,7 +313,7 @@ def _finish(
     """Record the cluster, check its firewall, and print the next commands."""
     outputs = read_outputs(pulumi)
     record_outputs(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
-    # Printed before the firewall check: the machines are billed in any case.
+    # Print this before the firewall check, because the machines are billed in any case.
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
@@ -327,7 +330,7 @@ def _finish(
 
 
 def _manual_additions(stack: _Stack) -> list[Additions]:
-    """Return manual changes to the machines, and configure the cluster program to keep them."""
+    """Return manual changes to the machines, and set the cluster program to keep them."""
     config, machines = stack.config, stack.before.machines
     # Without a project the preview rejects the config.
     if not machines or not config.get("project"):

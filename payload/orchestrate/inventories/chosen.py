@@ -36,15 +36,15 @@ class ResolvedInventory:
 
     inventory: ClusterInventory
     why: str
-    """Reason why this inventory was selected."""
+    """The reason for selecting this inventory."""
     domains: dict[str, tuple[Domain, ...]]
-    """NUMA domains by node; empty for nodes whose cores are numbered 0 to n-1."""
+    """NUMA domains by node; no domains for nodes whose cores are numbered 0 to n-1."""
     nvidia: NvidiaFacts | None = None
     """This machine's GPUs; None for other machines."""
     gpu_notes: tuple[str, ...] = ()
-    """Reasons why no GPU was counted on other machines that have nvidia-smi."""
+    """Reasons why no GPU was counted on remote machines that have nvidia-smi."""
     cuda_notes: tuple[str, ...] = ()
-    """More reasons, shown only for runs with `device.kind = "cuda"`."""
+    """Further reasons, shown only for runs with `device.kind = "cuda"`."""
 
     def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
         """Return the placement of a run's ranks. Raises ConfigError."""
@@ -57,19 +57,19 @@ class ResolvedInventory:
         if need is None:
             return None
         if self.nvidia is not None:
-            # Count GPUs that ranks cannot use now, too, so that they are reported as a fault.
+            # Also count GPUs that ranks cannot use now, so that these GPUs are reported as a fault.
             gpus = len(self.nvidia.visible_devices()) or len(self.nvidia.devices())
             nodes = tuple(replace(node, gpus=gpus) for node in nodes)
         try:
             count = count_ranks_per_node(
                 nodes, config.launch, device=config.device, domains=self.domains
             )
-        except ConfigError:  # nodes have different GPUs, so each is checked separately
+        except ConfigError:  # GPUs differ between nodes, so each is checked separately
             return need
         return replace(need, ranks_per_node=count)
 
     def headline(self) -> str:
-        """Return a command's first line of output, with a note if nvidia-smi fails here."""
+        """Return the first line of a command's output, with a note if nvidia-smi fails here."""
         nodes = self.inventory.nodes
         cores = sum(node.physical_cores for node in nodes)
         domains = sum(node.numa_domains for node in nodes)
@@ -91,12 +91,14 @@ class ResolvedInventory:
 def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInventory:
     """Resolve `--inventory`; by default the selected stack, or this machine without a stack.
 
-    For a stack, the host keys of its machines are fetched. Raises ConfigError, and as `load_stack`.
+    If the inventory is a stack, the host keys of its machines are fetched. Raises ConfigError, and
+    raises as `load_stack` does.
     """
     if argument == "local":
         return _this_machine("--inventory local", env)
     if argument is None:
-        # Imported here, because most commands need no stack and start faster without it.
+        # Imported inside the function, because most commands need no stack and start faster without
+        # it.
         from payload.orchestrate.clouds.pulumi.stack_outputs import default_stack
 
         found = default_stack(env, folder=Path.cwd())
@@ -140,7 +142,7 @@ def _this_machine(why: str, env: Mapping[str, str]) -> ResolvedInventory:
 
 
 def nvidia_here(env: Mapping[str, str]) -> NvidiaFacts:
-    """Return the GPUs of this machine from nvidia-smi, if it is installed."""
+    """Return this machine's GPUs from nvidia-smi, if nvidia-smi is installed."""
     answer = nvidia(",".join(QUERY), torch=torch_here(), env=env)
     return build(NvidiaFacts, answer, where="this machine")
 

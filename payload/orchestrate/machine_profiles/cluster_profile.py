@@ -21,7 +21,7 @@ from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
 
 ASSUMED_LINK_BYTES_PER_S = 1.25e9
-"""Assumed bandwidth of 10 Gbit/s for networks that were not measured."""
+"""Bandwidth of 10 Gbit/s, assumed for networks that were not measured."""
 
 
 def programs_of(launcher: Launcher) -> list[str]:
@@ -39,19 +39,19 @@ class ClusterAccess:
     """Profile of a whole cluster."""
 
     interface_of: Mapping[str, str | None]
-    """Each worker's interface to the head, and the head's interface to the first worker."""
+    """Interfaces by node: a worker's interface to the head, and the head's to the first worker."""
     memory_bytes: int | None
-    """Smallest memory of any node."""
+    """Memory of the node with the least memory."""
     head: str
-    """Name of the head."""
+    """Name of the head node."""
     code: PurePosixPath
     """Parent folder of the payload package."""
     ssh_config: PurePosixPath
-    """File on the head that uses the run's key."""
+    """ssh_config file on the head with which ssh uses the run's key."""
     tcmalloc_library: str | None
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None
-    """Measurements of the newest trial on these nodes."""
+    """Measurements of the newest trial run on these nodes."""
     has_bf16: bool | None = None
     """True if every node's CPU has bf16 instructions; None if unknown."""
     launcher: str = AUTO
@@ -63,11 +63,11 @@ class ClusterAccess:
         return known or ASSUMED_LINK_BYTES_PER_S
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return the measured rate, or None."""
+        """Return the measured FLOP/s, or None."""
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` by the nodes' measured speed, by their CPUs, or to bf16 if unknown."""
+        """Resolve `auto` from the nodes' measured speed or from their CPUs; bf16 if unknown."""
         if choice != "auto":
             return choice
         if self.measured is not None:
@@ -75,7 +75,7 @@ class ClusterAccess:
         return "fp32" if self.has_bf16 is False else "bf16"
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
-        """Return the peak of a typical core; bf16 is emulated if a node's CPU lacks it."""
+        """Return the peak FLOP/s of a typical core; bf16 is emulated if a node's CPU lacks it."""
         return typical_core_flops_per_s(dtype, emulates_bf16=self.has_bf16 is False)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
@@ -91,7 +91,7 @@ class ClusterAccess:
         return venv_executable(launcher)
 
     def reach(self) -> Reach:
-        """Return ssh with the run's key, or loopback without ssh for a single node."""
+        """Return how ranks reach nodes: ssh with the run's key, or loopback for a single node."""
         if len(self.interface_of) == 1:
             return Reach(interface=LOOPBACK)
         interface = self.interface_of[self.head]
@@ -116,7 +116,7 @@ class ClusterAccess:
         return self.tcmalloc_library
 
     def free_memory_bytes(self) -> int | None:
-        """Return the smallest memory of any node; nodes run no other programs."""
+        """Return the memory of the node with the least memory; nodes run no other programs."""
         return self.memory_bytes
 
 

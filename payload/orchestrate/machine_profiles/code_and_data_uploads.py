@@ -42,11 +42,11 @@ class Weights:
 
     folder: Path
     files: Mapping[str, str]
-    """SHA-256 by name of the model's files; config.json or the GGUF file is the last."""
+    """SHA-256 of each model file by name; config.json or the GGUF file is the last."""
 
     @property
     def digest(self) -> str:
-        """A name for these weights: equal for equal files."""
+        """A name for these weights, which is the same for identical files."""
         return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
 
     def size_bytes(self) -> int:
@@ -57,8 +57,8 @@ class Weights:
 def local_weights(init: str) -> Weights | None:
     """Return the local weights of `model.init`; None for `scratch` and for names on a hub.
 
-    A run's folder means its newest checkpoint. Raises ConfigError if a file is missing or does not
-    match the checkpoint's manifest.
+    If `init` is a run's folder, its newest checkpoint is used. Raises ConfigError if a file is
+    missing or does not match the checkpoint's manifest.
     """
     # verify=False, because every uploaded file is compared with the manifest below.
     source = find_source(init, setting="model.init", verify=False)
@@ -106,7 +106,7 @@ def _sha256(path: Path, *, init: str) -> str:
 def upload_code(
     nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """Upload the code to nodes that lack it and build the kernels; a failed build is only noted."""
+    """Upload the code to nodes that lack it and build the kernels; a failed build is a note."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     behind = [node for node in nodes if node.name in lacking]
     if not behind:
@@ -155,7 +155,7 @@ def upload_data(
     source: Path,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the data from this machine to nodes that lack it; return its folder on the nodes."""
+    """Upload the local data to nodes that lack it; return the folder of the data on the nodes."""
     whole = _whole_data(source)
     target = _home(answers, nodes[0]) / NODE_FOLDER / PurePosixPath(whole).parent
     known = load_meta(source).all_files()
@@ -182,7 +182,7 @@ def upload_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the weights to the head, whose rank 0 reads them, if missing; return their folder."""
+    """Upload the weights to the head, where rank 0 reads them, if missing; return their folder."""
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:
@@ -193,7 +193,7 @@ def upload_weights(
 
 
 def _whole_data(source: Path) -> str:
-    """Return the path under ~/tileforge that marks complete data; equal for equal data."""
+    """Return a path under ~/tileforge whose existence marks complete data; it contains a digest."""
     digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
     return f"data/{digest}/{META_NAME}"
 
@@ -215,9 +215,9 @@ def inspect_nodes(
     data: Path,
     weights: Weights | None,
 ) -> Answers:
-    """Return the state of every node. Raises PreflightError if a node cannot run it.
+    """Return the state of every node. Raises PreflightError if a node cannot take part in a run.
 
-    `programs` are required in the nodes' virtual environment.
+    Every node's virtual environment must contain `programs`.
     """
     wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
     answers = all_or_raise(

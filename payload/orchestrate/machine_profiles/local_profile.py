@@ -1,4 +1,4 @@
-"""Profile of this machine for planning, and control of local supervisors."""
+"""Profile of this machine for planning, which also controls local supervisors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _KILL_S = 10.0
 
 
 class LocalAccess:
-    """This machine as a cluster of one node."""
+    """This machine as a cluster with one node."""
 
     python = sys.executable
     link_bytes_per_s = LOOPBACK_BYTES_PER_S
@@ -53,7 +53,7 @@ class LocalAccess:
         return dict(self._env)
 
     def code_environment(self) -> dict[str, str]:
-        """Return the environment with this code on PYTHONPATH, to run its modules."""
+        """Return the environment with this code on PYTHONPATH, to run modules of this code."""
         return code_environment(self._env)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
@@ -61,7 +61,7 @@ class LocalAccess:
         return {node.name: LOOPBACK for node in nodes}
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return None, because the trainer measures it at startup."""
+        """Return None, because the trainer measures the peak at startup."""
         return None
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
@@ -71,7 +71,7 @@ class LocalAccess:
         return "fp32" if has_bf16() is False else "bf16"
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
-        """Return the peak of a typical core; bf16 is emulated if this CPU lacks it."""
+        """Return the peak FLOP/s of a typical core; bf16 is emulated if this CPU lacks it."""
         return typical_core_flops_per_s(dtype, emulates_bf16=has_bf16() is False)
 
     def free_memory_bytes(self) -> int | None:
@@ -97,7 +97,7 @@ class LocalAccess:
                 f"{launcher.program} not found next to {sys.executable} or on PATH. Install it: "
                 f"{launcher.install}"
             )
-        # A launcher script can call its helper in the same folder by name.
+        # A launcher script can call its helper, which is in the same folder, by name.
         path = f"{Path(found).parent}{os.pathsep}{self._path()}"
         # Run in / so that it reads no settings from the current folder.
         version = subprocess.run(
@@ -117,7 +117,7 @@ class LocalAccess:
         return found
 
     def reach(self) -> Reach:
-        """Return loopback, without ssh."""
+        """Return loopback as the way to reach nodes, without ssh."""
         return Reach(interface=LOOPBACK)
 
     def python_path(self) -> str | None:
@@ -150,7 +150,7 @@ class LocalAccess:
         )
 
     def supervisor_words(self) -> list[str]:
-        """Return site-specific options for the supervisor."""
+        """Return the supervisor options that depend on the site."""
         return []
 
     def start_supervisor(
@@ -158,7 +158,7 @@ class LocalAccess:
     ) -> subprocess.Popen[bytes]:
         """Start the run's supervisor in a new session.
 
-        Unless detached, it stops the run when this process ends.
+        Unless detached, the supervisor stops the run when this process ends.
         """
         owner = [] if detached else ["--owner-pid", str(os.getpid())]
         options = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]
@@ -182,7 +182,7 @@ class LocalAccess:
     ) -> bool:
         """Send signals and a stop request to the run's supervisor; return whether it is alive.
 
-        Raises UsageError if it belongs to another user.
+        Raises UsageError if the supervisor belongs to another user.
         """
         try:
             answer = control.send(paths.root, [int(number) for number in numbers], asdict(request))
@@ -211,8 +211,8 @@ def _try_port(port: int) -> socket.socket | None:
     except OSError:
         holder.close()
         return None
-    # Set after bind, so that this bind was exclusive. From now on the supervisor and rank 0 can
-    # bind the port, too; see payload.supervise.supervisor.hold_port.
+    # Set after bind, so that this bind was exclusive. Afterwards the supervisor and rank 0 can also
+    # bind the port; see payload.supervise.supervisor.hold_port.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
 

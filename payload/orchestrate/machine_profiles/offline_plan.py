@@ -1,4 +1,4 @@
-"""Plans a cluster's run without contacting any node."""
+"""Plans a run on a cluster without contacting any node."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 from payload.run_record.run_files import RunPaths
 
-_PORT = RANK_PORTS.start  # `run` chooses a free one
-_INTERFACE = "ens4"  # default on Compute Engine
+_PORT = RANK_PORTS.start  # `run` chooses a free port
+_INTERFACE = "ens4"  # default interface on Compute Engine
 
 
 def plan_dry_run(
@@ -36,7 +36,7 @@ def plan_dry_run(
     root: Path,
     now_unix: float,
 ) -> ResolvedPlan:
-    """Plan the run for the cluster, with its newest trial below `root`. Raises ConfigError."""
+    """Plan the run for the cluster with its newest trial below `root`. Raises ConfigError."""
     inventory = chosen.inventory
     home = default_home(inventory)
     on_gpus = gpu_need(config, inventory.nodes) is not None
@@ -54,7 +54,7 @@ def plan_dry_run(
 
 
 def default_home(inventory: ClusterInventory) -> PurePosixPath:
-    """Return the login's default home on Linux."""
+    """Return the user's default home folder on Linux."""
     user = inventory.ssh_user
     return PurePosixPath("/root") if user == "root" else PurePosixPath("/home", user)
 

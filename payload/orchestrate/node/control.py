@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a supervisor handles; it unblocks them when it is ready."""
 
 _START_S = 30.0
-# A starting supervisor holds its lock before its command line can be found in /proc.
+# A supervisor that starts holds its lock before its command line appears in /proc.
 _FIND_S = 2.0
 _PING_S = 5
 _MOST_BYTES = 4 * 2**20
@@ -52,7 +52,7 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
 def claim(run_dir: Path, name: str) -> dict[str, Any]:
     """Claim this node, so that only the caller can start a run or trial on it.
 
-    On success `claim` is true, and the program holds the claim until its output is closed, for
+    On success `claim` is true, and the program holds the claim until its stdout is closed, for
     example because the caller was killed. Otherwise `running` names the run in progress, or `held`
     has the description that the current holder wrote.
     """
@@ -71,7 +71,7 @@ def claim(run_dir: Path, name: str) -> dict[str, Any]:
         lock.write(json.dumps(holder))
         lock.flush()
         with (runs / ".start.lock").open("w") as starting:
-            # The previous holder can have been killed while its supervisor was starting.
+            # The previous holder can have been killed while it started a supervisor.
             fcntl.flock(starting, fcntl.LOCK_EX)
         running = [each.parent.name for each in runs.glob("*/supervisor.lock") if is_held(each)]
         if running:
@@ -94,20 +94,21 @@ def claimed_by(runs: Path) -> str | None:
 def wait_until_output_closes() -> NoReturn:
     """Wait until the reader of stdout is gone, then exit."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors and hang-ups only
+    poll.register(sys.stdout, 0)  # poll only for errors and hang-ups
     with contextlib.suppress(OSError):
         while not poll.poll(1000 * _PING_S):
             # Without traffic the kernel would not detect that the other machine is gone.
             sys.stdout.write("\n")
             sys.stdout.flush()
-    os._exit(0)  # without flushing, because there is no reader
+    os._exit(0)  # exit without flushing, because there is no reader
 
 
 def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dict[str, Any]:
-    """Start the supervisor in a new session, unless a run is in progress on this node.
+    """Start the run's supervisor in a new session, unless a run is in progress on this node.
 
-    `name` is the caller's claim. The result has the `pid` of a supervisor that is ready; or
-    `running`, the other run; or the exit `status` and the last line of output in `said`.
+    `name` is the name in the caller's claim. The result has the `pid` of a supervisor that is
+    ready, or the run in progress as `running`, or the exit `status` with the last line of output as
+    `said`.
     """
     with (run_dir.parent / ".start.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -148,9 +149,10 @@ def read(
 ) -> dict[str, Any]:
     """Return the content of small files, and the new bytes of growing files.
 
-    `known` has, by name, the number of bytes that the caller has, and the last of them in base64.
-    If these differ from the file's, it was replaced and is sent from the start. A response has at
-    most `most_bytes`; `left` is the number of bytes that did not fit.
+    `known` gives, for each growing file, how many bytes the caller has, and the last of these bytes
+    in base64. If the file has different bytes at that place, it was replaced and is sent from the
+    start. A response has at most `most_bytes` bytes; `left` is the number of bytes that did not
+    fit.
     """
     alive = is_held(run_dir / "supervisor.lock")
     begun = (run_dir / "state.json").exists() or any((run_dir / "progress").glob("*.json"))
@@ -172,7 +174,7 @@ def read(
 
 @contextlib.contextmanager
 def regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file. Raises OSError, also for a symlink or a pipe."""
+    """Open a regular file. Raises OSError for any failure, also if it is a symlink or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -181,7 +183,7 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
-    """Return offset, new bytes and file size; start at 0 if `end` does not precede `offset`."""
+    """Return offset, new bytes and file size; start at 0 unless `end` precedes `offset`."""
     size = os.fstat(file.fileno()).st_size
     file.seek(offset - len(end))
     if file.read(len(end)) != end:
@@ -193,7 +195,7 @@ def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[in
 def send(
     run_dir: Path, signals: list[int], request: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Signal the run's supervisor if it is alive; `request` is written to stop.json for it."""
+    """Signal the run's supervisor if it is alive; write `request` to stop.json for it."""
     alive = is_held(run_dir / "supervisor.lock")
     if alive:
         ends = time.monotonic() + _FIND_S
@@ -206,7 +208,7 @@ def send(
             with contextlib.suppress(OSError):
                 partial = run_dir / f".stop.json.{os.getpid()}.partial"
                 partial.unlink(missing_ok=True)
-                with partial.open("x", encoding="utf-8") as file:  # does not follow a link
+                with partial.open("x", encoding="utf-8") as file:  # follows no link
                     json.dump({**request, "pids": found}, file)
                 partial.replace(run_dir / "stop.json")
         for pid in found:
@@ -219,7 +221,7 @@ def send(
 def supervisors(run_dir: Path) -> list[int]:
     """List the run's supervisor processes by their command lines.
 
-    A recorded process ID can belong to another program by now.
+    A recorded process ID would not suffice, because it can now belong to another program.
     """
     return [pid for pid, argv in command_lines() if is_supervisor(argv, run_dir)]
 
@@ -255,7 +257,7 @@ def same_folder(name: str, run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def blocked(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Block these signals; child processes inherit the mask until they unblock them."""
+    """Block these signals; child processes inherit the mask and can unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -277,7 +279,7 @@ def left(run_dir: Path, *, kill: bool) -> dict[str, Any]:
 
 
 def has_mark(entry: Path, run_dir: Path) -> bool:
-    """Return whether a process has the environment variable that marks the run's processes."""
+    """Return whether a process has the environment variable of the run's processes."""
     mark = b"TILEFORGE_RUN_DIR="
     variables = (entry / "environ").read_bytes().split(b"\0")
     values = [each[len(mark) :] for each in variables if each.startswith(mark)]

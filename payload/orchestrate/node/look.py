@@ -41,9 +41,9 @@ _SMI_CHARS = 2**16
 _VISIBLE_CHARS = 4096
 _VERSION_CHARS = 64
 
-# A separate program, because access to a folder whose server is down blocks. It is killed after a
-# timeout, so the file is unlinked before it is written. A later test removes a file that was left
-# because the program was killed before that.
+# The test is a separate program, because access to a folder whose server is down blocks. It is
+# killed after a timeout, so the file is unlinked before it is written. If the program is killed
+# before it unlinks the file, a later test removes the file.
 _TRY_FOLDER = """
 import contextlib, errno, os, sys
 folder, own = sys.argv[1], f".tileforge-preflight-{os.uname().nodename}-"
@@ -104,7 +104,7 @@ def hostname_addresses() -> list[str]:
 
 
 def query_resolver(address: str | None) -> threading.Event:
-    """Start a reverse DNS lookup, as mpirun and gloo do; set the event when it returns."""
+    """Start a reverse DNS lookup, as mpirun and gloo do; set the event when the lookup returns."""
     answered = threading.Event()
 
     def query() -> None:
@@ -129,7 +129,7 @@ class FolderTrial:
         mounts: Path = Path("/proc/self/mounts"),
         fstab: Path = Path("/etc/fstab"),
     ) -> None:
-        """Start the test if the folder is mounted by the mount table, as access could block."""
+        """Start the test if the mount table lists the folder; access to the folder could block."""
         self._folder = folder
         self._is_expected = is_listed(folder, fstab)
         self._is_mounted = is_listed(folder, mounts)
@@ -147,7 +147,7 @@ class FolderTrial:
         try:
             output, _ = process.communicate(timeout=_FOLDER_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # no wait, because it can block until the server is back
+            process.kill()  # do not wait, because the process can block until the server is back
             return
         self._error = output.decode("ascii", "replace").strip() or (
             "" if not process.returncode else "EIO"
@@ -181,7 +181,7 @@ def is_listed(folder: Path, table: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the file's parsed JSON, its text if it is not JSON, or None if it cannot be read."""
+    """Return the file's parsed JSON, or its text if it is not JSON; None if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -209,7 +209,7 @@ def cpu_flags() -> list[str] | None:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    # On Arm the line is called `Features`.
+    # On Arm this line is called `Features`.
     named = [line.split() for line in lines if line.startswith(("flags", "Features"))]
     if not named:
         return None
@@ -267,8 +267,8 @@ def route(address: str | None) -> dict[str, Any]:
 def nvidia(query: str, *, torch: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return nvidia-smi's output for the GPUs, the visible devices, and torch's CUDA version.
 
-    Without nvidia-smi, `smi` is null; if it hangs, its `status` is null. Long texts are truncated
-    instead of refused, because commands that need no GPU call this, too.
+    Without nvidia-smi, `smi` is null; if nvidia-smi hangs, `smi.status` is null. Overlong output is
+    truncated instead of causing an error, because commands that need no GPU also run this function.
     """
     program = shutil.which("nvidia-smi", path=env.get("PATH"))
     visible = env.get("CUDA_VISIBLE_DEVICES")
@@ -290,7 +290,7 @@ def _query_smi(program: str, query: str) -> dict[str, Any]:
     try:
         output, _ = process.communicate(timeout=_SMI_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # no wait, because a hanging driver can block it
+        process.kill()  # do not wait, because a hanging driver can block the process
         return {"status": None, "said": ""}
     return {"status": process.returncode, "said": output.decode("utf-8", "replace")[:_SMI_CHARS]}
 
@@ -348,7 +348,7 @@ def code_folder(root: Path, digest: str, *, complete: bool) -> Path:
 
 
 def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] | None:
-    """Return the files to send; copy the others from other versions. None if nothing is missing."""
+    """Return the files to send, or None if the code is complete; copy files from other versions."""
     if code_folder(root, digest, complete=True).is_dir():
         return None
     partial = code_folder(root, digest, complete=False)
@@ -368,7 +368,7 @@ def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] |
 
 
 def finish(root: Path, digest: str, files: dict[str, str]) -> dict[str, Any]:
-    """Rename the staging folder to the code's folder if every file has the right SHA-256."""
+    """Rename the staging folder to the code's folder if the SHA-256 of every file is right."""
     target, partial = (code_folder(root, digest, complete=complete) for complete in (True, False))
     wrong = [name for name, sha256 in files.items() if sha256_of(partial / name) != sha256]
     if not wrong and not target.is_dir():
@@ -385,7 +385,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def running(runs: Path) -> str | None:
-    """Return the run that has a live supervisor, or None."""
+    """Return the run whose supervisor is alive, or None."""
     for lock in runs.glob("*/supervisor.lock"):
         try:
             descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -403,7 +403,7 @@ def running(runs: Path) -> str | None:
 def results(runs: Path) -> list[dict[str, Any]]:
     """Return each run's newest complete checkpoint (or empty) and the SHA-256 of its state.json.
 
-    Folders with other names, which people can have added, are ignored.
+    Folders whose names are not run IDs are ignored; people can have added them.
     """
     found = []
     for plan in sorted(runs.glob("*/plan.json")):

@@ -34,14 +34,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-# Large enough to fail on a path that drops all large packets, on which connecting still works.
+# Large enough to fail on a path that drops all large packets although connecting works.
 BULK_BYTES = 64 * 1024
 _CONNECT_S = 2.0
 _BULK_S = 4.0  # 64 KiB take half a second at 1 Mbit/s
 _PAUSE_S = 0.1
 _ECHO_S, _ECHO_TRIES = 0.3, 3
 _LINE_BYTES = 300
-_HEADERS_BYTES = 28  # IPv4 and UDP
+_HEADERS_BYTES = 28  # headers of IPv4 and UDP
 _UDP_MAX_BYTES = 65_507
 _SMALLER_MTUS = (8896, 1500, 1460, 1400, 1280, 576)
 # From linux/in.h; Python's socket module lacks them.
@@ -119,7 +119,7 @@ class Mesh:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return  # closed: the test is over
+                return  # the test is over and the socket is closed
             self._start(self._answer, connection, port)
 
     def _answer(self, connection: socket.socket, port: int) -> None:
@@ -196,7 +196,7 @@ class Mesh:
         payload = trial.ljust(packet - _HEADERS_BYTES, b".")
         for _ in range(_ECHO_TRIES):
             if self._left() < 2 * _ECHO_S:
-                return False  # the peer can have ended already
+                return False  # the peer's test can have ended
             with contextlib.suppress(OSError):
                 probe.send(payload)
                 if probe.recv(_LINE_BYTES) == trial + b"%d" % len(payload):
@@ -222,10 +222,10 @@ _MOST_BYTES = 256 * 1024
 
 
 def trial(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Test ssh to every worker, and then the launcher if all workers are reachable.
+    """Test ssh to every worker; if all workers are reachable, test the launcher.
 
-    `unreached` has ssh's error by worker. `status` is the launcher's exit status, or null if it was
-    not started or did not end in time.
+    `unreached` maps workers to ssh's errors. `status` is the launcher's exit status, or null if the
+    launcher was not started or did not end in time.
     """
     unreached = _unreached(arguments["ssh"], arguments["workers"])
     if unreached:
@@ -282,7 +282,7 @@ def _wait(started: subprocess.Popen[bytes], *, deadline_s: float) -> int | None:
         return started.wait(deadline_s)
     except subprocess.TimeoutExpired:
         pass
-    # mpirun is a script. Its child process terminates the processes on the other nodes.
+    # mpirun is a script. Its child process ends the processes on the other nodes.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGTERM)
         ends = time.monotonic() + _LEAVE_S
@@ -302,7 +302,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def act(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Test a launcher if `argv` is given, otherwise this node's connections."""
+    """Test a launcher if there is an `argv`, otherwise test this node's connections."""
     return trial(arguments, env=env) if "argv" in arguments else Mesh(arguments).run()
 
 

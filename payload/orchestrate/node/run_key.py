@@ -66,7 +66,7 @@ def make(home: Path, name: str) -> dict[str, Any]:
 def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dict[str, Any]:
     """Authorize the key from the head's addresses for `lasts_s` seconds.
 
-    It starts hydra's proxy and the heartbeat, which need neither a terminal nor forwarding.
+    The key starts hydra's proxy and the heartbeat, which need no terminal and no forwarding.
     """
     end = time.strftime(_TIME, time.localtime(time.time() + lasts_s))
     line = f'restrict,from="{",".join(sources)}",expiry-time="{end}" {public}'
@@ -77,10 +77,10 @@ def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dic
 
 
 def revoke(home: Path, revoked: list[str], *, keeps_names: bool) -> None:
-    """Remove these keys from authorized_keys, and delete those that this node created.
+    """Remove these keys from authorized_keys, and delete the key files that this node created.
 
-    With `keeps_names`, a key that this node created leaves an empty folder of its name, because a
-    worker can still authorize it and the revocation must be retried.
+    With `keeps_names`, an empty folder with the name of each key that this node created is kept: a
+    worker can still authorize the key, and the revocation must be retried.
     """
     with authorized_keys(home) as lines:
         lines[:] = [line for line in lines if name_of(line) not in revoked]
@@ -102,20 +102,20 @@ def names(home: Path) -> set[str]:
 def stale(runs: Path, *, home: Path, candidates: list[str]) -> list[str]:
     """Return the candidates that this head created and that no attempt will use again.
 
-    An attempt is live while it holds the claim, and then while its run has a supervisor. Neither
-    state can return, so a stale key stays stale. Only the head that created a key can decide:
-    authorizing a key, or having files of its run, does not make a node its head.
+    A key is in use while its attempt holds the claim, and later while the run has a supervisor. An
+    attempt never returns to these states, so a stale key stays stale. Only the head that created a
+    key can decide: a node that authorizes a key or has files of the run need not be the head.
     """
     created = {path.name for path in folders(home).glob("*")}
     claimed = None
     with contextlib.suppress(OSError, ValueError):
-        # A new holder that has not written its name yet has no key either.
+        # A new holder that has not written its name yet has not created a key either.
         claimed = json.loads((runs / ".claim.lock").read_text("utf-8"))["name"]
     if not is_held(runs / ".claim.lock"):
         claimed = None
     if runs.is_dir():
         with (runs / ".start.lock").open("w") as lock:
-            # Wait for a supervisor that is starting, which does not hold its lock yet.
+            # Wait for a supervisor that is starting, because it does not hold its lock yet.
             fcntl.flock(lock, fcntl.LOCK_EX)
     live = {path.parent.name for path in runs.glob("*/supervisor.lock") if is_held(path)}
     return [
@@ -126,7 +126,7 @@ def stale(runs: Path, *, home: Path, candidates: list[str]) -> list[str]:
 
 
 def run_of(name: str) -> str:
-    """Return the run ID of a key; in release 0.1 a key's name was the run ID."""
+    """Return the ID of the run that a key is for; in release 0.1 the key's name was the run ID."""
     run_id, _, attempt = name.rpartition(".")
     return run_id if re.fullmatch("[0-9a-f]{8}", attempt) and run_id else name
 
@@ -148,12 +148,12 @@ def is_held(lock: Path) -> bool:
 
 
 def callers() -> list[str]:
-    """Return the source address of this login; on a worker, it is the head's."""
+    """Return the source address of this login; on a worker, it is the address of the head."""
     return as_ip(os.environ["SSH_CONNECTION"].split()[0])
 
 
 def own_addresses(address: str) -> list[str]:
-    """Return the source addresses of this machine's connections to its own `address`."""
+    """Return the source addresses of connections from this machine to its own `address`."""
     found = ["127.0.0.1", "::1"]
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(address, 22, type=socket.SOCK_DGRAM)[0]
@@ -172,7 +172,7 @@ def as_ip(text: str) -> list[str]:
 
 
 def folders(home: Path) -> Path:
-    """Return the folder with the keys that this node created as head."""
+    """Return the folder that has the keys which this node created as head."""
     return home / ".ssh" / "tileforge"
 
 

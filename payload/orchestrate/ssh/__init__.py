@@ -1,1 +1,1 @@
-"""SSH connections to nodes: logins, file transfers, keys, and programs that run on the nodes."""
+"""SSH connections to nodes: logins, file transfers, keys, and programs that run on nodes."""

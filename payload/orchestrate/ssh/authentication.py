@@ -25,7 +25,7 @@ from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.paramiko_transport import Stream, Transport
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, os_login_command
 
-# A key that was just distributed can take a moment to arrive; a second refusal is final.
+# A newly distributed key can arrive late on the node, so only a second refusal is final.
 _RETRY_AFTER_REFUSAL_S = 1.0
 _NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
 
@@ -35,7 +35,8 @@ def dial(
 ) -> Connection:
     """Return a connection to `node` over the stream from `open_stream`.
 
-    Raises HostKeyError, SshAuthError (at the second refusal), SshUnreachableError and ConfigError.
+    Raises HostKeyError, SshAuthError (after the second refusal), SshUnreachableError and
+    ConfigError.
     """
     if not node.host_keys:
         raise HostKeyError(
@@ -43,7 +44,7 @@ def dial(
             fix="Write the inventory again, or add the node's key: cat "
             "/etc/ssh/ssh_host_ed25519_key.pub",
         )
-    # Otherwise paramiko prints tracebacks.
+    # Without this setting, paramiko prints tracebacks.
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
     key, known = _load_key(login.key), list(_host_keys(node))
     with contextlib.suppress(SshAuthError):
@@ -67,7 +68,7 @@ def _dial_once(
         client.get_host_keys().add(node.name, name, host_key)
     try:
         client.connect(
-            # With a stream, the name is only used to find the host key.
+            # Because a stream is given, the name is only used to find the host key.
             node.name,
             sock=stream.socket if isinstance(stream, ProxyProcess) else stream,
             username=login.user,
@@ -106,7 +107,7 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
         )
     text = str(error)
     if isinstance(error, paramiko.AuthenticationException) and not (
-        # paramiko raises the same class for timeouts and disconnects as for a refused key.
+        # paramiko raises the same exception class for a refused key, timeouts and disconnects.
         text.startswith("Authentication timeout") or "transport shut down" in text
     ):
         return SshAuthError(

@@ -1,4 +1,4 @@
-"""Connections to a cluster's nodes, through the head, and the operator's key."""
+"""Connects to a cluster's nodes through the head, with the operator's key."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Cluster:
         deadlines: Deadlines = _DEFAULT_DEADLINES,
         news: Callable[[], str] = lambda: "",
     ) -> None:
-        """Open nothing yet; `env` is the environment of proxy commands.
+        """Store the arguments without connecting; `env` is the environment of proxy commands.
 
-        `news` is called if the connection to the head fails. It returns a message if the head's
-        address changed since the inventory was written, otherwise an empty string.
+        `news` is called if the connection to the head fails. If the head's address changed since
+        the inventory was written, it returns a message, otherwise an empty string.
         """
         self.inventory = inventory
         self._news = news
@@ -69,7 +69,7 @@ class Cluster:
         return made
 
     def close(self) -> None:
-        """Close every connection, the head's last."""
+        """Close every connection, and the head's connection last."""
         for node in reversed(self.inventory.nodes):
             made = self._made.pop(node.name, None)
             if isinstance(made, Connection):
@@ -87,7 +87,7 @@ class Cluster:
         self.close()
 
     def _with_news(self, node: Node, error: TileforgeError) -> TileforgeError:
-        """Return the error, or a retryable one if the head's address changed."""
+        """Return the error; if the head's address changed, return a retryable error instead."""
         news = self._news() if node.name == self.inventory.head.name else ""
         return SshUnreachableError(f"{node.name}: {news} ({error})") if news else error
 
@@ -148,9 +148,9 @@ def connect_to(
     env: Mapping[str, str],
     news: Callable[[], str] = str,
 ) -> Cluster:
-    """Return the cluster for the operator with this key; None means the cluster's own key.
+    """Return the cluster for an operator with this key; with None, the cluster's own key is used.
 
-    `news` is as for `Cluster`. Raises SshAuthError if the key did not exist.
+    `news` is the argument of `Cluster`. Raises SshAuthError if the key does not exist.
     """
     login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=ssh_key))
     return Cluster(inventory, login=login, env=env, news=news)

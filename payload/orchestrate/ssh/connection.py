@@ -36,7 +36,7 @@ from payload.orchestrate.ssh.remote_calls import Completed, ProxyProcess
 _KEEPALIVE_S = 15
 _MARGIN_S = 5.0
 _CHUNK_BYTES = 64 * 2**10
-_TIMED_OUT = 124  # coreutils' timeout
+_TIMED_OUT = 124  # exit status of coreutils' timeout
 # paramiko's message for a silent node, whose exception class is also used for other errors.
 _SILENT = "Timeout opening channel."
 
@@ -68,10 +68,11 @@ class Connection:
         sink: BinaryIO | None = None,
         most_bytes: int = MAX_FILE_BYTES,
     ) -> Completed:
-        """Run a command and wait for it; it is also killed on the node after `timeout_s`.
+        """Run a command and wait for it; the node also kills it after `timeout_s`.
 
-        With a `sink`, stdout is streamed to it. Raises ConnectionLostError if the connection
-        breaks, PreflightError at the deadline, AnswerError if the output exceeds `most_bytes`.
+        If there is a `sink`, stdout is streamed to the sink. Raises ConnectionLostError if the
+        connection breaks, PreflightError at the deadline, AnswerError if the output exceeds
+        `most_bytes`.
         """
         command = shell_text(["timeout", "--kill-after=5", f"{timeout_s:g}", *argv])
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s + 2 * _MARGIN_S):
@@ -83,7 +84,7 @@ class Connection:
                 stderr = pool.submit(
                     self._drain, channel, channel.recv_stderr, error_output, MAX_FILE_BYTES
                 )
-                # A command need not read all of its input; its exit status decides.
+                # A command need not read all of its input, so its exit status decides.
                 with contextlib.suppress(OSError):
                     channel.sendall(stdin)
                     channel.shutdown_write()
@@ -106,7 +107,7 @@ class Connection:
         return done
 
     def check_run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> bytes:
-        """Run a command and return its stdout. Raises PreflightError if it fails, and as `run`."""
+        """Run a command and return its stdout. Raises PreflightError if it fails, or like `run`."""
         done = self.run(argv, timeout_s=timeout_s, stdin=stdin)
         if done.status != 0:
             message = printable(done.stderr.decode(errors="replace")).strip().rpartition("\n")[2]
@@ -123,7 +124,7 @@ class Connection:
         """Start a command, yield its first line of JSON, and keep it running within the context.
 
         The line is empty if the command ended without one. Raises ConnectionLostError if the
-        connection breaks before, and SshUnreachableError after `timeout_s`.
+        connection breaks before this line, and SshUnreachableError after `timeout_s`.
         """
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s):
             channel = self._transport.open_session(timeout=_MARGIN_S)
@@ -131,7 +132,7 @@ class Connection:
             channel.sendall(stdin)
             channel.shutdown_write()
             lines = channel.makefile("rb")
-            # A login shell's greeting can precede the line.
+            # A login shell's greeting can precede the line of JSON.
             first = next((line for line in lines if line.startswith(b"{")), b"")
             if not first and self._transport.is_gone():
                 raise EOFError
@@ -169,14 +170,14 @@ class Connection:
             ) from None
 
     def open_channel_to(self, node: Node, *, timeout_s: float) -> paramiko.Channel:
-        """Return a channel through this node to another node. Raises SshUnreachableError."""
+        """Return a channel through this node to `node`. Raises SshUnreachableError."""
         target = f"{node.name}: {node.address} port {node.ssh_port}"
         try:
             return self._transport.open_channel(
                 "direct-tcpip", (node.address, node.ssh_port), ("127.0.0.1", 0), timeout=timeout_s
             )
         except paramiko.ChannelException as error:
-            if error.code == 1:  # administratively prohibited
+            if error.code == 1:  # code for "administratively prohibited"
                 raise SshUnreachableError(
                     f"{node.name}: reached through {self.node.name}, which refuses TCP forwarding",
                     fix="Set AllowTcpForwarding yes in its sshd_config.",
@@ -192,9 +193,9 @@ class Connection:
 
     @contextlib.contextmanager
     def guard(self, doing: str, *, timeout_s: float) -> Iterator[None]:
-        """Apply a deadline to the enclosed block, and add the node's name to its errors.
+        """Apply a deadline to the enclosed block, and add the node's name to errors.
 
-        Some waits of paramiko have no deadline; closing the connection ends them.
+        Some waits of paramiko have no deadline, and only closing the connection ends these waits.
         """
         expired = threading.Event()
 

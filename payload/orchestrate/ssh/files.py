@@ -58,9 +58,10 @@ def put(
 ) -> None:
     """Copy a file to `target` on the node: an absolute path, or relative to the login's home.
 
-    `sha256` is the expected checksum, because the file can have been replaced by a link to a
-    private file. Raises ConfigError if it differs, SshUnreachableError if the connection breaks (a
-    repeated call resumes), and PreflightError if the node cannot store the file.
+    `sha256` is the expected checksum of `source`, which can have been replaced by a link to a
+    private file. Raises ConfigError if the checksum differs, SshUnreachableError if the connection
+    breaks (the next call resumes the transfer), and PreflightError if the node cannot store the
+    file.
     """
     digest = sha256_of(source)
     if sha256 not in (None, digest):
@@ -97,8 +98,9 @@ def get(
 ) -> None:
     """Copy the node's file `source` to the local path `target`; raises as `put` does.
 
-    `sha256` is the checksum in its manifest; raises CheckpointError if it differs. With None, the
-    node computes it. Never writes through a symlink or more than `most_bytes`.
+    `sha256` is the checksum that the manifest lists for the file; raises CheckpointError if the
+    copied file has a different checksum. Without `sha256`, the node computes the checksum. Never
+    writes through a symlink, and never writes more than `most_bytes`.
     """
     partial = target.with_name(target.name + _PARTIAL)
     digest = sha256 or _remote_sha256(connection, source)
@@ -126,7 +128,7 @@ def get(
 def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPaths) -> Path:
     """Download a checkpoint and return its local folder.
 
-    Existing files are kept only if they match the node's manifest. Raises as `get` does, and
+    Existing files are kept only if they match the node's manifest. Raises as `get` does, and raises
     CheckpointError for an invalid manifest.
     """
     target = path_in_copy(paths, f"{CHECKPOINTS_NAME}/{source.name}")
@@ -167,7 +169,7 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
 
 
 def _is_copy(folder: Path, manifest: Path, files: Mapping[str, ManifestEntry]) -> bool:
-    """Return whether `folder` has these files with the manifest's checksums."""
+    """Return whether `folder` has all files of the manifest, with matching checksums."""
     return (
         all(is_plain(folder / name) for name in (*files, MANIFEST_FILE))
         and (folder / MANIFEST_FILE).read_bytes() == manifest.read_bytes()
@@ -184,7 +186,7 @@ def _copy_verified(
     digest_of_copy: Callable[[], str],
     error: type[TileforgeError] = PreflightError,
 ) -> None:
-    """Resume a partial copy; if the result differs, it was of another file: copy from scratch."""
+    """Resume a partial copy; if the result differs from the original, copy from scratch."""
     for resume in (True, False):
         copy(resume)
         if digest_of_copy() == digest:
@@ -207,7 +209,7 @@ def _send(
         most_bytes = source.stat().st_size
         offset = _size(sftp, partial, most_bytes=most_bytes) if resume else 0
         with sftp.open(partial, "r+b" if offset else "wb") as writer:
-            writer.chmod(mode)  # before any content is written
+            writer.chmod(mode)  # set before any content is written
             writer.set_pipelined(True)
             reader.seek(offset)
             writer.seek(offset)
@@ -233,7 +235,7 @@ def _receive(
     timeout_s: float,
     error: type[TileforgeError],
 ) -> None:
-    # `tail` streams. paramiko's own reads wait for each response, or prefetch in another thread.
+    # `tail` streams. paramiko's own reads either wait for each response, or prefetch in a thread.
     with open(partial, "ab" if resume else "wb", opener=_private) as writer:
         done_bytes = writer.tell()
         argv = ["tail", "-c", f"+{done_bytes + 1}", "--", source]
@@ -252,7 +254,7 @@ def _private(path: str, flags: int) -> int:
 
 def _remote_sha256(connection: Connection, path: str) -> str:
     line = connection.check_run(["sha256sum", "--", path], timeout_s=_SETTLE_S)
-    # If the name has a line break or a backslash, the line starts with a backslash.
+    # If the file's name has a line break or a backslash, the line begins with a backslash.
     digest = line.lstrip(b"\\")[:64].decode("ascii", errors="replace")
     if not SHA256.fullmatch(digest):
         raise AnswerError(f"{connection.node.name}: sha256sum printed {shown(digest)}.")
@@ -262,10 +264,10 @@ def _remote_sha256(connection: Connection, path: str) -> str:
 def send_files(
     connection: Connection, source: Path, target: PurePosixPath, files: Mapping[str, str | None]
 ) -> None:
-    """Copy files of a folder to the node, except those that it already has.
+    """Copy files of a folder to the node, except files that the node already has.
 
-    `files` maps names to their sha256, or to None if unknown. The last file marks the folder as
-    complete.
+    `files` maps names to sha256 checksums, or to None if unknown. The existence of the last file
+    marks the folder as complete.
     """
     connection.check_run(["mkdir", "-p", "--", str(target)], timeout_s=_MKDIR_S)
     for name, sha256 in files.items():

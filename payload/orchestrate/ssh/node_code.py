@@ -1,4 +1,4 @@
-"""Uploads the payload's code to a node, changed files only, and builds its kernels."""
+"""Uploads changed files of the payload's code to a node, and builds the kernels."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Code:
     root: Path
     """The package's parent folder."""
     files: Mapping[str, str]
-    """SHA-256 by path."""
+    """SHA-256 of each file by path."""
 
     @property
     def digest(self) -> str:
-        """A name for this version of the code: equal for equal files."""
+        """A name for this version of the code, which is the same for identical files."""
         return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -67,11 +67,11 @@ def inspect_node(
     programs: Sequence[str] = (),
     wholes: Sequence[str] = (),
 ) -> NodeState:
-    """Return the node's state before a run, such as missing files; see node/look.py."""
+    """Return the node's state before a run, such as missing files; see `act` in node/look.py."""
     arguments = {"action": "look", "venv": str(venv), "programs": list(programs)}
     arguments |= {"wholes": list(wholes), **_files(code)}
     answer = ask(connection, _PROGRAM, NodeState, arguments, timeout_s=_INSPECT_S)
-    # Files that it reports as missing are read from this machine and sent to it.
+    # Files that the node reports as missing are read from this machine and sent to the node.
     require_known(
         answer.missing or (), code.files, node=connection.node.name, what="missing: the file"
     )
@@ -81,7 +81,7 @@ def inspect_node(
 def send_code(
     connection: Connection, code: Code, missing: Sequence[str], *, home: PurePosixPath
 ) -> None:
-    """Send the files that `inspect_node` reported as missing, and move the code into place."""
+    """Send the files that `inspect_node` reported as missing, then rename the staging folder."""
     root = home / NODE_FOLDER
     if missing:
         content = archive({name: (code.root / name).read_bytes() for name in missing})
@@ -99,9 +99,9 @@ def send_code(
 def build_kernels(
     connection: Connection, code: Code, *, home: PurePosixPath, venv: PurePosixPath
 ) -> str | None:
-    """Compile the kernels of this code on the node, so that its ranks need not at startup.
+    """Compile the kernels of this code on the node, so that ranks do not compile at startup.
 
-    Return the error, or None: ranks also train without the kernels, but slower.
+    Return the error, or None. An error is not fatal: without the kernels, ranks train more slowly.
     """
     root = home / NODE_FOLDER / f"payload-{code.digest}"
     program = module_command("payload.kernels", python=str(venv / "bin" / "python"))
@@ -127,7 +127,7 @@ def archive(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(connection: Connection, content: bytes, folder: PurePosixPath) -> None:
-    """Extract an archive into `folder` on the node; create the folder if needed."""
+    """Extract an archive into `folder` on the node, and create the folder if needed."""
     connection.check_run(["mkdir", "-p", "--", str(folder)], timeout_s=_INSPECT_S)
     argv = ["tar", "-xzf", "-", "-C", str(folder), "--no-same-owner"]
     connection.check_run(argv, stdin=content, timeout_s=_UNPACK_S)

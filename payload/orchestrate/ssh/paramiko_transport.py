@@ -16,10 +16,10 @@ from payload.orchestrate.ssh.remote_calls import (
 
 _JOIN_S = 1.0
 MESSAGE_CHARS = 500
-# Window, data, EOF and request messages of RFC 4254. Excludes close, which paramiko sends once.
+# Window, data, EOF and request messages of RFC 4254, but not close, which paramiko sends once.
 _TO_OPEN_CHANNELS = (b"\x5d", b"\x5e", b"\x5f", b"\x60", b"\x62")
 
-# Exceptions of paramiko if the peer violates the protocol.
+# Exceptions that paramiko raises if the peer violates the protocol.
 BROKEN = (
     paramiko.SSHException,
     paramiko.SFTPError,
@@ -30,7 +30,7 @@ BROKEN = (
 )
 
 Stream: TypeAlias = socket.socket | paramiko.Channel | ProxyProcess
-"""The transport of a connection: TCP, a channel through the head, or a proxy command."""
+"""The stream that a connection uses: TCP, a channel through the head, or a proxy command."""
 
 SFTPClient: TypeAlias = paramiko.SFTPClient
 Channel: TypeAlias = paramiko.Channel
@@ -39,10 +39,10 @@ Channel: TypeAlias = paramiko.Channel
 class Transport(paramiko.Transport):
     """Drops messages to closed channels and records the reason of a disconnect.
 
-    paramiko builds a message under the channel's lock but sends it after releasing the lock. If
-    the command ends in between, its channel is closed, and OpenSSH ends the whole connection when
-    EOF or data arrive later (https://github.com/paramiko/paramiko/issues/1115). A channel counts
-    as closed if the peer closed it, or if `close` was called on this side.
+    paramiko builds a message under the channel's lock but sends it after releasing the lock. If the
+    command ends in between, its channel is closed, and OpenSSH ends the whole connection when EOF
+    or data arrive later (https://github.com/paramiko/paramiko/issues/1115). A channel is closed if
+    the peer closed it, or if `close` was called on this side.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class Transport(paramiko.Transport):
         self.node_name = ""
         """Name of the connected node."""
         self.disconnect_reason = ""
-        """The peer's disconnect message, or our own reason to disconnect."""
+        """The peer's disconnect message, or the reason why this side disconnected."""
         # Reentrant, because the garbage collector can close channels in any thread.
         self._send_lock = threading.RLock()
 
@@ -59,7 +59,7 @@ class Transport(paramiko.Transport):
         self.disconnect_reason = self.disconnect_reason or reason
 
     def why_lost(self, error: Exception) -> str:
-        """Return the reason of the disconnect, which can be the cause of `error`."""
+        """Return why the connection was lost, which can be the cause of `error`."""
         if self.disconnect_reason:
             return self.disconnect_reason
         carrier = self.sock.get_transport() if isinstance(self.sock, paramiko.Channel) else None
@@ -80,11 +80,11 @@ class Transport(paramiko.Transport):
     def _send_user_message(self, data: paramiko.Message) -> None:
         with self._send_lock:
             if not self._comes_after_close(data.asbytes()):
-                transport: Any = super()  # its stubs lack the method
+                transport: Any = super()  # paramiko's stubs lack the method
                 transport._send_user_message(data)
 
     def _comes_after_close(self, message: bytes) -> bool:
-        # This thread closes channels after the peer did, once they are off the list.
+        # This thread closes a channel after the peer did and after the channel left the list.
         if message[:1] not in _TO_OPEN_CHANNELS or threading.current_thread() is self:
             return False
         (number,) = struct.unpack_from(">I", message, 1)

@@ -1,4 +1,4 @@
-"""Routes to nodes, programs that run on them with their responses, and parallel actions.
+"""Routes to nodes, runs programs on nodes and parses the responses, also in parallel.
 
 A node can be hostile, so every field of a response is validated before it is used.
 """
@@ -61,7 +61,7 @@ class Completed:
 
 
 def os_login_command(key: Path) -> str:
-    """Return the command that adds a key to an OS Login account; for messages."""
+    """Return the command, for messages, that adds a key to an OS Login account."""
     return f"gcloud compute os-login ssh-keys add --key-file={key}.pub"
 
 
@@ -104,7 +104,7 @@ class Route:
     host: str
     """The address or name to connect to."""
     proxy: tuple[str, ...] = ()
-    """The proxy command, or empty."""
+    """The proxy command; empty without a proxy."""
     jump: str | None = None
     """The node that the connection passes through; None if it is direct."""
 
@@ -126,7 +126,7 @@ def route_to(node: Node, *, head: Node, access: Access, on_head: bool = False) -
 def iap_argv(node: Node, access: Access) -> list[str]:
     """Return the command that tunnels SSH to `node` through Google's Identity-Aware Proxy.
 
-    Raises ConfigError if the inventory lacks the node's location.
+    Raises ConfigError if the inventory does not give the node's location.
     """
     if not access.project or not node.zone:
         missing = "access.project" if not access.project else f"the zone of {node.name}"
@@ -150,12 +150,12 @@ class ProxyProcess:
     """A running proxy command; `socket` is the tunnelled connection."""
 
     def __init__(self, argv: Sequence[str], *, node: str, env: Mapping[str, str]) -> None:
-        """Start the command. `node` is for messages. Raises SshUnreachableError."""
+        """Start the command; `node` is the name in messages. Raises SshUnreachableError."""
         self._argv0 = argv[0]
         self.socket, theirs = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
         login = GoogleLogin.from_env(env)
-        # Readable by this user only, and deleted in close().
+        # Only this user can read the file, and close() deletes it.
         self._key = tempfile.NamedTemporaryFile(prefix="tileforge-key-")  # noqa: SIM115, likewise
         self._key.write(login.key_text.encode())
         self._key.flush()
@@ -167,7 +167,8 @@ class ProxyProcess:
                 stderr=self._stderr,
                 # The operator's own settings for gcloud have priority.
                 env=login.for_gcloud(key_file=self._key.name) | dict(env),
-                # Ctrl-C on the terminal must not kill it: this process still uses the tunnel.
+                # Ctrl-C on the terminal must not kill the command, because this process still uses
+                # the tunnel.
                 start_new_session=True,
             )
         except OSError as error:
@@ -182,7 +183,7 @@ class ProxyProcess:
             theirs.close()
 
     def complaint(self) -> str:
-        """Return the last lines that the command printed on stderr, joined."""
+        """Return the last lines that the command printed on stderr, as one line."""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").split("\n")
         tail = " / ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
@@ -209,7 +210,7 @@ NODE_FOLDER = "tileforge"
 """Folder in the login's home on a node, with code, data, weights and runs."""
 
 FOLDER = re.compile(r"(?=.{2,1024}\Z)(?!.*/\.{1,2}(?:/|\Z))(?:/[A-Za-z0-9._@+,=~-]+)+")
-"""An absolute path that needs no quoting in a shell, ssh_config or mpirun's settings."""
+"""An absolute path that a shell, ssh_config and mpirun's settings accept without quotes."""
 
 _LIBRARY = re.compile(r"[A-Za-z0-9_.+-]{1,255}")
 _CONTENT_CHARS = 64 * 2**20
@@ -228,16 +229,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """State of a node before a run: response of action `look` in look.py."""
+    """State of a node before a run: the response to action `look` in look.py."""
 
     home: str = checked(pattern=FOLDER, wanted="an absolute path of plain characters")
     lacking: tuple[str, ...] = checked(max_items=100)
     """Missing programs."""
     tcmalloc: str | None = checked(pattern=_LIBRARY, wanted="a library's name")
     port: int | None = checked(low=1, high=65535)
-    """A free port, or None."""
+    """A free port; None if no port is free."""
     running: str | None = checked(pattern=RUN_ID, wanted="a run id")
-    """The run of a live supervisor, or None."""
+    """The run whose supervisor is alive, or None."""
     missing: tuple[str, ...] | None = checked(max_items=_MOST_FILES)
     """Missing or changed files of the payload; None if the node has this version."""
     has: tuple[str, ...] = checked(max_items=_MOST_FILES)
@@ -246,14 +247,14 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Response of action `finish` in look.py."""
+    """The response to action `finish` in look.py."""
 
     wrong: tuple[str, ...] = checked(max_items=_MOST_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """Response of action `start` in control.py: `pid`, the other run, or the exit status."""
+    """The response to action `start` in control.py: `pid`, the run in progress or exit status."""
 
     pid: int | None = checked(None, low=1)
     running: str | None = checked(None, pattern=RUN_ID, wanted="a run id")
@@ -267,52 +268,53 @@ class Piece:
 
     offset: int = checked(low=0)
     content: str = checked(max_chars=_CONTENT_CHARS)
-    """Base64."""
+    """The bytes in base64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Response of action `read` in control.py: new data of a run on one node."""
+    """The response to action `read` in control.py: new data of a run on one node."""
 
     alive: bool
     """True if a supervisor of the run is alive on the node."""
     begun: bool
-    """True if a rank or supervisor has started on the node; otherwise it has no exit statuses."""
+    """True if a rank or the supervisor has started on the node; if False, there are no exit
+    statuses."""
     whole: Mapping[str, str] = checked(max_items=_MOST_FILES, max_chars=2**20)
     """Contents of small files, by name."""
     more: Mapping[str, Piece] = checked(max_items=_MOST_FILES)
     """New bytes of growing files, by name."""
     left: int = checked(low=0)
-    """Bytes that did not fit into the response."""
+    """Number of bytes that did not fit into the response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signalled:
-    """Response of action `signal` in control.py."""
+    """The response to action `signal` in control.py."""
 
     alive: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """Response of action `left` in control.py: processes that are still running."""
+    """The response to action `left` in control.py: the run's processes that are still running."""
 
     pids: tuple[int, ...] = checked(low=1, max_items=_MOST_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Connectivity from one node to another."""
+    """Connectivity from one node to one peer."""
 
     failed: Mapping[str, str] = checked(max_items=16)
-    """Reasons of failed connections, by port."""
+    """Reasons of failed connections, by port number."""
     largest_packet: int | None = checked(low=1, high=2**20)
-    """Bytes of the largest packet that arrived, or None."""
+    """Size in bytes of the largest packet that arrived, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAnswer:
-    """Response of mesh.py."""
+    """The response of mesh.py."""
 
     bind_error: str | None
     port_taken: bool
@@ -322,11 +324,11 @@ class MeshAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nothing:
-    """An empty response, which confirms that the action is done."""
+    """An empty response, which confirms that the action was completed."""
 
 
 class RemoteShell(Protocol):
-    """The interface of `Connection` that running a program needs."""
+    """The methods of `Connection` that are needed to run a program."""
 
     @property
     def node(self) -> Node:
@@ -337,8 +339,8 @@ class RemoteShell(Protocol):
 
 
 def remote_argv(program: str) -> list[str]:
-    """Return the command that runs a program of `node/`, which is read from stdin."""
-    # -I ignores the login's Python settings. The program's name is for process listings.
+    """Return the command that runs a program of `node/`, which the command reads from stdin."""
+    # -I ignores the login's Python settings. The program's name makes process listings readable.
     return ["python3", "-I", "-c", _START, program]
 
 
@@ -389,7 +391,7 @@ def parse_answer(answer: type[_T], text: bytes, *, node: str) -> _T:
 
 
 def require_known(names: Iterable[str], known: Iterable[str], *, node: str, what: str) -> None:
-    """Raise AnswerError if a node's response names something that was not requested."""
+    """Raise AnswerError if a node's response contains a name that was not requested."""
     strange = sorted(set(names) - set(known))
     if strange:
         raise AnswerError(f"{node}: response: {what} {shown(strange[0])} was not requested.")
@@ -400,9 +402,10 @@ def on_every_node(
 ) -> dict[str, _T | TileforgeError]:
     """Run `action` on all nodes in parallel; return each result or TileforgeError by node name.
 
-    Wait for all of them, so `action` must have its own deadlines. Any other exception is a bug and
-    is raised after all have ended. After Ctrl-C, actions continue in the background unless
-    `to_the_end` is set: use it for actions that must be undone afterwards.
+    Wait for all actions, so `action` must have its own deadlines. Any exception that is not a
+    TileforgeError is a bug and is raised after all actions have ended. After Ctrl-C, actions
+    continue in the background unless `to_the_end` is set: set it for actions that must be undone
+    afterwards.
     """
 
     def attempt(node: Node) -> _T | TileforgeError:
@@ -414,12 +417,12 @@ def on_every_node(
     with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
         outcomes = [pool.submit(attempt, node) for node in nodes]
         if to_the_end:
-            wait(outcomes)  # Ctrl-C ends this wait; leaving the pool then waits as well
+            wait(outcomes)  # Ctrl-C ends this wait; leaving the pool then waits again
     return {node.name: outcome.result() for node, outcome in zip(nodes, outcomes, strict=True)}
 
 
 def all_or_raise(outcomes: Mapping[str, _T | TileforgeError], *, what: str) -> dict[str, _T]:
-    """Return every node's value. Raises NodesError that names each node that failed."""
+    """Return every node's value. Raises NodesError with the name of each node that failed."""
     values: dict[str, _T] = {}
     failures: dict[str, TileforgeError] = {}
     for name, outcome in outcomes.items():

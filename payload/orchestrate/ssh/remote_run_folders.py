@@ -1,4 +1,4 @@
-"""The runs on a node: their newest checkpoints, and repair of their folders."""
+"""Reads the runs on a node and their newest checkpoints, and repairs run folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NodeRun:
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
     checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
-    """The newest complete checkpoint, or empty."""
+    """The newest complete checkpoint; empty if no checkpoint is complete."""
     state: str | None = checked(pattern=SHA256, wanted="a sha256")
     """SHA-256 of state.json; None for a run that never started."""
 
@@ -35,7 +35,7 @@ class NodeRuns:
     """Files of all runs on a node."""
 
     running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
-    """The run in progress, of any operator, or None."""
+    """The run in progress, of any operator; None if no run is in progress."""
     runs: tuple[NodeRun, ...] = checked(max_items=10_000)
 
 
@@ -47,7 +47,7 @@ def runs_on(connection: Connection) -> NodeRuns:
 def make_room_for(
     connection: Connection, run_dir: PurePosixPath, *, python: str, python_path: str
 ) -> list[str]:
-    """Move unexpected files that block a run's own files on the node.
+    """Move unexpected files out of the way of a run's files on the node.
 
     Return a message for each moved file. Raises PreflightError.
     """

@@ -28,7 +28,7 @@ _FOLDER = re.compile(r"/[^\x00-\x1f\x7f\"\\$ ]{1,1000}/\.ssh/tileforge/[A-Za-z0-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKey:
-    """The folder on the head with the files that `ssh -F` needs to reach every node of the run."""
+    """A folder on the head with the files that `ssh -F` needs to reach every node of the run."""
 
     folder: PurePosixPath
 
@@ -50,10 +50,11 @@ class _Names:
 
 
 def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
-    """Create the key on the head and authorize it on every node; the private half stays there.
+    """Create the key on the head, and authorize it on every node.
 
-    The nodes accept it for `lasts_s` seconds, and only from the head's address. Raises NodesError,
-    and as connecting does; even then, call `remove_run_key`.
+    The private key stays on the head. The nodes accept the key for `lasts_s` seconds, and only from
+    the head's address. Raises NodesError, and raises as connecting does; call `remove_run_key` even
+    after an error.
     """
     inventory, head = cluster.inventory, cluster.inventory.head
     made = _act(cluster.connect(head), _Created, action="make", name=name)
@@ -91,11 +92,11 @@ def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
 
 
 def remove_run_key(cluster: Cluster, *names: str) -> None:
-    """Revoke these keys on every node and delete them; idempotent.
+    """Revoke these keys on every node and delete the key files; idempotent.
 
     The head keeps a key's name until every worker has revoked it, so that `remove_stale_keys` can
-    retry. Only for keys of the caller's own attempt, or for stale keys. Raises NodesError that
-    names the nodes where the keys can still be authorized.
+    retry. Call it only for keys of the caller's own attempt, or for stale keys. Raises NodesError
+    that names the nodes where the keys can still be authorized.
     """
 
     def forget(node: Node, *, keeps_names: bool = True) -> None:
@@ -111,9 +112,9 @@ def remove_run_key(cluster: Cluster, *names: str) -> None:
 def remove_stale_keys(cluster: Cluster) -> Sequence[str]:
     """Remove all stale keys of this head and return their names.
 
-    Stale keys are left by killed operators or ended runs. The head lists those that it created and
-    that are not in use. Keys created by another head are kept until they expire. Raises NodesError,
-    as `remove_run_key`.
+    Stale keys are left by killed operators or ended runs. The head lists the keys that it created
+    and that are not in use. Keys created by another head are kept until they expire. Raises
+    NodesError like `remove_run_key`.
     """
     inventory = cluster.inventory
     listed = on_every_node(inventory.nodes, lambda node: _names(cluster.connect(node), "names"))

@@ -11,7 +11,7 @@ from payload.machines.inventory import Access, Node
 from payload.orchestrate.ssh.connection import shell_text
 from payload.orchestrate.ssh.remote_calls import route_to
 
-# Characters with a special meaning in file names of ssh_config, which cannot be escaped.
+# Characters that have a special meaning in ssh_config's file names and cannot be escaped.
 _UNWRITABLE = frozenset('"\\\n\r$')
 
 
@@ -31,8 +31,9 @@ def render_ssh_config(
 ) -> str:
     """Return an ssh_config for `ssh -F`, with nodes by name and address and strict host keys.
 
-    With `on_head` it is for mpirun on the head, which reaches the other nodes directly. Otherwise
-    it is for the operator's machine, which reaches them through the head. Raises ConfigError.
+    With `on_head`, the file is for mpirun on the head, which reaches the other nodes directly.
+    Otherwise it is for the operator's machine, which reaches the nodes through the head. Raises
+    ConfigError.
     """
     shared = [
         "Host *",

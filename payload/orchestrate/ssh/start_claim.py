@@ -20,7 +20,7 @@ from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import parse_answer, remote_argv, remote_stdin
 
-# Another operator's supervisor can be starting, for which the head allows 30 s.
+# Another operator can be starting a supervisor, for which the head allows 30 s.
 _CLAIM_S = 60.0
 _RETRY_S = 2.0
 
@@ -37,19 +37,19 @@ class Claim:
     """Result of a claim on the head."""
 
     name: str
-    """The attempt's unique name, which its SSH key also has."""
+    """The unique name of the attempt, which is also the name of its SSH key."""
     running: str | None
     """The run in progress, which prevents the claim; None if the claim is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claimed:
-    """The head's response to a claim; see node/control.py."""
+    """The head's response to a claim, as node/control.py sends it."""
 
     claim: bool
     running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
     held: str | None = None
-    """The holder's description of itself."""
+    """The text in which the holder describes itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def _request_claim(connection: Connection, run_dir: PurePosixPath, name: str) ->
 
 
 def _holder(held: str | None, *, head: str) -> _Holder:
-    """Return the holder of the claim; placeholders if its description is incomplete or invalid."""
+    """Return the holder of the claim, with placeholders if its description is invalid."""
     try:
         return build(_Holder, parse_json(held or "{}", where=head), where=head)
     except ConfigError:

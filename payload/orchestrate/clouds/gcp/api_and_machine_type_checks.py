@@ -1,4 +1,4 @@
-"""`doctor`'s checks of a project: enabled APIs, machine types in its zones, GPUs."""
+"""Checks a project for `doctor`: enabled APIs, machine types in its zones, GPUs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_offers(google: Google, need: CloudRequirements) -> Iterator[Check]:
                     google, kind, request, what=label, zone=zone, **{word: name}
                 )
             except CloudMissingError:
-                # Nodes are built in the first zone; the others are alternatives.
+                # Nodes are built in the first zone; the other zones are alternatives.
                 yield Check(
                     name=label,
                     outcome="warning" if place else "error",
@@ -88,7 +88,7 @@ def check_offers(google: Google, need: CloudRequirements) -> Iterator[Check]:
 
 
 def check_gpus(need: CloudRequirements) -> Iterator[Check]:
-    """Report the GPUs and driver of the machine type; nothing for a type without GPUs."""
+    """Report the machine type's GPUs and driver; nothing for a type without GPUs."""
     gpus = gpus_of(need.machine_type)
     if gpus is None:
         return
@@ -113,7 +113,7 @@ def check_gpus(need: CloudRequirements) -> Iterator[Check]:
 
 
 def check_own_gpus(facts: NvidiaFacts) -> Iterator[Check]:
-    """Report the GPUs of this machine, for local runs; nothing if it has no nvidia-smi."""
+    """Report this machine's GPUs, for local runs; nothing if nvidia-smi is not installed."""
     if facts.smi is None:
         return
     node = Node(name="this machine", address="127.0.0.1", physical_cores=1, memory_gib=0.0)

@@ -1,4 +1,4 @@
-"""Google's billing catalog: list prices, read once a day."""
+"""Reads list prices from Google's billing catalog, once a day."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class _Page:
 def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]:
     """Return the price catalog, and the error if it could not be refreshed.
 
-    The copy in `folder` is refreshed after a day. If that fails, it is used for up to a week.
+    The cached catalog in `folder` is refreshed after a day. If the refresh fails, the cached
+    catalog is used for up to a week.
     """
     now_unix = time.time()
     kept = read_catalog(folder, now_unix=now_unix)
@@ -99,7 +100,7 @@ def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]
 
 
 def _rates(sku: _Sku) -> Iterator[tuple[str, float]]:
-    """Yield rate key and dollars per region; nothing for a SKU that clusters do not use."""
+    """Yield each rate key with its dollars; nothing for a SKU that clusters do not use."""
     machine, disk = _MACHINE.match(sku.description), _DISK.fullmatch(sku.description)
     if machine is not None:
         spot = machine["spot"] is not None
@@ -114,7 +115,7 @@ def _rates(sku: _Sku) -> Iterator[tuple[str, float]]:
     expression = sku.pricing[0].expression
     if _UNITS.get(expression.unit) != per or not expression.rates:
         return
-    # The last tier, because the first tier of some SKUs is the monthly free amount.
+    # Use the last tier, because the first tier of some SKUs is the monthly free amount.
     price = expression.rates[-1].unit_price
     if price.currency == "USD":
         for region in sku.regions:

@@ -33,7 +33,8 @@ def buckets(google: Google) -> Iterator[Resource]:
         listed = client.list_buckets(
             max_results=PAGE, page_token=token, timeout=REQUEST_S, retry=None
         )
-        # Inside the call: the library parses a bucket's fields, which can be damaged, on access.
+        # Within the call, because the library parses a bucket's fields on access, and they can be
+        # damaged.
         return [_bucket(each) for each in next(listed.pages)], listed.next_page_token
 
     for _ in range(MOST_PAGES):
@@ -62,8 +63,8 @@ class _BucketPage:
 def bucket_in(google: Google, name: str, *, what: str) -> FoundBucket | None:
     """Return the bucket of this name in the project, or None.
 
-    A bucket of the same name in another project is ignored: names of deleted buckets are free for
-    every project. Raises as Google.call does.
+    A bucket of this name in another project is ignored: any project can reuse the name of a deleted
+    bucket. Raises as Google.call does.
     """
     path = f"/storage/v1/b?project={google.project}&prefix={quote(name)}&maxResults=100"
     pages = google.get_pages("storage", path, what=what, shape=_BucketPage)

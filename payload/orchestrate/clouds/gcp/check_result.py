@@ -1,4 +1,4 @@
-"""One of `doctor`'s checks: its outcome and fix."""
+"""The result of one check of `doctor`: outcome and fix."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def wrong(name: str, found: str, fix: str) -> Check:
 
 
 def unknown(name: str, error: TileforgeError) -> Check:
-    """Return the result of a check that could not be made because of `error`."""
+    """Return the result of a check that could not run because of `error`."""
     fix = str(error).removeprefix(f"{name}: ")
     return Check(name=name, outcome="unknown", found="could not be checked", fix=fix)

@@ -51,10 +51,9 @@ class UnreadableError(CloudError):
 
 
 class Google:
-    """Client for one project, over Google's client libraries; threads can share it.
+    """A thread-safe client for one project that uses Google's client libraries.
 
-    The libraries take more than a second to import. Only this module imports them, inside
-    functions.
+    The libraries take more than a second to import, so only functions of this module import them.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Google:
     ) -> None:
         """Retry each request for up to `retry_s` seconds while the cloud is busy.
 
-        Raises ConfigError for an invalid project ID, because every request's path contains it.
+        Raises ConfigError for an invalid project ID, because every request's path contains the ID.
         """
         if not CLOUD_NAME.fullmatch(project):
             raise ConfigError(
@@ -111,7 +110,8 @@ class Google:
     def get(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
         """Return the JSON at `path` of a REST service, parsed into the dataclass `shape`.
 
-        For services without a client library. payload.core.validation.records.build validates it.
+        Use it for services without a client library. payload.core.validation.records.build
+        validates the JSON.
         """
         return build(
             shape, self._request("GET", service, path, what=what), where=what, error=CloudError
@@ -132,7 +132,7 @@ class Google:
         raise too_many_pages(what)
 
     def post(self, service: Service, path: str, body: Any, *, what: str, shape: type[_T]) -> _T:
-        """Post `body` as JSON to a REST service and return the parsed response."""
+        """Post `body` as JSON to a REST service and return the response as a `shape`."""
         answer = self._request("POST", service, path, what=what, body=body)
         return build(shape, answer, where=what, error=CloudError)
 
@@ -141,7 +141,7 @@ class Google:
         self._request("DELETE", service, path, what=what)
 
     def begin_to_delete(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
-        """Request deletion of the resource at `path` and return the operation."""
+        """Request the deletion of the resource at `path` and return the long-running operation."""
         answer = self._request("DELETE", service, path, what=what)
         return build(shape, answer, where=what, error=CloudError)
 
@@ -200,7 +200,7 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Yield every page of a list; each request has the full retry time."""
+        """Yield every page of a list; each request is retried for up to the full retry time."""
         for _ in range(MOST_PAGES):
             page = self.call(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
@@ -282,7 +282,7 @@ class Google:
 
 
 def request_of(name: str, **fields: Any) -> Any:
-    """Return one of Compute Engine's request objects, by the name of its class."""
+    """Return a request object of Compute Engine; `name` is its class name."""
     from google.cloud import compute_v1
 
     return getattr(compute_v1, name)(**fields)
@@ -310,9 +310,9 @@ _Errors = tuple[type[Exception], ...]
 
 
 def _import() -> tuple[_Errors, _Errors]:
-    """Import Google's libraries, before any thread is started.
+    """Import Google's libraries before any thread is started.
 
-    Return the exceptions of failed requests, and those raised for a malformed response.
+    Return two groups of exceptions: for failed requests and for malformed responses.
     """
     with quiet():
         import google.cloud.compute_v1
@@ -359,5 +359,5 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether the cause is a certificate or the proxy's login, where a retry cannot help."""
+    """Return whether a retry cannot help: the cause is a certificate or the proxy's login."""
     return any(word in str(error) for word in ("CERTIFICATE_VERIFY_FAILED", "failed: 407"))

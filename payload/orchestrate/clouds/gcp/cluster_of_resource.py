@@ -10,7 +10,7 @@ from payload.core.errors import (
 from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order
 from payload.stack.resource_labels import CLUSTER_LABEL
 
-# Name endings, after `<cluster>-`, of the program's resources that cannot have labels.
+# Suffixes after `<cluster>-` in names of the program's resources that cannot have labels.
 _ENDINGS = {
     "resource policy": ("placement",),
     "router": ("router",),
@@ -50,7 +50,7 @@ def by_cluster(
 
 
 def is_made_by_program(resource: Resource, cluster: str) -> bool:
-    """Return whether label or name show that it was built for a cluster of this name."""
+    """Return whether the label or name proves that it was built for a cluster of this name."""
     labelled = resource.labels.get(CLUSTER_LABEL)
     return labelled == cluster or (
         labelled is None and _owner_by_name(resource, {cluster}) is not None
@@ -69,7 +69,7 @@ def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
 def expiry_of(resources: Sequence[Resource]) -> float | None:
     """Return when a cluster expires: the latest of its labels and its machines' time limits.
 
-    A machine that was stopped and started runs longer than its label states.
+    A machine that was stopped and restarted runs longer than its label states.
     """
     times = [time for r in resources for time in (r.expires_unix(), r.ends_unix)]
     return max((time for time in times if time is not None), default=None)

@@ -28,20 +28,21 @@ def wait_for_operation(
     place: dict[str, str],
     ends: float,
 ) -> None:
-    """Wait until one of Compute Engine's operations is done, or until `ends` (monotonic, seconds).
+    """Wait until a Compute Engine operation is done, or until `ends` (monotonic, seconds).
 
-    Raises CloudError if it fails or exceeds the deadline, and as Google.call does.
+    Raises CloudError if the operation fails or exceeds the deadline, and raises as Google.call
+    does.
     """
     # Not client.delete(): the operation it returns polls the public address and ignores
     # api_endpoint (google-cloud-compute 1.48, _zone_operations_client).
     client = google.compute(f"{operations}Operations")
     request = request_of(f"Wait{operations}OperationRequest", operation=operation.name, **place)
     is_late = False
-    # An unknown status is a plain integer without `name`.
+    # A status that the library does not know is a plain integer without `name`.
     while getattr(operation.status, "name", "") != "DONE":
         if is_late:
             raise CloudError(f"{what}: not done after {_OPERATION_S:g} s. Check again later.")
-        # Polled at least once: waits for earlier operations can have used up the time.
+        # Polled at least once, because waits for earlier operations can have used up the time.
         is_late = time.monotonic() > ends
         operation = google.call(
             what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)

@@ -17,7 +17,7 @@ from payload.orchestrate.clouds.gcp.removal_order import Resource, parse_time, p
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE
 from payload.stack.google_name_patterns import CLOUD_NAME
 
-# Records that every zone has; they are deleted with the zone.
+# Record types that every zone has; Google deletes them with the zone.
 _OWN_RECORDS = ("NS", "SOA")
 
 
@@ -47,7 +47,7 @@ class _RecordPage:
 
 
 def dns_zones(google: Google) -> Iterator[Resource]:
-    """Yield the project's zones; nothing if the API is disabled, as in most projects."""
+    """Yield the project's DNS zones; nothing if the API is disabled, as in most projects."""
     path = f"/dns/v1/projects/{google.project}/managedZones?maxResults=100"
     try:
         for page in google.get_pages("dns", path, what="listing DNS zones", shape=_ZonePage):
@@ -65,7 +65,7 @@ def dns_zones(google: Google) -> Iterator[Resource]:
 
 
 def remove_dns_zone(google: Google, name: str) -> None:
-    """Remove a DNS zone with its records; it is gone on return. Raises as Google.call does."""
+    """Remove a DNS zone and its records; return when it is gone. Raises as Google.call does."""
     what = f"removing {DNS_ZONE} {name}"
     zone = f"/dns/v1/projects/{google.project}/managedZones/{quote(name)}"
     pages = google.get_pages("dns", f"{zone}/rrsets?maxResults=100", what=what, shape=_RecordPage)

@@ -1,4 +1,4 @@
-"""`doctor`'s check of `kmsKey`: its location, its state, and who can use it."""
+"""Checks `kmsKey` for `doctor`: its location, its state, and who can use it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Allowed:
 def check_key(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that `kmsKey` fits the region, exists, is enabled and is usable.
 
-    Google's services need permission to use it, or `up` needs permission to grant that.
+    Google's services need permission to use the key, or `up` needs permission to grant them access.
     https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
     https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
     https://cloud.google.com/filestore/docs/cmek
@@ -105,7 +105,7 @@ def _state_error(google: Google, need: CloudRequirements) -> Check | None:
         return None
     commands = {
         "DISABLED": ("enable",),
-        "DESTROY_SCHEDULED": ("restore", "enable"),  # a restored version is disabled
+        "DESTROY_SCHEDULED": ("restore", "enable"),  # a restored version of a key is disabled
     }.get(state, ())
     other = f"use another key: {_ANOTHER}"
     number, named = found.primary.name.rpartition("/")[2], _flags(need.kms_key)

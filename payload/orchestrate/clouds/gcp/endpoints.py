@@ -1,4 +1,4 @@
-"""Endpoint URLs of Google's services, and the login for them."""
+"""Endpoint URLs of Google's services, and the login to use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from payload.storage.google_environment_login import GoogleLogin
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
-"""Names a log file: one line of JSON per request to Google, with purpose, seconds and failure."""
+"""Variable that names a log file: one line of JSON for each request, with seconds and failure."""
 _SERVICE = "{service}"
 
 Service = Literal[
@@ -34,7 +34,7 @@ Service = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """A URL for each service."""
+    """The URL of each service."""
 
     template: str | None = None
     """URL with `{service}` as placeholder for the name; None for Google's public endpoints."""
@@ -55,13 +55,13 @@ class Endpoints:
         return cls(template=text, request_log=request_log, login=login)
 
     def url(self, service: Service) -> str:
-        """Return scheme and host, without a trailing slash."""
+        """Return the scheme and host of a service's URL, without a trailing slash."""
         if self.template is None:
             return f"https://{service}.googleapis.com"
         return self.template.replace(_SERVICE, service)
 
     def is_loopback(self) -> bool:
-        """Return whether the endpoint is on this machine; it gets no credentials."""
+        """Return whether the endpoint is on this machine; such an endpoint gets no credentials."""
         return self.template is not None and _is_loopback(urlsplit(self.template).hostname or "")
 
 
@@ -71,7 +71,7 @@ def _problem(text: str) -> str | None:
     try:
         parts = urlsplit(text)
         host = parts.hostname or ""
-        _ = parts.port  # raises if it is not a number
+        _ = parts.port  # raises ValueError if the port is not a number
     except ValueError:
         return f"not a URL. Set one {example}."
     if parts.scheme not in ("http", "https") or not host:

@@ -1,6 +1,6 @@
-"""Error messages of Google, its Pulumi provider and the network: our error and fix for each.
+"""Maps error messages of Google, its Pulumi provider and the network to our error and the fix.
 
-Pure. The patterns match texts that users of Google and the provider have reported.
+Pure. The patterns match messages that users of Google and of the provider reported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Refusal:
 
     error: type[TileforgeError]
     advice: str
-    """The cause where Google's text lacks it, and the fix."""
+    """The fix, preceded by the cause if Google's message lacks it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,13 @@ def _rule(pattern: str, error: type[TileforgeError], advice: str) -> _Rule:
 
 
 def policy_fix(constraint: str) -> str:
-    """Return the fix for an organization's policy, such as gcp.resourceLocations."""
+    """Return the fix for a violated organization policy, such as gcp.resourceLocations."""
     other = _OTHER_WAYS.get(constraint, "")
     return f"{_EXCEPTION}, or {other}" if other else _EXCEPTION
 
 
 def billing_fix(project: str) -> str:
-    """Return the fix for a project without billing."""
+    """Return the fix for a project whose billing is disabled."""
     return (
         "The project has no billing account, or a closed one. Link one: gcloud billing projects "
         f"link {project} --billing-account=ACCOUNT (list yours: gcloud billing accounts list)"
@@ -99,7 +99,7 @@ def billing_fix(project: str) -> str:
 
 
 def bucket_fix(bucket: str) -> str:
-    """Return the fix for a bucket without access."""
+    """Return the fix for missing access to a bucket."""
     return (
         "The bucket belongs to another project, or this login has no access. Its owner must run: "
         f"gcloud storage buckets add-iam-policy-binding gs://{bucket} --member=user:YOU "
@@ -107,7 +107,7 @@ def bucket_fix(bucket: str) -> str:
     )
 
 
-# Credentials and permissions: if several problems occur, one of these is reported.
+# Credentials and permissions: if there are several problems, a problem of this group is reported.
 _ACCESS = (
     _rule(
         r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute",
@@ -167,7 +167,7 @@ _ACCESS = (
         CloudAuthError,
         "There are no Google Cloud credentials. Log in: gcloud auth application-default login",
     ),
-    # Before all rules whose fix is a role.
+    # These rules precede all rules whose fix is a role.
     _rule(REFUSED_CREDENTIALS.pattern, CloudAuthError, "{credentials}"),
     _rule(
         r"does not have access to service account '?(?P<account>[^'\s]{1,256})"
@@ -190,7 +190,7 @@ _ACCESS = (
         "{role_advice}",
     ),
 )
-# All other rules; if several problems occur, the first is reported.
+# All other rules; if there are several problems, the first is reported.
 _OTHERS = (
     _rule(
         r"proxyconnect|Proxy Authentication Required|Tunnel connection failed: 407",
@@ -328,8 +328,8 @@ _INSTANCE = re.compile(r"instance ([a-z0-9-]{1,63})\b")
 def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refusal | None:
     """Return the refusal for credentials, a permission, a policy or the project, or None.
 
-    `text` is a single line. `project` is inserted into commands; if empty, it is found in `text`.
-    `login` made the refused request.
+    `text` is a single line. `project` is inserted into commands; if empty, it is parsed from
+    `text`. `login` made the refused request.
     """
     return _first(_ACCESS, text, project=project, credentials=login.refusal(text))
 
@@ -365,7 +365,7 @@ def _first(
 
 
 def _group(pattern: re.Pattern[str], text: str) -> str:
-    """Return the first group of the pattern that matched; empty if the pattern did not match."""
+    """Return the first group of the pattern that matched; empty if that group did not match."""
     found = pattern.search(text)
     return next((each for each in found.groups() if each), "") if found else ""
 

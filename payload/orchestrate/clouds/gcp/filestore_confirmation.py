@@ -1,4 +1,4 @@
-"""Confirmation before a Filestore instance, which can hold data, is deleted."""
+"""Prompts for confirmation before a Filestore instance, which can hold data, is deleted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from payload.orchestrate.terminal.console import confirm_by_name
 
 
 class MayDelete(Protocol):
-    """Confirms the deletion of instances, as `may_delete` does."""
+    """A function that confirms the deletion of instances, as `may_delete` does."""
 
     def __call__(self, names: Iterable[str], *, kept: str) -> bool:
         """Return True if the user confirmed every instance."""
@@ -19,9 +19,9 @@ class MayDelete(Protocol):
 def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bool:
     """Return whether these instances can be deleted with all data on them.
 
-    `named` comes from the option --delete-filestore. The user must type the name of every other
-    instance; --yes does not confirm it. `kept` states what is kept without confirmation. Raises
-    UsageError if there is no terminal.
+    `named` comes from the option --delete-filestore. The user must type the name of every instance
+    that is not in `named`; --yes does not suffice. `kept` states what is kept without confirmation.
+    Raises UsageError if there is no terminal.
     """
     unnamed = [name for name in dict.fromkeys(names) if name not in named]
     options = " ".join(f"--delete-filestore {name}" for name in unnamed)
@@ -37,5 +37,5 @@ def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bo
 
 
 def filestore_name(cluster: str) -> str:
-    """Return the name of the cluster's Filestore instance, as the cluster program sets it."""
+    """Return the name that the cluster program gives to the cluster's Filestore instance."""
     return f"{cluster}-shared"

@@ -68,7 +68,8 @@ class _Operation:
 def filestores(google: Google) -> Iterator[Resource]:
     """Yield the project's Filestore instances; nothing if the API is disabled.
 
-    Raises CloudError for unreachable locations, after all instances of the others.
+    Raises CloudError for unreachable locations, after yielding the instances in all other
+    locations.
     """
     path = f"/v1/projects/{google.project}/locations/-/instances?pageSize=100"
     what = "listing Filestore instances"
@@ -100,7 +101,7 @@ def _filestore(found: _Filestore) -> Resource:
 
 
 def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[], None]:
-    """Request removal; return a function that waits for it. Raises as Google.call does."""
+    """Request the removal; return a function that waits for it. Raises as Google.call does."""
     what = f"removing {FILESTORE} {resource.name}"
     path = f"/v1/projects/{google.project}/locations/{resource.location}/instances/{resource.name}"
     begun = google.begin_to_delete("file", path, what=what, shape=_Operation)
@@ -119,5 +120,5 @@ def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[]
     return wait
 
 
-# Filestore's operations take minutes, and Google has no request that waits for them.
+# Filestore's operations take minutes, and Google's API has no request that waits for them.
 _FILESTORE_S, _FILESTORE_PAUSE_S = 900.0, 2.0

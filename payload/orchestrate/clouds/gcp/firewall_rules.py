@@ -11,7 +11,7 @@ from payload.orchestrate.clouds.gcp.client import Google, request_of
 from payload.orchestrate.clouds.gcp.removal_order import last_segment
 
 Traffic = frozenset[tuple[str, tuple[str, ...]]]
-"""Protocols, each with its ports; an empty tuple means all ports."""
+"""Protocols with their ports; an empty tuple means all ports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Rule:
     disabled: bool
 
     def differences(self, actual: Rule) -> str:
-        """Return a description of how the actual rule differs; empty if it is equal."""
+        """Return a description of how the actual rule differs; empty if the rules are equal."""
         return "; ".join(
             f"{each.name.replace('_', ' ')} {_text(getattr(actual, each.name))} instead of "
             f"{_text(getattr(self, each.name))}"
@@ -43,11 +43,11 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Differences from the cluster program."""
+    """Differences between the actual rules and the rules of the cluster program."""
 
     network: str
     differing: Mapping[str, str]
-    """Difference of each of the program's own rules that changed or is missing, by name."""
+    """For each of the program's rules that changed or is missing, the difference, by name."""
     foreign: tuple[str, ...]
     """Names of enabled rules in the network that the program did not create."""
 

@@ -19,7 +19,7 @@ def update_head_address(paths: RunPaths, env: Mapping[str, str]) -> str:
     """Update the head's address in a run's inventory; return a message if it changed.
 
     The external address changes when the machine is stopped and started, or when `accessMode`
-    changes. Return an empty string if it is unchanged, or if Google cannot be queried.
+    changes. Return an empty string if the address is unchanged, or if Google cannot be queried.
     """
     try:
         was = ClusterInventory.load(paths.inventory)
@@ -34,7 +34,7 @@ def update_head_address(paths: RunPaths, env: Mapping[str, str]) -> str:
     access = Access(kind="direct") if address else Access(kind="iap", project=was.project)
     head = replace(was.head, external_address=address)
     now = replace(was, access=access, nodes=(head, *was.nodes[1:]))
-    # A new machine of the same name does not hold the run.
+    # A new machine of the same name does not have the run's files.
     if str(found.id) != head.instance_id or found.status != "RUNNING" or now == was:
         return ""
     write_whole(paths.inventory, now.to_json())

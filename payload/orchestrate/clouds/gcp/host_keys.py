@@ -34,11 +34,11 @@ from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node
 DEADLINE_S = 180.0
 _POLL_S = 3.0
 _CACHE_VERSION, CACHE_FILE = 1, "host_keys.json"
-"""File in the cluster's folder that stores the nodes and their host keys."""
+"""File in the cluster's folder that caches the nodes with their host keys."""
 _UNWRITTEN = "of type 'Guest Attribute' was not found"
 _CONSTRAINT = "compute.disableGuestAttributesAccess"
 _KIND = re.compile(r"(ssh-|ecdsa-)[a-z0-9@.-]{1,58}")
-# An RSA key of 16,384 bits has 2,760 characters; ssh-keygen creates at most one key of each kind.
+# An RSA key of 16,384 bits has 2,760 characters; ssh-keygen creates one key of each kind at most.
 _MOST_CHARS, _MOST_KEYS = 4096, 16
 
 
@@ -46,7 +46,7 @@ _MOST_CHARS, _MOST_KEYS = 4096, 16
 class _Reader:
     google: Google
     known: Mapping[str, Node]
-    """Nodes with the host keys pinned earlier, by name."""
+    """Nodes with the host keys that were pinned earlier, by name."""
     ends: float
     deadline_s: float
     say: Callable[[str], None]
@@ -63,7 +63,7 @@ class _Reader:
         return replace(node, host_keys=self._wait_for_keys(node))
 
     def _found(self, node: Node) -> Node:
-        """Return the node with its current instance ID and external address."""
+        """Return the node with the instance ID and external address that Google reports."""
         request = request_of(
             "GetInstanceRequest", project=self.google.project, zone=node.zone, instance=node.name
         )
@@ -103,7 +103,7 @@ class _Reader:
             self.sleep(_POLL_S)
 
     def _read_keys(self, node: Node) -> tuple[str, ...]:
-        """Return the published keys; an empty tuple if the machine has not written any yet."""
+        """Return the published keys; an empty tuple if the machine has not published any."""
         request = request_of(
             "GetGuestAttributesInstanceRequest",
             project=self.google.project,
@@ -150,10 +150,11 @@ def pin_host_keys(
     """Return the inventory with every node's host keys and instance ID, read in parallel.
 
     Keys pinned earlier for the same machine are read from `cache`. Raises NodesError that names
-    each node: gone (41), without keys after `deadline_s` (30), or refused (13).
+    each failed node: the machine is gone (exit code 41), has no keys after `deadline_s` (30), or
+    the request was refused (13).
     """
     _check(inventory.nodes)
-    google.compute("Instances")  # creates the client before the threads start
+    google.compute("Instances")  # create the client before the threads start
     reader = _Reader(
         google=google,
         known=_read_cache(cache),
@@ -187,7 +188,7 @@ def pin_node(
 ) -> Node:
     """Return one node with its host keys and instance ID; `cache` is only read.
 
-    Raises MachineGoneError, and otherwise the node's error as in `pin_host_keys`.
+    Raises MachineGoneError if the machine is gone, and the same other errors as `pin_host_keys`.
     """
     _check([node])
     reader = _Reader(

@@ -1,4 +1,4 @@
-"""Finds leftover resources of clusters in a project, and reports how to remove them."""
+"""Finds resources that clusters left in a project, and reports how to remove them."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ class Sweep:
     left: Mapping[str, Sequence[Resource]]
     """Leftover resources by cluster."""
     owns: Callable[[Resource], bool]
-    """Returns True for a leftover that this folder can remove: it has the cluster's identity."""
+    """Returns True for a leftover that this folder can remove, because it has the cluster's
+    identity."""
     others: Sequence[Resource] = ()
-    """Resources that have the cluster's name or are in its network, but belong to others."""
+    """Resources with the cluster's name or in its network that belong to other users."""
     kept: Sequence[Resource] = ()
     """Buckets, which are kept on purpose."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
@@ -73,12 +74,12 @@ class Sweep:
         return removable(filter(self.owns, self.all_left()))
 
     def named(self) -> list[str]:
-        """Return the options of `sweep` that repeat this search."""
+        """Return the options with which `sweep` repeats this search."""
         cluster = ["--cluster", self.cluster] if self.cluster else []
         return [*cluster, "--project", self.project]
 
     def may_live(self) -> bool:
-        """Return whether resources that look left over can be in use.
+        """Return whether apparent leftovers can be in use.
 
         True if the search was for all clusters and some locations could not be listed. Their
         machines would show that a cluster is in use.
@@ -88,7 +89,8 @@ class Sweep:
     def usd(self, resource: Resource) -> float | None:
         """Return dollars per hour, or None if unknown.
 
-        Known for Filestore instances and for running machines of clusters built from this folder.
+        The price is known for Filestore instances, and for running machines of clusters built from
+        this folder.
         """
         if resource.kind == FILESTORE and resource.gib is not None:
             region = resource.location.rpartition("-")[0]
@@ -98,7 +100,7 @@ class Sweep:
         return self.node_usd.get(resource.name)
 
     def table(self) -> Table:
-        """Return a table of leftover, kept and used resources."""
+        """Return a table of the leftover resources, the kept buckets and the resources in use."""
         made = table("cluster", "kind", "name", "where", "age", "$/h", "status")
         for cluster, resources in self.left.items():
             for each in resources:
@@ -159,14 +161,14 @@ def find_leftovers(
 
     `ownership` proves which resources belong to `cluster`. By default the identity stored in
     `folder` is the proof. Without a proof, all resources built for a cluster of that name count as
-    left over, and none can be removed.
+    leftovers, and no resource can be removed.
     """
     if cluster is not None:
         check_cluster_name(cluster)
     now_unix = time.time()
     remembered = [each for each in recorded_clusters(folder) if each.project == google.project]
-    # The name of a resource counts only if the cluster was built or is named on the command line.
-    # If `up` failed because a network of that name existed, that network belongs to another user.
+    # The name of a resource is used only if the cluster was built or is named on the command line.
+    # If `up` failed because a network of that name existed, the network belongs to another user.
     names = {each.cluster for each in remembered if each.came_up} | (
         {cluster} if cluster else set()
     )
@@ -204,18 +206,18 @@ def find_leftovers(
 def _split(
     group: Sequence[Resource], proof: Ownership, cluster: str
 ) -> tuple[list[Resource], list[Resource]]:
-    """Split resources of the cluster's name into its own and those of other clusters."""
+    """Split the resources of a cluster's name into its own and resources of other clusters."""
     mine, others = proof.split(group)
     if not proof.is_known:
         mine = [each for each in group if is_made_by_program(each, cluster)]
         others = [each for each in group if each not in mine]
-    # A results bucket without an identity was created by an older version for this cluster.
+    # An older version created results buckets without an identity for this cluster.
     old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
     return [*mine, *old], [each for each in others if each not in old]
 
 
 def report_leftovers(found: Sweep, *, talk: Console) -> None:
-    """Report that nothing is left. Raises TeardownError if resources are left or can be left."""
+    """Report that no resource is left. Raises TeardownError if resources are or can be left."""
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
     if left and found.may_live():
@@ -252,7 +254,7 @@ def report_leftovers(found: Sweep, *, talk: Console) -> None:
 
 
 def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
-    """Print the commands that remove the cluster's own leftovers, and who owns the rest."""
+    """Print the commands that remove the cluster's own leftovers, and the owners of the rest."""
     mine = in_order(filter(found.owns, found.all_left()))
     for each in mine:
         note = _LOSSES.get(each.kind, "")
@@ -268,7 +270,7 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
 
 
 def folder_ownership(folder: Path, cluster: str) -> Ownership:
-    """Return the identity stored in a folder as proof; no proof if the file is damaged."""
+    """Return the folder's stored identity as proof of ownership; none if the file is damaged."""
     identity = None
     with suppress(ConfigError):
         identity = known_cluster_identity(folder, cluster)

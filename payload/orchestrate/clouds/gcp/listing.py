@@ -1,4 +1,4 @@
-"""Lists the resources of a project, of Compute Engine and of other services."""
+"""Lists all resources of a project: those of Compute Engine and of other services."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from payload.orchestrate.clouds.gcp.removal_order import (
 from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind
 from payload.orchestrate.clouds.gcp.service_accounts import service_accounts
 
-# Codes of a complete list; the code is empty if there is no warning.
+# Warning codes of a complete list; the code is empty if there is no warning.
 _COMPLETE = ("", "NO_RESULTS_ON_PAGE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The resources that were found, and the locations that could not be listed."""
+    """The resources that were found, and the reasons why others could not be listed."""
 
     resources: Sequence[Resource]
     blind: Sequence[str]
@@ -47,7 +47,7 @@ def list_everything(google: Google) -> Listing:
     """
     found: list[Resource] = []
     blind: list[str] = []
-    # The first kind is listed alone, so that missing credentials cause one error and not a dozen.
+    # The first kind is listed alone, so that missing credentials cause a single error.
     first, *others = KINDS
     with collect_errors(blind, UnreadableError):
         found.extend(_of_kind(google, first, blind))
@@ -84,7 +84,7 @@ def collect_errors(messages: list[str], *errors: type[TileforgeError]) -> Iterat
 
 
 def _attempt(way: Callable[[], Iterator[Resource]], blind: list[str]) -> list[Resource]:
-    """Return the resources listed before the first error."""
+    """Return the resources that were listed before the first error."""
     found: list[Resource] = []
     with collect_errors(blind, CloudError, CloudAuthError):
         found.extend(way())
@@ -101,7 +101,7 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
         f"AggregatedList{kind.client}Request",
         project=google.project,
         max_results=PAGE,
-        # Otherwise the whole list fails if one zone is down.
+        # Without this option, the whole list fails if one zone is down.
         return_partial_success=True,
     )
     what = f"listing {kind.gcloud}"
@@ -110,8 +110,8 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
         _note_warning(page.warning, what, blind)
         for scope, listed in page.items.items():
             place = last_segment(scope)
-            # A failed location has a warning here and is not always in `unreachables`. gcloud
-            # reads it here, too (googlecloudsdk/api_lib/compute/request_helper.py).
+            # A failed location has a warning in this field and is not always in `unreachables`.
+            # gcloud also reads this field (googlecloudsdk/api_lib/compute/request_helper.py).
             if place not in silent:
                 _note_warning(listed.warning, f"{what}: {place}", blind)
             for item in getattr(listed, snake(kind.client)):
@@ -153,7 +153,7 @@ def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
 
 
 def _end_of(machine: Any) -> float | None:
-    """Return when Google will end a running machine; None without a limit, or if it is stopped.
+    """Return when Google will end a machine; None if it has no limit or is stopped.
 
     The library lacks Google's terminationTimestamp, which is the last start plus the limit:
     https://cloud.google.com/compute/docs/instances/limit-vm-runtime

@@ -14,8 +14,8 @@ from payload.orchestrate.clouds.gcp.removal_order import last_segment
 from payload.stack.resource_labels import CLUSTER_LABEL
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
-"""Passes the keys of hand-added metadata, comma-separated, to the cluster program. Pulumi manages
-a machine's metadata as a whole, so it would remove them otherwise."""
+"""Environment variable that passes the keys of hand-added metadata, comma-separated, to the cluster
+program. Without it Pulumi, which manages a machine's metadata as a whole, would remove them."""
 OWN_METADATA = frozenset(
     {
         *("block-project-ssh-keys", "enable-guest-attributes", "enable-oslogin"),
@@ -34,13 +34,13 @@ class Additions:
     machine: str
     zone: str
     disks: Mapping[str, bool]
-    """True for a disk that Google deletes with the machine."""
+    """Disks by name; True for a disk that Google deletes with the machine."""
     labels: tuple[str, ...]
     metadata: tuple[str, ...]
     tags: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return `disk data, label team, metadata startup-script, tag web`; empty if none."""
+        """Return text such as `disk data, label team, tag web`; empty if there are no additions."""
         named = {
             "disk": self.disks,
             "label": self.labels,
@@ -97,10 +97,10 @@ def kept_metadata(added: Sequence[Additions]) -> str:
 
 
 def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[str]:
-    """Yield a line for each machine with additions: kept, or lost when it is replaced.
+    """Yield a line for each machine with additions: kept, or lost if the machine is replaced.
 
-    `going` are the machines that are replaced. Raises ConfigError for a disk that would be deleted
-    with its machine.
+    `going` are the machines to replace. Raises ConfigError for a disk that Google would delete with
+    its machine.
     """
     for each in added:
         if each.machine not in going:

@@ -45,8 +45,9 @@ def handle_stopped_machines(
     """Report the stack's stopped machines and start them after confirmation.
 
     `places` is the result of `places_in`. If `assume_yes` is set without a choice, only machines
-    that Google stopped are started, because a person can have stopped the others on purpose. Return
-    the URNs of machines to replace. Raises CapacityError and CloudError if a start fails.
+    that Google stopped are started, because a person can have stopped the other machines on
+    purpose. Return the URNs of machines to replace. Raises CapacityError and CloudError if a start
+    fails.
     """
     try:
         found = stopped_machines(google, places)
@@ -94,9 +95,9 @@ def _start_what_google_stopped(
 
 
 def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) -> None:
-    """Start the machines with their disks and wait until they run.
+    """Start the machines with their disks and wait until all run.
 
-    Raises CloudError, and CapacityError if the zone has no free machine.
+    Raises CloudError, and CapacityError if the zone has no capacity for a machine.
     """
     client = google.compute("Instances")
     begun = []
@@ -120,7 +121,7 @@ def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) 
 
 
 def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> None:
-    """Update the expiry label of a started machine, which `sweep` reads."""
+    """Update the expiry label of a restarted machine, which `sweep` reads."""
     place = {"zone": machine.zone, "instance": machine.name}
     what = f"{machine.name}: label {EXPIRES_LABEL}"
     try:
@@ -148,7 +149,7 @@ def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> N
 
 @contextmanager
 def _explained(machine: StoppedMachine) -> Iterator[None]:
-    """Add to the error of a failed start that the disk is kept, and how to continue."""
+    """Add to the error of a failed start that the disk is kept, and the next command."""
     kept = (
         "Its disk is kept and billed. Try again later; or discard the disk: "
         f"{_UP} --stopped replace, or {_DOWN} --without-collect"
@@ -176,8 +177,8 @@ def start_head(
 ) -> ClusterInventory | None:
     """Report stopped machines; start the head, which has the results, after confirmation.
 
-    Return the inventory with the head's new external address, or None if it was not started. Raises
-    ConfigError if the user declines, and as `start` does.
+    Return the inventory with the head's new external address, or None if the head was not started.
+    Raises ConfigError if the user declines, and as `start` does.
     """
     try:
         places = {(node.name, node.zone or "") for node in inventory.nodes}

@@ -1,4 +1,4 @@
-"""`doctor`'s checks of organization policies."""
+"""Checks organization policies for `doctor`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_policies(google: Google, need: CloudRequirements) -> Iterator[Check]:
 
 
 def _listed(project: str, need: CloudRequirements) -> dict[str, Sequence[Sequence[str]]]:
-    """Return the values that list policies must allow, each with the groups that include it."""
+    """Return the values that list policies must allow, each with the groups that contain it."""
     cluster, region = need.cluster or "CLUSTER", need.region
     own = f"under:projects/{project}"
     values: dict[str, Sequence[Sequence[str]]] = {
@@ -94,7 +94,7 @@ def _rules(google: Google, constraint: str) -> Sequence[_Rule]:
 
 
 def check_boolean_policy(google: Google, constraint: str, effect: str) -> Check:
-    """Check that a policy with the given effect is not enforced."""
+    """Check that the policy `constraint` is not enforced; `effect` names what it prevents."""
     name = f"policy {constraint}"
     try:
         rules = _rules(google, constraint)
@@ -106,7 +106,7 @@ def check_boolean_policy(google: Google, constraint: str, effect: str) -> Check:
 
 
 def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[str]]) -> Check:
-    """Check that a list constraint allows each value, directly or through a group."""
+    """Check that a list constraint allows each value, directly or through a group of values."""
     name, fix = f"policy {constraint}", f"{policy_fix(constraint)}."
     try:
         rules = _rules(google, constraint)
@@ -124,9 +124,9 @@ def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[st
 
 
 def _allows(rules: Sequence[_Rule], value: Sequence[str]) -> tuple[str, str]:
-    """Return allowed, refused or unknown, and the reason for unknown.
+    """Return allowed, refused or unknown, and the reason if unknown.
 
-    `value` is followed by the groups that include it.
+    `value` is followed by the groups that contain it.
     """
     allowed, denied = (
         {

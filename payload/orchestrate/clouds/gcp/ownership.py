@@ -1,6 +1,6 @@
 """Decides who owns a resource, by the cluster's identity or the stack's state. Pure.
 
-Names and labels of clusters prove nothing, because any user can choose the same ones.
+Names and labels of clusters prove nothing, because any user can choose the same name and labels.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ _COLLECTIONS = {kind.name: kind.client[0].lower() + kind.client[1:] for kind in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
-    """Proof that resources are a cluster's own."""
+    """Evidence that decides whether a cluster owns a resource."""
 
     identities: frozenset[str] = frozenset()
-    """Identities of this folder's cluster; NO_IDENTITY includes resources built without one."""
+    """Identities of this folder's cluster; NO_IDENTITY represents resources built without one."""
     cluster: str = ""
-    """The cluster's name, which resources without an identity must have as label or in their name.
-    """
+    """The cluster's name; a resource without an identity needs this name in its label or name."""
     known: tuple[str, ...] = ()
     """Resource IDs in the stack's state."""
     project: str = ""
@@ -42,18 +41,19 @@ class Ownership:
         """Return whether the cluster owns the resource, so that it can be adopted or removed."""
         identity = identity_in(resource.labels)
         if identity is not None:
-            # Before the stack's state: its ID is a name that another cluster can have taken.
+            # This precedes the stack's state: the ID in the state is a name that another cluster
+            # can now use.
             return identity in self.identities
         nameless = NO_IDENTITY in self.identities and is_made_by_program(resource, self.cluster)
         return nameless or self.lists(resource)
 
     def belies(self, resource: Resource) -> bool:
-        """Return whether the stack's state lists it although it now belongs to another cluster."""
+        """Return whether the stack's state lists a resource that now belongs to another cluster."""
         identity = identity_in(resource.labels)
         return identity is not None and identity not in self.identities and self.lists(resource)
 
     def lists(self, resource: Resource) -> bool:
-        """Return whether the stack's state lists it, or lists its machine if it is a boot disk."""
+        """Return whether the stack's state lists the resource or, for a boot disk, its machine."""
         return any(matches_id(resource, known, project=self.project) for known in self.known)
 
     def split(self, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
@@ -66,15 +66,15 @@ class Ownership:
 
 
 def removable(resources: Iterable[Resource]) -> list[Resource]:
-    """Return the resources that a cleanup can remove (no buckets), in the order of removal."""
+    """Return the resources that a cleanup can remove, in order; buckets are left out."""
     return in_order(each for each in resources if each.kind != BUCKET)
 
 
 def matches_id(resource: Resource, known: str, *, project: str) -> bool:
     """Return whether an ID in Pulumi's state, such as projects/P/zones/Z/instances/N, matches.
 
-    `project` is the resource's project. A boot disk has no separate entry; it has the name and zone
-    of its machine. A bucket's ID is its name, which is unique across projects.
+    `project` is the resource's project. A boot disk has no separate entry in the state, but has the
+    name and zone of its machine. A bucket's ID is its name, which is unique across projects.
     """
     if resource.kind == BUCKET:
         return known == resource.name
@@ -93,7 +93,7 @@ def matches_id(resource: Resource, known: str, *, project: str) -> bool:
 
 
 def describe_others(resources: Sequence[Resource]) -> list[str]:
-    """Return a line for each other identity, with its resources and the time of the oldest."""
+    """Return a line per foreign identity: its resources and the oldest creation time."""
     groups: dict[str, list[Resource]] = {}
     for each in in_order(resources):
         groups.setdefault(identity_in(each.labels) or NO_IDENTITY, []).append(each)

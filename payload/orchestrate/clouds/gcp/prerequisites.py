@@ -1,4 +1,4 @@
-"""`doctor`'s checks of prerequisites of `up`: proxy, quota project, billing, image, bucket."""
+"""Checks prerequisites of `up` for `doctor`: proxy, quota project, billing, image, bucket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BUCKET_NEEDS = (
 
 
 def check_proxy(env: Mapping[str, str]) -> Iterator[Check]:
-    """Check that the proxy responds and no_proxy has 127.0.0.1; nothing if no proxy is set."""
+    """Check that the proxy responds and that no_proxy lists 127.0.0.1; nothing without a proxy."""
     found = proxy_of(env)
     if found is None:
         return
@@ -95,11 +95,11 @@ def check_billing(google: Google) -> Check:
 def check_image(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check that the boot image exists, is accessible and is not deprecated.
 
-    An image that does not support Shielded VM is checked against the policy that requires it.
+    If the image does not support Shielded VM, also check the policy that can require it.
     """
     named = _IMAGE.fullmatch(need.image)
     if named is None:
-        return  # the cluster program reports it before it builds
+        return  # the cluster program reports this before it builds
     name = f"image {named['name']}"
     request = request_of("GetImageRequest", project=named["project"], image=named["name"])
     client = google.compute("Images")

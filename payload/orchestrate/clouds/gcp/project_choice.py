@@ -15,7 +15,7 @@ def project_of(
 ) -> str:
     """Return the project to use. Raises UsageError if it cannot be determined.
 
-    The environment overrides the folder's records, which can be another operator's.
+    The environment overrides the folder's records, which another operator can have written.
     """
     if given:
         return given

@@ -1,4 +1,4 @@
-"""`doctor`'s checks of quotas."""
+"""Checks quotas for `doctor`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from payload.orchestrate.clouds.gcp.compute_resource import get_compute_resource
 from payload.stack.cloud_requirements import CloudRequirements, Scope
 
 _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
-# Families after C3 have no separate metric; Google counts them in one quota with dimensions.
-# https://cloud.google.com/docs/quotas/terminology and .../docs/quotas/configure-dimensions
+# Machine families after C3 have no separate metric; Google counts them in a quota with
+# dimensions. https://cloud.google.com/docs/quotas/terminology and
+# .../docs/quotas/configure-dimensions
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _FAMILY_METRIC = "CPUS_PER_VM_FAMILY"
 _FAMILY_QUOTA = "CPUS-PER-VM-FAMILY-per-project-region"
@@ -41,7 +42,7 @@ class _Details:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limit:
-    """A limit that applies where all these dimensions match."""
+    """A limit that applies to requests with all these dimensions."""
 
     dimensions: dict[str, str] = field(default_factory=dict)
     details: _Details | None = None
@@ -78,7 +79,7 @@ def check_quotas(google: Google, need: CloudRequirements, project: Any) -> Itera
         preferred = (m for m in metrics[:-1] if m in known and known[m].limit > 0)
         metric = next(preferred, metrics[-1])
         if metric in seen:
-            continue  # spot machines use the same quota as the others
+            continue  # spot and on-demand machines share this quota
         seen.add(metric)
         where = need.region if scope == "region" else "all regions"
         if metric in known:
@@ -102,7 +103,7 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
 
 
 def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: str) -> Check:
-    """Check the machine family's limit in the quota with dimensions, which does not list usage."""
+    """Check the machine family's limit in the quota with dimensions, whose usage is not listed."""
     name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
     path = (
         f"/v1/projects/{google.project}/locations/global/services/compute.googleapis.com/"
@@ -130,7 +131,7 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
 
 
 def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
-    """Return the limit with the most matching dimensions; -1 if unlimited, None if unknown."""
+    """Return the limit that matches most dimensions; -1 if unlimited, None if unknown."""
     dimensions = {"region": region, "vm_family": family.lower()}
     fitting = [
         each
@@ -139,14 +140,14 @@ def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
         and all(dimensions.get(key) == value.lower() for key, value in each.dimensions.items())
         and (not each.locations or region in each.locations)
     ]
-    # Among limits with one dimension, the region's comes first (configure-dimensions,
+    # Among limits with one dimension, the limit of the region has priority (configure-dimensions,
     # "precedence").
     best = max(fitting, key=lambda e: (len(e.dimensions), "region" in e.dimensions), default=None)
     return None if best is None or best.details is None else int(best.details.value)
 
 
 def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
-    """Compare with a default project's limit; only the console shows this project's limit."""
+    """Compare with a default project's limit, because only the console shows the actual limit."""
     name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
     if default is None:
         return _not_known(name, amount, f"Check it at {page}")
@@ -163,7 +164,7 @@ def _not_known(name: str, amount: float, fix: str) -> Check:
 
 
 def _vcpus(google: Google, need: CloudRequirements) -> int:
-    """Return the vCPUs of one node, from the first zone that offers it."""
+    """Return the number of vCPUs of one node, from the first zone that offers the machine type."""
     for zone in need.zones:
         try:
             found = get_compute_resource(

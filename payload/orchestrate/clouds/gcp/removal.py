@@ -1,4 +1,4 @@
-"""Removes resources of a project in order, and waits until they are gone."""
+"""Removes resources of a project in order, and waits until each is gone."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from payload.orchestrate.clouds.gcp.service_accounts import remove_service_accou
 def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
     """Remove the resources, except buckets, in order and wait for each; return error messages.
 
-    Resources of one kind are removed in parallel, because a removal can take minutes and machines
-    cost money until then.
+    Resources of one kind are removed in parallel, because a removal can take minutes, during which
+    machines cost money.
     """
     failed: list[str] = []
     going = in_order(each for each in resources if each.kind != BUCKET)
     for _, alike in groupby(going, key=lambda each: each.kind):
         ends: list[Callable[[], None]] = []
         for resource in alike:
-            # A missing resource was removed by another program.
+            # If a resource is missing, another program has removed it.
             with collect_errors(failed, TileforgeError), suppress(CloudMissingError):
                 ends.append(_begin_to_remove(google, resource))
         for wait in ends:

@@ -1,4 +1,4 @@
-"""A project's resources, their order of removal, and the command to remove each. Pure."""
+"""Resources of a project: the order of removal, and the command that removes each. Pure."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Resource:
     """A resource of the project."""
 
     kind: str
-    """A Kind's name, FILESTORE, SERVICE_ACCOUNT, DNS_ZONE or BUCKET."""
+    """The name of a Kind, or FILESTORE, SERVICE_ACCOUNT, DNS_ZONE or BUCKET."""
     name: str
-    """For a service account, its e-mail address."""
+    """The resource's name; for a service account, its e-mail address."""
     location: str
     """Zone, region, or `global`."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels; for a kind without labels, those in its description."""
+    """The resource's labels; if its kind cannot have labels, the labels in its description."""
     created_unix: float | None = None
     network: str | None = None
-    """Name of its network, or None."""
+    """Name of the resource's network, or None."""
     status: str | None = None
     ends_unix: float | None = None
-    """Time at which Google will end the machine, if it runs and has a limit."""
+    """When Google will end the machine, if it runs and has a time limit."""
     gib: int | None = None
     """Size of a Filestore instance, which determines its price."""
 
@@ -55,12 +55,12 @@ class Resource:
         return (self.kind, self.location, self.name)
 
     def expires_unix(self) -> float | None:
-        """Return the expiry time in its label, or None."""
+        """Return the expiry time in the resource's label, or None."""
         text = self.labels.get(EXPIRES_LABEL, "")
         return float(text) if re.fullmatch("[0-9]{1,12}", text) else None
 
     def removal(self, *, project: str) -> str:
-        """Return the command that removes it."""
+        """Return the command that removes the resource."""
         if self.kind == BUCKET:
             return shlex.join(["gcloud", "storage", "rm", "--recursive", f"gs://{self.name}"])
         if self.kind == SERVICE_ACCOUNT:
@@ -78,7 +78,7 @@ class Resource:
         return shlex.join([*argv, f"--project={project}", "--quiet"])
 
     def _zone_removal(self, project: str) -> str:
-        # A zone with records cannot be removed. infra/gcp/network.py creates these two.
+        # A zone with records cannot be removed. infra/gcp/network.py creates these two records.
         records = (("restricted.googleapis.com.", "A"), ("*.googleapis.com.", "CNAME"))
         options = [f"--project={project}", "--quiet"]
         delete = ["gcloud", "dns", "record-sets", "delete"]
@@ -96,17 +96,17 @@ class Resource:
 
 
 def is_zone(location: str) -> bool:
-    """Return whether it is a zone, which is a region with a letter: us-central1-a."""
+    """Return whether the location is a zone, which is a region with a letter: us-central1-a."""
     return location.count("-") == 2
 
 
 def in_order(resources: Iterable[Resource]) -> list[Resource]:
-    """Return resources in the order of removal: a network comes after the resources in it."""
+    """Return the resources in the order of removal, for example networks after their contents."""
     return sorted(resources, key=lambda each: (_ORDER[each.kind], each.location, each.name))
 
 
 def labels_in_description(description: str) -> dict[str, str]:
-    """Return the labels in the description of a resource of a kind that cannot have labels."""
+    """Return the labels in a description, for a resource that cannot have labels."""
     return dict(_MARK.findall(description))
 
 
@@ -132,7 +132,7 @@ PAGE = 500
 
 
 def checked_name(name: str, what: str) -> str:
-    """Return the name if it is valid, because requests and commands include it.
+    """Return the name if it is valid, because requests and commands contain it.
 
     Raises CloudError.
     """

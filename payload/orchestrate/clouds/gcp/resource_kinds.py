@@ -1,34 +1,34 @@
-"""Kinds of resources in a project, and states of machines. Pure."""
+"""The kinds of resources in a project, and the states of machines. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
-"""Google's states of a machine that runs and is billed."""
+"""States in which a machine runs and Google bills it."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of resource in Compute Engine."""
+    """A kind of Compute Engine resource."""
 
     name: str
-    """Name in messages."""
+    """The kind's name in messages."""
     client: str
-    """Name in client classes, such as Instances in InstancesClient."""
+    """The kind's name in client classes, such as Instances in InstancesClient."""
     singular: str
-    """Name in request classes, such as Instance in DeleteInstanceRequest."""
+    """The kind's name in request classes, such as Instance in DeleteInstanceRequest."""
     aggregated: bool
     """True if resources of this kind are in zones or regions."""
     labelled: bool
-    """True if they can have labels; otherwise their description contains the labels."""
+    """True if this kind can have labels; otherwise the description contains the labels."""
     gcloud: str
     """Command group after `gcloud compute`."""
 
 
-# In the order of removal.
+# Sorted in the order of removal.
 KINDS = (
     Kind(
         name="instance",
@@ -122,4 +122,4 @@ KINDS = (
 KIND_OF = {kind.name: kind for kind in KINDS}
 
 STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
-"""Google's states of a machine that is stopped and keeps its disk, and of one that is stopping."""
+"""Google's states of a machine: stopped with its disk kept, and stopping."""

@@ -39,7 +39,7 @@ class Bucket:
 
     name: str
     num_objects: int
-    """Includes old versions."""
+    """Number of objects, including old versions."""
     size_bytes: int
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> B
     """Return the cluster's results bucket of this name, with its size.
 
     A bucket created by an older version has no identity and is recognized by its labels. Raises
-    ConfigError for a bucket that is not the cluster's, and as Google.call does.
+    ConfigError for a bucket that does not belong to the cluster, and raises as Google.call does.
     """
     what = f"bucket {shown(name)}"
     if not CLOUD_NAME.fullmatch(name):

@@ -34,7 +34,7 @@ class _AccountPage:
 
 
 def service_accounts(google: Google) -> Iterator[Resource]:
-    """Yield the project's service accounts with the labels in their descriptions or names."""
+    """Yield the project's service accounts, with labels from their descriptions or names."""
     path, what = f"/v1/projects/{google.project}/serviceAccounts?pageSize=100", "service accounts"
     for page in google.get_pages("iam", path, what=f"listing {what}", shape=_AccountPage):
         for account in page.accounts:
@@ -48,6 +48,6 @@ def service_accounts(google: Google) -> Iterator[Resource]:
 
 
 def remove_service_account(google: Google, email: str) -> None:
-    """Remove a service account; it is gone on return. Raises as Google.call does."""
+    """Remove a service account; return when it is gone. Raises as Google.call does."""
     path = f"/v1/projects/{google.project}/serviceAccounts/{quote(email)}"
     google.delete("iam", path, what=f"removing {SERVICE_ACCOUNT} {email}")

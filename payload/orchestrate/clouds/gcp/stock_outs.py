@@ -1,4 +1,4 @@
-"""Parses Google's messages about zones without a free machine. Pure."""
+"""Parses Google's messages about zones without capacity. Pure."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ Reason = Literal["full", "not offered", "preempted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockOut:
-    """Zones that have no machine for the cluster, parsed from Google's message."""
+    """Zones without capacity for the cluster, parsed from Google's message."""
 
     machine_type: str | None
     full: Sequence[str]
-    """Zones without a free machine, in the order of the output."""
+    """Zones without capacity, in the order of the output."""
     free: Sequence[str]
     """Zones that Google's message suggests."""
     reason: Reason = "full"
 
     @property
     def shown_reason(self) -> str:
-        """Return why the zone is skipped, for the list of skipped zones."""
+        """Return the reason for skipping the zone, for the list of skipped zones."""
         if self.reason == "preempted":
             return "preempted spot machines"
         state = "free" if self.reason == "full" else "offered"
         return f"no {self.machine_type or 'machine of this type'} {state}"
 
     def error(self, what: str) -> TileforgeError:
-        """Return the error of the operation `what`."""
+        """Return the error to raise for the failed operation `what`."""
         kind = ConfigError if self.reason == "not offered" else CapacityError
         return kind(f"{what}: {self.describe()}")
 

@@ -1,7 +1,7 @@
-"""Finds stopped machines and the reason of each stop.
+"""Finds stopped machines and the reason why each stopped.
 
 At host maintenance Google stops a machine with compact placement and keeps its disk. The lifetime
-limit is paused while it is stopped, so Google never deletes it:
+limit is paused while a machine is stopped, so Google never deletes a stopped machine:
 https://cloud.google.com/compute/docs/instances/limit-vm-runtime
 """
 
@@ -48,7 +48,7 @@ class StoppedMachine:
     reason: str = ""
     """Description of the cause; empty if unknown."""
     by_google: bool = False
-    """True if Google stopped it; otherwise a person can have stopped it on purpose."""
+    """True if Google stopped the machine; if False, a person can have stopped it on purpose."""
 
     def __str__(self) -> str:
         return f"{self.name} is {self.status}" + (f" ({self.reason})" if self.reason else "")
@@ -59,8 +59,8 @@ def stopped_machines(
 ) -> list[StoppedMachine]:
     """Return the stopped or stopping machines among `places` (name and zone).
 
-    `own` limits the result to machines that it owns. Raises CloudAuthError, and CloudError if a
-    zone could not be listed.
+    With `own`, only machines that the cluster owns are returned. Raises CloudAuthError, and
+    CloudError if a zone could not be listed.
     """
     if not places:
         return []
@@ -74,13 +74,13 @@ def stopped_machines(
 
 
 def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
-    """Return the machine with the reason of its last stop, which Google keeps for 14 days."""
+    """Return the machine with the reason of its last stop; Google keeps reasons for 14 days."""
     place = f"projects/{google.project}/zones/{machine.zone}/instances/{machine.name}"
     request = request_of(
         "ListZoneOperationsRequest",
         project=google.project,
         zone=machine.zone,
-        # The full URL: for a partial one the filter finds nothing and reports no error.
+        # The filter needs the full URL: for a partial URL it finds nothing and reports no error.
         filter=f'targetLink="{_LINKS}{place}"',
         max_results=500,
     )
@@ -111,7 +111,8 @@ def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
 def stopped_machine_lines(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:
     """Return a line for each stopped machine of the inventory.
 
-    If Google cannot be queried, one line reports the error. Other clouds' clusters get no lines.
+    If Google cannot be queried, one line reports the error. There are no lines for a cluster that
+    is not in Google Cloud.
     """
     if inventory.source != "pulumi" or inventory.project is None:
         return []

@@ -1,1 +1,1 @@
-"""Pulumi: its engine, and building, changing and destroying a cluster with it."""
+"""Pulumi: runs its engine, and builds, changes and destroys a cluster."""

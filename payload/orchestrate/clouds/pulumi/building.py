@@ -1,4 +1,4 @@
-"""Runs `pulumi up` until it succeeds, with other zones and without drifted machines and orphans."""
+"""Repeats `pulumi up` until it succeeds: changes the zone, handles drifted machines and orphans."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _EXISTS = ("Error 409", "alreadyExists", "already exists")
 _NEEDS_STOP = "requires stopping it"
 
 Saves = Callable[[Sequence[str], str, str], bool]
-"""Collects results from these machines before they are deleted; returns False if the user declines.
-The other arguments are the note on what is kept in that case, and the question."""
+"""A function that collects results from machines before they are deleted. Its arguments are the
+machines, the note on what is kept if the user declines, and the question. It returns False if the
+user declines."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,16 +41,17 @@ class Builder:
     google: Callable[[], Google]
     """Creates the client on demand, because its libraries take a second to import."""
     identity: str
-    """The cluster's identity; a resource with it outside the stack is left from a failed `up`."""
+    """The cluster's identity. A resource with this identity that is missing in the stack was left
+    by a failed `up`."""
     zones: Sequence[str]
-    """Zones of the config, tried in order; empty without --next-zone."""
+    """Zones in the configuration, tried in order; empty without --next-zone."""
     spot: Spot
     there: Sequence[str]
-    """Machines that existed before."""
+    """Machines that existed before the build."""
     save: Saves
     may_delete: MayDelete
     full_zones: Path
-    """File with zones that recently had no free machine."""
+    """File with the zones that recently had no capacity."""
     replaces: Sequence[str] = ()
     """Pulumi options that let the first attempt replace machines."""
     now_unix: Callable[[], float] = time.time
@@ -58,7 +60,7 @@ class Builder:
     _rebuilt: set[str] = field(default_factory=set)
 
     _zone: str = ""
-    """Zone of the next attempt; empty without --next-zone."""
+    """The zone of the next attempt; empty without --next-zone."""
     _tried: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class Builder:
         self._zone = self.zones[0] if self.zones else ""
 
     def build(self) -> Update:
-        """Run `pulumi up` until it succeeds. Raises the last failure as an error.
+        """Run `pulumi up` until it succeeds. Raises the error of the last failure.
 
         All nodes are in one zone, so changing the zone deletes existing machines, after
         confirmation.
@@ -89,13 +91,13 @@ class Builder:
                 raise self._failed(update)
 
     def settle_firewall(self, update: Update) -> None:
-        """Replace firewall rules that differ from the program. Raises CloudError if one remains."""
+        """Replace changed firewall rules. Raises CloudError if a rule still differs."""
         reconcile_firewall(self.google(), update, again=self.build, talk=self.operations.talk)
 
     def _skip_full_zones(self) -> None:
         """Start in the first zone that was not full in the last hours.
 
-        If machines exist, or all zones were full, keep the config's order.
+        If machines exist, or if all zones were full, keep the order in the configuration.
         """
         if not self.zones or self.there:
             return
@@ -128,7 +130,8 @@ class Builder:
                 raise self._failed(update)
             self._build_on_demand(update, stock_out)
             return
-        # Zones that Google's message suggests come first, then the order of the config.
+        # Try the zones that Google's message suggests first, then the zones in the configured
+        # order.
         zone = min(self._left, key=lambda z: (z not in stock_out.free, self.zones.index(z)))
         self.operations.talk.print(f"{stock_out.describe()}\n--next-zone: building in {zone}")
         question = f"Delete these machines and build in {zone}?"
@@ -139,7 +142,7 @@ class Builder:
         self._move(zone)
 
     def _build_on_demand(self, update: Update, stock_out: StockOut) -> None:
-        """Switch to on-demand machines, once, starting with the first zone of the config."""
+        """Switch to on-demand machines, once, and begin with the first configured zone."""
         self.operations.talk.print(stock_out.describe())
         question = "Delete these machines and build on-demand machines?"
         if not self.save(self.there, "the machines are kept", question):
@@ -150,7 +153,7 @@ class Builder:
         )
         self.operations.pulumi.ask("config", "set", "spot", "false")
         self.spot, self.there, self._tried = "false", [], []
-        # The recorded zones were only full for spot machines.
+        # The recorded zones were full only for spot machines.
         FullZones().save(self.full_zones)
         self._left = list(self.zones[1:])
         if self.zones and self._zone != self.zones[0]:
@@ -166,7 +169,7 @@ class Builder:
             self.operations.pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
 
     def restore_zones(self) -> None:
-        """Restore the config's order after a failure, unless machines exist."""
+        """Restore the configured order of zones after a failure, unless machines exist."""
         if not self.zones or self._zone == self.zones[0]:
             return
         with suppress(TileforgeError):  # `up` reports the original failure instead
@@ -187,7 +190,7 @@ class Builder:
         self._rebuilt |= {step.urn for step in drifted}
 
     def _clear(self) -> bool:
-        """Remove the cluster's resources that are missing in the stack; return whether it did."""
+        """Remove the cluster's resources that the stack lacks; return False if none was removed."""
         operations = self.operations
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)
@@ -230,7 +233,7 @@ def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
 
 
 def with_note(error: TileforgeError, words: str) -> TileforgeError:
-    """Return the error with a sentence added and the same exit code."""
+    """Return an error with a sentence added and the same exit code."""
     again = TileforgeError(str(error), fix=words)
     again.exit_code = error.exit_code
     return again

@@ -45,8 +45,8 @@ _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
         "Set PULUMI_CONFIG_PASSPHRASE or PULUMI_CONFIG_PASSPHRASE_FILE.",
     ),
     (
-        # Expired credentials are handled before, because Pulumi reports them in the same way:
-        # https://github.com/pulumi/pulumi/issues/2801
+        # Expired credentials are handled earlier, because Pulumi reports them with the same
+        # message: https://github.com/pulumi/pulumi/issues/2801
         r"unexpected end of JSON input|failed to load checkpoint: (invalid character|json:|.*EOF)"
         r"|could not deserialize deployment|snapshot integrity failure",
         "damaged state",
@@ -70,14 +70,14 @@ class PulumiError(ConfigError):
 
     @property
     def is_fault(self) -> bool:
-        """Return whether a stack can exist although it could not be read."""
+        """Return whether a stack can exist although the command could not read it."""
         return self.trouble in ("credentials refused", "damaged state", "other")
 
 
 def refusal(shown: str, output: str, login: GoogleLogin) -> PulumiError:
     """Return the error for a command that failed before its engine started.
 
-    `login` is used to read state in a bucket.
+    `login` is the login that reads state in a bucket.
     """
     output = printable(output)
     if REFUSED_CREDENTIALS.search(output) and re.search("google|oauth2", output):

@@ -1,4 +1,4 @@
-"""Runs the `pulumi` command for one stack; the only module that does."""
+"""Runs the `pulumi` command for one stack; no other module runs it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _wait(
     on_event: Callable[[Event], None],
     say: Callable[[str], None],
 ) -> int:
-    """Read events until the process ends; return the number of interrupts by the operator."""
+    """Read events until the process ends; return how often the operator interrupted it."""
     interrupts, ended = 0, False
     while True:
         try:
@@ -39,7 +39,7 @@ def _wait(
                 on_event(event)
             if ended:
                 return interrupts
-            # After the process ends, the last events are read again.
+            # After the process ends, read again: the last events can have been written since.
             process.wait(timeout=_POLL_S)
             ended = True
         except subprocess.TimeoutExpired:
@@ -141,8 +141,8 @@ class Pulumi:
     ) -> Update:
         """Run an operation, pass each of its events to `on_event`, and return the result.
 
-        Pulumi's output is written to `log`. On Ctrl-C, which reaches pulumi too, wait until pulumi
-        has shut down, then raise KeyboardInterrupt. Raises PulumiError.
+        Pulumi's output is written to `log`. Ctrl-C also reaches pulumi: wait until it has shut
+        down, then raise KeyboardInterrupt. Raises PulumiError.
         """
         with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
             path = Path(folder) / "events.jsonl"
@@ -151,7 +151,7 @@ class Pulumi:
                 process = subprocess.Popen(
                     [*self.argv(*arguments), "--event-log", str(path)],
                     cwd=self._folder,
-                    # --event-log exists only with this variable.
+                    # pulumi supports --event-log only if this variable is set.
                     env={**self._env, "PULUMI_DEBUG_COMMANDS": "true"},
                     stdin=subprocess.DEVNULL,
                     stdout=printed,

@@ -49,7 +49,7 @@ class Diagnostic:
     message: str = checked(max_chars=2**22)
     severity: str
     urn: str | None = checked(None, pattern=_URN_OR_NONE, wanted="a URN of Pulumi's")
-    """The resource concerned; empty or None for the whole operation."""
+    """The resource that the message is about; empty or None for the whole operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Step:
     diffs: tuple[str, ...] | None = None
     """Names of the inputs that differ."""
     detailed: Mapping[str, Any] | None = checked(None, key="detailedDiff")
-    """Paths of the differences, such as shieldedInstanceConfig.enableSecureBoot."""
+    """Paths of the differing inputs, such as shieldedInstanceConfig.enableSecureBoot."""
     new: _State | None = None
     old: _State | None = None
 
@@ -85,10 +85,10 @@ class PolicyEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The totals of the operation."""
+    """The summary event: numbers of resources that an operation created, updated, deleted, etc."""
 
     changes: Mapping[str, int] | None = checked(None, key="resourceChanges")
-    """Resources by operation."""
+    """Number of resources by operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class _Wrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of the event log; kinds of events that are not used set no field."""
+    """A line of the event log; an event of a kind that is not used here sets no field."""
 
     time_unix: float
     diagnostic: Diagnostic | None = None
@@ -120,10 +120,10 @@ class Update:
     unreadable: str = ""
     """Error of the first unreadable event; empty if all were read."""
     text: str = ""
-    """The end of the printed output."""
+    """The end of the output that pulumi printed."""
     log: Path | None = None
     login: GoogleLogin = field(default_factory=GoogleLogin)
-    """The login that Google's provider used."""
+    """The login that Google's Pulumi provider used."""
 
     @property
     def shown(self) -> str:
@@ -132,13 +132,13 @@ class Update:
 
     @property
     def diagnostics(self) -> Sequence[Diagnostic]:
-        """Return the messages without debug messages."""
+        """Return the messages, except debug messages."""
         found = [event.diagnostic for event in self.events if event.diagnostic is not None]
         return [each for each in found if each.severity in ("error", "warning", "info")]
 
     @property
     def is_cancelled(self) -> bool:
-        """Return whether an interrupt ended it, which pulumi's exit status does not show."""
+        """Return whether it was interrupted, which pulumi's exit status does not show."""
         return any(
             each.severity == "error" and re.fullmatch(r"\s*\w+ canceled\s*", each.message)
             for each in self.diagnostics
@@ -156,7 +156,7 @@ class Update:
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """The stack's outputs; for a preview, the expected ones."""
+        """The stack's outputs; for a preview, the outputs that it predicts."""
         for event in reversed(self.events):
             step = event.done
             if step is not None and type_of(step.urn) == STACK_TYPE and step.op != "refresh":

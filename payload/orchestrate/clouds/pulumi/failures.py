@@ -28,14 +28,14 @@ _CREATIONS = ("create", "create-replacement", "replace")
 _QUOTA = re.compile(
     r"Quota '(?P<metric>\w{1,64})' exceeded\.? +Limit: (?P<limit>\d{1,19}(?:\.\d{1,9})?) *"
     r"(?:in region (?P<region>[a-z0-9-]+)|globally)?"
-    # CPUS_PER_VM_FAMILY, of C4 and newer families.
+    # CPUS_PER_VM_FAMILY is the quota of C4 and newer families.
     r"(?: *dimensions = map\[[^\]]{0,200}?vm_family:(?P<family>\w{1,16}))?",
     re.ASCII,
 )
-# A rate limit, which Google also calls a quota; it needs no increase.
+# A rate limit: Google also calls it a quota, but the fix is not a higher quota.
 _PER_MINUTE = re.compile(r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute")
 _QUOTA_WORDS = re.compile(r"QUOTA_EXCEEDED|quotaExceeded|Quota exceeded|quota limit .* exceeded")
-# Messages repeated from the provider's log, and messages that only announce a failure.
+# Messages that repeat the provider's log or only announce a failure.
 _PROVIDER_LOG = re.compile(r"\s*sdk-v[0-9]+/\w+\.go:[0-9]+: ")
 _UNINFORMATIVE = re.compile(
     r"(update|preview|destroy|refresh) (failed|canceled)|an unhandled error occurred: program "
@@ -45,7 +45,7 @@ _WRAPPER = re.compile(
     r"(?:deleting|updating|creating|refreshing|reading) urn:pulumi:\S+: |[0-9]+ errors? occurred: "
     r"?\* |Preview failed: |error: "
 )
-# Long texts of the engine and the provider that list other cases.
+# Long texts of the engine and the provider that list other possible causes.
 _SHORTENED = (
     (
         re.compile(r"Changing the machine_type, .* requires stopping it\b.*"),
@@ -63,17 +63,17 @@ _DOWN = command("orchestrate", "down")
 
 
 class StackBusyError(ConfigError):
-    """Another `pulumi` holds the stack's lock; this one has not started."""
+    """Another `pulumi` process holds the stack's lock, so this one has not started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The engine's report about one resource, without its wrappers."""
+    """An error that the engine reported for a resource, without the prefixes that Pulumi adds."""
 
     urn: str
-    """Empty for the whole operation."""
+    """URN of the resource; empty for the whole operation."""
     message: str
-    """A single line."""
+    """The error as a single line."""
 
     def __str__(self) -> str:
         if not self.urn or type_of(self.urn) == STACK_TYPE:
@@ -82,7 +82,7 @@ class Problem:
 
 
 def problems_of(update: Update) -> list[Problem]:
-    """Return the distinct errors of an operation, the engine's first, then policy violations."""
+    """Return the distinct errors of an operation: errors of the engine, then policy violations."""
     found = [
         Problem(urn=each.urn or "", message=message)
         for each in update.diagnostics
@@ -102,7 +102,7 @@ def problems_of(update: Update) -> list[Problem]:
 def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
     """Return the stock-out that made the operation fail, or None.
 
-    Set `spot` for spot machines: one that disappears during its creation was preempted.
+    Set `spot` for spot machines: a spot machine that disappears during its creation was preempted.
     """
     problems = problems_of(update)
     found = find_stock_out("\n".join(each.message for each in problems))
@@ -120,9 +120,9 @@ def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
 def explain(update: Update, *, spot: bool = False) -> TileforgeError:
     """Return the error, with its exit code, for a failed operation.
 
-    `spot` is as for stock_out_of.
-    Stock-outs are checked before quotas: Google reports some as QUOTA_EXCEEDED, with the zones that
-    have capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
+    `spot` has the same meaning as in stock_out_of. Stock-outs are checked before quotas: Google
+    reports some as QUOTA_EXCEEDED, with the zones that have capacity in the details
+    (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
     """
     what, problems = update.shown, problems_of(update)
     if update.status < 0:
@@ -178,7 +178,7 @@ def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | Non
 def _access_error(
     what: str, problems: Sequence[Problem], login: GoogleLogin
 ) -> TileforgeError | None:
-    """Return the error for the first problem with credentials or permissions, or None."""
+    """Return an error for the first problem with credentials or permissions, or None."""
     for each in problems:
         refusal = access_refusal(each.message, login=login)
         if refusal is not None:
@@ -201,7 +201,7 @@ def _other_error(what: str, problems: Sequence[Problem]) -> TileforgeError:
 
 
 def _plain(message: str) -> str:
-    """Return a message on one line, without the prefixes of the engine and the provider."""
+    """Return a message as one line, without the prefixes of the engine and the provider."""
     text = joined_lines(message, longest=None)
     while (wrapper := _WRAPPER.match(text)) is not None:
         text = text[wrapper.end() :]

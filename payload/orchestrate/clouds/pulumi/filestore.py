@@ -1,4 +1,4 @@
-"""A stack's Filestore instances: deletions in a preview, location and cost."""
+"""Filestore instances of a stack: which ones a preview deletes, their location and cost."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ENDS = ("delete", "replace", "delete-replaced")
 
 
 def has_filestore(state: StackState) -> bool:
-    """Return whether the stack has an instance, which can hold data."""
+    """Return whether the stack has a Filestore instance, which can hold data."""
     return bool(_in_state(state))
 
 
 def own_filestores(google: Google, state: StackState, own: Ownership) -> list[str]:
     """Return the names of the cluster's instances, from the stack's state and Google's list.
 
-    If Google cannot list them, only the state is used.
+    If Google's list cannot be read, only the state is used.
     """
     names = _in_state(state)
     with suppress(CloudError, CloudAuthError):
@@ -42,12 +42,12 @@ def _in_state(state: StackState) -> list[str]:
 
 
 def filestores_that_go(preview: Update) -> list[str]:
-    """Return the instances that `pulumi up` would delete or replace, with their data."""
+    """Return the instances that `pulumi up` would delete or replace; this deletes their data."""
     return sorted({name_of(step.urn) for step in _steps(preview) if step.op in _ENDS})
 
 
 def refuse_another_region(preview: Update, region: str) -> None:
-    """Raise ConfigError if the instance is in another region than the config's."""
+    """Raise ConfigError if the instance is not in the configured region."""
     for step in _steps(preview):
         place = _place(step)
         if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
@@ -59,7 +59,7 @@ def refuse_another_region(preview: Update, region: str) -> None:
 
 
 def zone_note(update: Update, zone: str | None) -> str:
-    """Return a note if the machines are in another zone than the instance; otherwise empty."""
+    """Return a note if the machines are not in the instance's zone; otherwise an empty string."""
     for step in _steps(update):
         place = _place(step)
         if step.op not in _ENDS and place and zone and place != zone:
@@ -73,7 +73,7 @@ def zone_note(update: Update, zone: str | None) -> str:
 def filestore_cost_note(pulumi: Pulumi) -> str:
     """Return a note on the cost of the stack's instance, which is billed until it is removed.
 
-    Empty if there is no instance, or if the state cannot be read.
+    Return an empty string if there is no instance, or if the state cannot be read.
     """
     try:
         found = inputs_in_state(pulumi, FILESTORE)

@@ -35,7 +35,7 @@ class _Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """Inputs of a firewall rule of the cluster program, in the engine's events."""
+    """The inputs of a cluster program's firewall rule, as the engine's events contain them."""
 
     name: str
     network: str
@@ -65,7 +65,7 @@ def expected_rules(update: Update) -> tuple[str, dict[str, Rule]]:
 
 
 def rules_in_state(pulumi: Pulumi) -> tuple[str, dict[str, Rule]]:
-    """Return the network's name and the rules in the stack's state; both empty if nothing is up.
+    """Return the network's name and the rules in the stack's state; both empty without a cluster.
 
     Raises PulumiError, ConfigError.
     """
@@ -84,7 +84,7 @@ def _rules(each_inputs: Iterable[Any]) -> tuple[str, dict[str, Rule]]:
 def reconcile_firewall(
     google: Google, update: Update, *, again: Callable[[], Update], talk: Console
 ) -> None:
-    """Compare the rules, replace each rule that differs, and compare again.
+    """Compare the firewall rules, replace each rule that differs, and compare again.
 
     `again` repeats `pulumi up`, which creates the removed rules again. Raises CloudError with the
     names of rules that still differ.

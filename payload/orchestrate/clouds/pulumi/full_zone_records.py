@@ -1,4 +1,4 @@
-"""Records zones that had no free machine: .cluster/NAME/zones.json."""
+"""Records the zones that had no capacity, in .cluster/NAME/zones.json."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from payload.stack.google_name_patterns import CLOUD_NAME
 
 _ZONES_VERSION = 1
 FULL_HOURS = 6.0
-"""How long a zone without a free machine is skipped."""
+"""Hours for which a zone without capacity is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullZone:
-    """A zone that had no free machine."""
+    """A zone that had no capacity."""
 
     zone: str = checked(pattern=CLOUD_NAME, wanted="a zone")
     time_unix: float
     reason: str
 
     def describe(self, *, now_unix: float) -> str:
-        """Return the zone with the reason and its age in hours."""
+        """Return the zone with the reason and the age of the record in hours."""
         hours = max(0.0, now_unix - self.time_unix) / 3600
         return f"{self.zone} ({self.reason}, {hours:.1f} h ago)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullZones:
-    """Contents of .cluster/NAME/zones.json, which the next command reads."""
+    """The content of .cluster/NAME/zones.json, which later commands read."""
 
     zones: tuple[FullZone, ...] = ()
 
     @classmethod
     def load(cls, path: Path, *, now_unix: float) -> FullZones:
-        """Return the zones of the last hours; empty if the file is missing or damaged."""
+        """Return the zones recorded in the last hours; empty if the file is missing or damaged."""
         try:
             raw = parse_json(read_bytes(path), where=str(path))
             check_schema(raw, _ZONES_VERSION, where=str(path))
@@ -56,5 +56,5 @@ class FullZones:
         return FullZones(zones=tuple(each for each in self.zones if each.zone != zone))
 
     def save(self, path: Path) -> None:
-        """Replace the file."""
+        """Write the record, replacing the file."""
         write_whole(path, json.dumps({"schema_version": _ZONES_VERSION, **asdict(self)}, indent=2))

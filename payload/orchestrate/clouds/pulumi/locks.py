@@ -13,7 +13,7 @@ from payload.core.one_line import joined_lines
 from payload.core.printable_text import printable
 
 _BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
-# Format of self-managed backends: pkg/backend/diy/lock.go.
+# The message's format in self-managed backends: pkg/backend/diy/lock.go.
 _HOLDER = re.compile(
     r"created by (?P<user>[^\s@]{1,64})@(?P<host>[^\s()]{1,253}) \(pid (?P<pid>[0-9]{1,10})\) at "
     r"(?P<time>[0-9TZ:.+-]{1,40})"
@@ -34,7 +34,10 @@ class Lock:
         return f"{self.user}@{self.host} (process {self.pid}) since {self.since}"
 
     def is_stale(self, *, host: str, boot_unix: float | None) -> bool:
-        """Return whether its process on this `host`, booted at `boot_unix`, no longer exists."""
+        """Return whether the process that took the lock no longer exists.
+
+        `host` is this machine, which booted at `boot_unix`.
+        """
         if self.host != host:
             return False
         if boot_unix is not None and self.since_unix is not None and self.since_unix < boot_unix:
@@ -48,7 +51,7 @@ def is_busy(text: str) -> bool:
 
 
 def locks_in(text: str) -> list[Lock]:
-    """Return the locks in Pulumi's message; empty if the backend does not list them."""
+    """Return the locks that Pulumi's message lists; empty if the backend does not list locks."""
     return [
         Lock(
             user=found["user"],
@@ -62,7 +65,7 @@ def locks_in(text: str) -> list[Lock]:
 
 
 def are_stale(locks: list[Lock]) -> bool:
-    """Return whether there are locks and all of them are stale locks of this machine."""
+    """Return whether there are locks, all of them stale and taken on this machine."""
     host, boot_unix = socket.gethostname(), _boot_unix()
     return bool(locks) and all(each.is_stale(host=host, boot_unix=boot_unix) for each in locks)
 
@@ -78,7 +81,7 @@ def _exists(pid: int) -> bool:
 
 
 def _boot_unix() -> float | None:
-    """Return when this machine booted; None if no clock of the system counts time asleep."""
+    """Return when this machine booted; None if the system has no clock that counts time asleep."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.time() - time.clock_gettime(clock)
 

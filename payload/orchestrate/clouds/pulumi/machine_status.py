@@ -1,4 +1,4 @@
-"""The machines of a cluster, from the stack's state and Google's list."""
+"""Finds a cluster's machines in the stack's state and in Google's list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from payload.orchestrate.clouds.pulumi.stack_state import StackState, stack_stat
 
 _ID = re.compile(r"projects/([^/]+)/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 CLOCK_SLACK_S = 60.0
-"""Allowed lead of this machine's clock over Google's."""
+"""How far this machine's clock can be ahead of Google's clock."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 
@@ -35,7 +35,7 @@ class ClusterMachines:
 
     names: tuple[str, ...]
     older: tuple[str, ...]
-    """Machines missing in the stack's state that existed before the operation started."""
+    """Machines that are missing in the stack's state and existed before the operation started."""
 
 
 def cluster_machines(
@@ -59,7 +59,7 @@ def cluster_machines(
 
 
 def places_in(state: StackState, *, project: str) -> dict[tuple[str, str], str]:
-    """Return the URNs of the project's machines in the stack's state, by name and zone."""
+    """Return the URNs of the project's machines in the stack's state, by machine name and zone."""
     found = {}
     for urn, known in state.parts:
         place = _ID.fullmatch(known or "")
@@ -94,7 +94,7 @@ def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
 
 
 def remove_machines(google: Google, state: StackState) -> None:
-    """Remove the stack's machines and nothing more. Raises CloudError if a removal fails."""
+    """Remove only the stack's machines. Raises CloudError if a removal fails."""
     failed = remove(
         google,
         [

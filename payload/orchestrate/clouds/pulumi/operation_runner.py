@@ -1,4 +1,4 @@
-"""Runs Pulumi's operations with progress on the terminal, and offers to remove stale locks."""
+"""Runs Pulumi operations with progress on the terminal, and offers to remove stale locks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLANNED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """Pulumi's operations on one stack, with progress and prompts."""
+    """Runs Pulumi operations on one stack, with progress and prompts."""
 
     pulumi: Pulumi
     cluster: str
@@ -41,13 +41,14 @@ class Operations:
     talk: Console
     assume_yes: bool
     _printed: set[str] = field(default_factory=set, repr=False)
-    """Messages of the cluster program printed so far, because `up` repeats those of the preview."""
+    """Messages of the cluster program that were printed, because `up` repeats the preview's
+    messages."""
 
     def run(self, *arguments: str) -> Update:
         """Run an operation, show its progress, and return its result.
 
         A stale lock is removed after confirmation. If the operation fails, print the name of its
-        log file. Raises PulumiError, and KeyboardInterrupt even if only Pulumi was interrupted.
+        log file. Raises PulumiError; raises KeyboardInterrupt even if only Pulumi was interrupted.
         """
         update = self._once(*arguments)
         if update.status != 0 and not update.diagnostics and is_busy(update.text):
@@ -112,7 +113,7 @@ def _log_file(operation: str, *, cluster: str, folder: Path) -> Path:
 
 
 def _print_messages(update: Update, *, talk: Console, printed: set[str]) -> None:
-    """Print messages of the cluster program and the policy pack, and the result."""
+    """Print messages of the cluster program and of the policy pack, then the result."""
     messages = [each.message.strip() for each in update.diagnostics if each.severity == "info"]
     messages += [
         f"warning: {each.message.strip()}"
@@ -135,7 +136,7 @@ def _print_messages(update: Update, *, talk: Console, printed: set[str]) -> None
 
 
 def _totals(update: Update) -> str:
-    """Return `12 create, 3 unchanged`; empty if nothing changes."""
+    """Return text such as `12 create, 3 unchanged`; empty if nothing changes."""
     changes: dict[str, int] = {}
     for event in update.events:
         if event.summary is not None:

@@ -17,11 +17,12 @@ from payload.stack.operator_key_file import make_operator_key, operator_key_path
 def ensure_operator_key(
     known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console
 ) -> None:
-    """Create the operator's key pair if missing; the cluster program reads the public half.
+    """Create the operator's key pair if it is missing.
 
-    Raises ConfigError if the key is missing while machines are up: they accept only the old key,
-    and a new one would replace them. Raises ConfigError also for a public half without its private
-    half: it can come from another user, who could then log in.
+    The cluster program reads the public half. Raises ConfigError if the key is missing while
+    machines exist: they accept only the old key, and a new key would replace the machines. Also
+    raises ConfigError for a public key without its private key: it can belong to another user, who
+    could then log in.
     """
     if known.get("operatorPublicKeyFile") or known.get("accessMode") == "oslogin":
         return

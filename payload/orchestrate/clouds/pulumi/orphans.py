@@ -1,4 +1,4 @@
-"""Orphans: a cluster's resources in Google Cloud that are missing in the stack's state."""
+"""Finds and removes orphans: a cluster's Google Cloud resources that the stack's state lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from payload.orchestrate.terminal.console import confirm
 def orphans(google: Google, state: StackState, identity: str) -> list[Resource]:
     """Return resources with the cluster's identity that are missing in the stack's state.
 
-    A boot disk is deleted with its machine, so it counts only if the machine is gone. Raises
+    A boot disk is deleted with its machine, so it is an orphan only if the machine is gone. Raises
     CloudError if some resources could not be listed.
     """
     listing = list_everything(google)

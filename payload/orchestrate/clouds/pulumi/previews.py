@@ -1,4 +1,4 @@
-"""Effects of a preview on machines: deletions with their reasons, and metadata changes."""
+"""Effects of a preview on machines: deletions with the reasons, and metadata changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def machines_that_go(preview: Update) -> list[str]:
 
 
 def changes_metadata(preview: Update) -> bool:
-    """Return whether existing machines get new metadata, which they read only at boot."""
+    """Return whether existing machines get new metadata, which a machine reads only at boot."""
     return any(
         step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
         for step in preview.steps
@@ -36,8 +36,8 @@ def changes_metadata(preview: Update) -> bool:
 
 
 _NETWORK, _BOOT = "its network", "its user-data"
-# Inputs of an instance, each with its setting. The engine reports no differences for a machine that
-# is replaced by its trigger, so old and new state are compared.
+# Inputs of an instance, each with the setting that changes it. If the trigger replaces a machine,
+# the engine reports no differences, so the old and new states are compared.
 _SETTINGS = {
     "machineType": "machineType",
     "zone": "zones",
@@ -58,7 +58,7 @@ _URL = re.compile(r"^https://[^/]+/compute/[^/]+/")
 
 
 def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each machine of `going`: removed, or replaced with the reason."""
+    """Yield a line for each machine of `going`: removed, or replaced and why."""
     for name in going:
         why = ""
         for step in preview.steps:
@@ -75,7 +75,7 @@ def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
 
 
 def _at(inputs: Any, path: str) -> Any:
-    """Return the value at a path; a URL, which a refresh stores instead of a name, is shortened."""
+    """Return the value at a path. A refresh stores URLs instead of names: reduce them to names."""
     for key in path.split("."):
         if isinstance(inputs, list):
             inputs = inputs[int(key)] if len(inputs) > int(key) else None
@@ -85,7 +85,7 @@ def _at(inputs: Any, path: str) -> Any:
 
 
 def _change(setting: str, old: Any, new: Any) -> str:
-    # Values are omitted: the network's can still be unknown, and user-data is long.
+    # Values are omitted, because the network can still be unknown and user-data is long.
     if setting in (_NETWORK, _BOOT):
         return setting
     return f"{setting} ({_shown(old)} to {_shown(new)})"

@@ -1,4 +1,4 @@
-"""Progress of an operation as a live table."""
+"""Shows the progress of an operation as a live table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.orchestrate.clouds.pulumi.events import Event, Step, name_of, type_
 from payload.orchestrate.clouds.pulumi.resource_types import kind_name
 from payload.orchestrate.terminal.tables import table
 
-# States of a resource during and after each operation; other operations change nothing.
+# Descriptions of a resource during and after each operation; other operations change nothing.
 _DOING = {
     "create": ("creating", "created"),
     "create-replacement": ("creating again", "created again"),
@@ -33,7 +33,7 @@ class _Row:
     is_gone: bool = False
 
     def state(self) -> str:
-        """Return a description of the state."""
+        """Return the description of the resource's state."""
         if self.is_gone:
             return "gone from Google Cloud"
         doing, done = _DOING[self.step.op]
@@ -44,11 +44,11 @@ class _Row:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of a running operation."""
+    """The progress of a running operation."""
 
     shown: str
     say: Callable[[str], object] | None = None
-    """Prints a line for each finished resource; None if a terminal shows the table."""
+    """Prints a line for each finished resource; None if the terminal shows the live table."""
     clock: Callable[[], float] = time.monotonic
     _rows: dict[tuple[str, str], _Row] = field(default_factory=dict)
     _began_s: float = 0.0
@@ -67,7 +67,7 @@ class Progress:
         row = self._rows.get((step.op, step.urn))
         is_deleted = step.op == "delete" and event.done is not None
         if row is None and is_deleted and is_cloud_resource(step):
-            # A deletion without a start: the initial refresh did not find the resource.
+            # A deletion that never started: the initial refresh did not find the resource.
             row = self._rows[step.op, step.urn] = _Row(step, now_s, is_gone=True)
         if row is None or row.ended_s is not None:
             return
@@ -91,7 +91,7 @@ class Progress:
         return json.dumps({"schema_version": 1, "resources": rows}, indent=1)
 
     def table(self) -> Table:
-        """Return the table of resource, state and seconds."""
+        """Return a table of resources with state and seconds."""
         now_s = self.clock()
         made = table("resource", "name", "state", "s", right=("s",))
         for row in self._rows.values():
@@ -104,5 +104,5 @@ class Progress:
 
 
 def is_cloud_resource(step: Step) -> bool:
-    """Return whether the step is on a resource in Google Cloud, not a component or provider."""
+    """Return whether the step concerns a resource in Google Cloud, not a component or provider."""
     return type_of(step.urn).startswith("gcp:")

@@ -1,4 +1,4 @@
-"""Reuses the results bucket of an earlier cluster by writing it into the config."""
+"""Reuses the results bucket of an earlier cluster by writing its name into the configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def use_kept_bucket(
 ) -> None:
     """Replace `bucket: create` in the config with the cluster's earlier results bucket.
 
-    Runs in that bucket can then be resumed by their ID. If the configured bucket is gone, set
+    Runs in that bucket can then be resumed by ID. If the configured bucket no longer exists, set
     `create` again. Raises CloudError, CloudAuthError and PulumiError.
     """
     before, setting = load_cluster_record(folder, cluster), known.get("bucket")
@@ -57,7 +57,8 @@ def use_kept_bucket(
 def _is_kept(google: Google, name: str, cluster: str, identity: str, *, region: str) -> bool:
     """Return whether the bucket exists in the project and belongs to this cluster.
 
-    Any user can create a bucket of a deleted bucket's name, in another project and with any labels.
+    After a bucket is deleted, any user can create a bucket of the same name, in any project and
+    with any labels.
     """
     found = bucket_in(google, name, what=f"finding gs://{name}")
     if found is None or identity_in(found.labels) != identity:

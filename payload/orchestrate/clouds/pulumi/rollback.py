@@ -33,7 +33,7 @@ from payload.stack.cluster_identity import known_cluster_identity
 
 
 def remaining(machines: Sequence[str], preview: Update) -> str:
-    """Describe which machines exist, with their known cost per hour."""
+    """Describe which machines exist and their cost per hour, if known."""
     if not machines:
         return "no machine exists"
     prices = _node_prices(preview)
@@ -54,7 +54,7 @@ def unknown_machines(error: TileforgeError, google: Google, cluster: str, previe
 
 
 def _node_prices(update: Update) -> dict[str, float]:
-    """Return the prices per node in the outputs expected by a preview; skip damaged entries."""
+    """Return the price of each node in the outputs of a preview; skip damaged entries."""
     inventory = update.outputs.get("inventory")
     nodes = inventory.get("nodes") if isinstance(inventory, dict) else None
     return {
@@ -92,7 +92,7 @@ def removal_note(pulumi: Pulumi) -> str:
 
 
 def refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None:
-    """Raise ConfigError if another user changed the stack during a confirmation prompt."""
+    """Raise ConfigError if another user changed the stack while a confirmation prompt was shown."""
     if stack_state(pulumi) != before:
         raise ConfigError(
             f"the stack was changed by another user, so {kept}. Repeat: "
@@ -112,8 +112,8 @@ def roll_back(
     """Remove the resources built by a failed first `up`, and return the error to raise.
 
     `up` started at `since_unix`. Its resources are read from Google, because a machine whose
-    creation was accepted can be missing in the stack's state. With `has_data` the stack had a
-    Filestore instance before, so only the machines are removed.
+    creation was accepted can be missing in the stack's state. `has_data` means that the stack had a
+    Filestore instance before `up`, so only machines are removed.
     """
     pulumi, talk = operations.pulumi, operations.talk
     try:
@@ -129,7 +129,7 @@ def roll_back(
             found = ClusterMachines(names=after.machines, older=())
         built = found.names
         if found.older:
-            # Another stack's state can list them, and they can hold results.
+            # The state of another stack can list these machines, and they can hold results.
             note = f"Kept, because they existed before this `up`: {', '.join(found.older)}. "
             note += removal_note(pulumi)
             return with_note(error, note)
@@ -151,7 +151,8 @@ def roll_back(
             google,
             state=after,
             steps=2,
-            # There was no Filestore instance before, so one that this `up` created has no data.
+            # There was no Filestore instance before `up`, so an instance that `up` created has no
+            # data.
             may_go=lambda each: (each.created_unix or 0.0) >= since_unix - CLOCK_SLACK_S,
         )
     except KeyboardInterrupt:

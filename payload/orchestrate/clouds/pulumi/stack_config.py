@@ -12,14 +12,14 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.stack.stack_settings import DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
-"""Settings that the provider's config overrides, with their defaults."""
+"""Settings for which the provider's config overrides the default, with their defaults."""
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:
-    """Return the stack's config with namespaces removed; the project's keys override a provider's.
+    """Return the stack's config without namespaces; the project's keys override a provider's keys.
 
-    Exception: the provider's project and region override the project's defaults. Raises PulumiError
-    and ConfigError.
+    Exception: the provider's project and region override the defaults of the project's keys. Raises
+    PulumiError and ConfigError.
     """
     raw = pulumi.ask_json("config")
     if not isinstance(raw, dict):
@@ -28,7 +28,7 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
     for key in sorted(raw, key=lambda key: not key.startswith("gcp:")):
         entry = raw[key] if isinstance(raw[key], dict) else {}
         value, name = entry.get("objectValue", entry.get("value")), key.rpartition(":")[2]
-        # As the cluster program does: infra/config_reading.py.
+        # The cluster program does the same: infra/config_reading.py.
         if known.get(name) and value in ("", _PROVIDERS_TOO.get(name)):
             continue
         known[name] = value
@@ -38,7 +38,7 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
 def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
     """Return the setting `cluster`, or the stack's name. Raises PulumiError and ConfigError."""
     name = known.get("cluster") or pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
-    # It becomes the name of a local folder, which holds the cluster's SSH key.
+    # The name becomes the name of a local folder, which holds the cluster's SSH key.
     if not isinstance(name, str) or not NODE_NAME.fullmatch(name):
         raise ConfigError(
             f"cluster = {shown(name)}: must have letters, digits and hyphens only. "

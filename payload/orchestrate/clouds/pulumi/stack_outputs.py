@@ -1,4 +1,4 @@
-"""A stack's outputs, which describe the cluster that it built."""
+"""Reads a stack's outputs, which describe the cluster that the stack built."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class StackOutputs:
     """Outputs of the cluster program."""
 
     inventory: ClusterInventory
-    """Has no host keys; `project` is set."""
+    """The cluster's inventory, without host keys; `project` is set."""
     project: str
     region: str
     hourly_usd: float | None
     expires: str | None
-    """ISO 8601, UTC."""
+    """Expiry time: ISO 8601, UTC."""
 
     def price_and_end(self) -> str:
-        """Return `$1.59/h until 2026-11-21 20:00 UTC`."""
+        """Return text such as `$1.59/h until 2026-11-21 20:00 UTC`."""
         price = "price unknown" if self.hourly_usd is None else f"${self.hourly_usd:.2f}/h"
         if self.expires is None:
             return price
@@ -83,7 +83,7 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
 
 
 def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
-    """Return the outputs; None if the stack was never fully built. Raises as `read_outputs`."""
+    """Return the outputs; None if the stack was never fully built. Raises like `read_outputs`."""
     try:
         return read_outputs(pulumi)
     except PulumiError as error:
@@ -122,10 +122,11 @@ def _project_files(folder: Path) -> list[Path]:
 
 
 def _is_own_project(found: Sequence[Path]) -> bool:
-    """Return whether this is the cluster program's project file, or a copy of it.
+    """Return whether the file found is the cluster program's project file, or a copy of it.
 
-    A project file can name a backend, to which `pulumi` sends its token. So `pulumi` must not run
-    in any folder that has a project file, such as a cloned repository, without a request.
+    A project file can name a backend, to which `pulumi` sends its token. So unless the user
+    requests it, `pulumi` must not run in a folder with an unknown project file, such as a cloned
+    repository.
     """
     own = Path(payload.__file__).parents[1] / _PROJECT_FILES[0]
     if len(found) > 1 or not own.is_file():
@@ -154,7 +155,7 @@ def load_stack(
 
 
 def record_outputs(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
-    """Record the data that `sweep` needs without outputs, and the bucket that the stack created."""
+    """Record what `sweep` needs if there are no outputs, and the bucket that the stack created."""
     before = load_cluster_record(folder, outputs.inventory.cluster)
     kept = before.bucket if before is not None and before.project == outputs.project else None
     known = ClusterRecord(
@@ -170,13 +171,14 @@ def record_outputs(outputs: StackOutputs, *, folder: Path, made_bucket: str | No
 def recorded_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
     """Return the outputs recorded when this folder last reached the cluster's nodes.
 
-    They have neither price nor expiry time. None if it never reached them in this project.
+    These outputs have no price and no expiry time. Return None if the nodes were never reached from
+    this folder in this project.
     """
     known = load_cluster_record(folder, cluster)
     inventory = cached_inventory(cluster_path(folder, cluster, CACHE_FILE))
     if known is None or inventory is None:
         return None
-    # The record of the project is rewritten before the nodes are reached in it.
+    # The project's record is written again before the nodes in that project are reached.
     if {(inventory.cluster, each) for each in (known.project, inventory.project)} != {
         (cluster, project)
     }:

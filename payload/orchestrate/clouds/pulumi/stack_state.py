@@ -19,7 +19,7 @@ from payload.orchestrate.clouds.pulumi.events import name_of, type_of, urn_field
 from payload.orchestrate.clouds.pulumi.resource_types import BUCKET, INSTANCE
 from payload.stack.cluster_identity import identity_in
 
-# Excludes key permissions, whose ID has the key's project, which can be another one.
+# Excludes key permissions: their ID has the key's project, which can differ from the cluster's.
 _PROJECT = re.compile(
     r"projects/([^/]+)/(?:global|regions|zones|serviceAccounts|managedZones|locations/[^/]+/instances)/"
 )
@@ -44,16 +44,15 @@ class _Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackState:
-    """The stack's resources; two states are equal if no resource was created or removed between."""
+    """The stack's resources. Two states are equal unless a resource was created or removed."""
 
     machines: tuple[str, ...]
     """Names of the machines."""
     parts: tuple[tuple[str, str | None], ...]
-    """URN and ID (or None) of each resource; a rebuilt resource has a new ID."""
+    """URN and ID (or None) of each resource; the ID changes if a resource is rebuilt."""
     identities: tuple[str, ...] = ()
-    """The cluster's identities, from labels and descriptions; empty if an older version built it.
-
-    Descriptions keep the first identity, so there can be two after the folder was lost."""
+    """The cluster's identities, from labels and descriptions; empty if an older version built the
+    cluster. Descriptions keep the first identity, so after the folder was lost there can be two."""
 
     @property
     def projects(self) -> tuple[str, ...]:
@@ -95,7 +94,7 @@ def _resources(pulumi: Pulumi) -> Sequence[_Resource]:
 def _identity_of(resource: _Resource) -> str | None:
     inputs = resource.inputs or {}
     labels = inputs.get("labels")
-    # Secret or damaged values in a state are not text.
+    # A value that is secret or damaged is not text.
     labelled = labels.items() if isinstance(labels, dict) else ()
     described = labels_in_description(str(inputs.get("description") or ""))
     return identity_in({key: str(value) for key, value in labelled}) or identity_in(described)
@@ -111,7 +110,7 @@ def _where(arguments: str) -> str:
 
 
 def ownership_of(state: StackState, *identities: str | None, project: str) -> Ownership:
-    """Return the proof of ownership from the stack's state and these identities."""
+    """Return the ownership that the stack's state and these identities prove."""
     return Ownership(
         identities=frozenset(filter(None, (*state.identities, *identities))),
         known=tuple(found for _, found in state.parts if found),
@@ -120,9 +119,10 @@ def ownership_of(state: StackState, *identities: str | None, project: str) -> Ow
 
 
 def refuse_another_project(state: StackState, project: str) -> None:
-    """Raise ConfigError if the stack has resources in another project than the config's.
+    """Raise ConfigError if the stack has resources outside the configured project.
 
-    Pulumi would destroy and rebuild everything, and the stack's IDs prove nothing in this project.
+    Pulumi would destroy and rebuild everything, and the IDs in the state prove nothing in this
+    project.
     """
     if others := [each for each in state.projects if each != project]:
         raise ConfigError(

@@ -19,7 +19,7 @@ from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cluster_identity import known_cluster_identity
 
-# Buckets of older releases are protected; without the option nothing would be destroyed.
+# Older releases protected buckets; without the option, nothing would be destroyed.
 _DESTROY = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
 
 
@@ -31,11 +31,12 @@ def destroy_and_verify(
     steps: int,
     may_go: Callable[[Resource], bool],
 ) -> None:
-    """Destroy the stack and verify that nothing is left, as the last two of `steps` steps.
+    """Destroy the stack and verify that nothing is left: the last two of `steps` steps.
 
-    The check also runs after a failed destroy. Leftovers that the cluster owns, by its identity or
-    by `state` before the destroy, are removed after confirmation; Filestore instances only if
-    `may_go` allows it. Raises TeardownError if resources are left or cannot be listed.
+    The check also runs after a failed destroy. Leftovers that belong to the cluster, according to
+    its identity or to `state` (read before the destroy), are removed after confirmation. A
+    Filestore instance is removed only if `may_go` allows it. Raises TeardownError if resources are
+    left or cannot be listed.
     """
     talk = operations.talk
     identity = known_cluster_identity(operations.folder, operations.cluster)
@@ -43,7 +44,7 @@ def destroy_and_verify(
     trouble = _destroy(operations)
     talk.print(f"{steps - 1}/{steps} destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
     found = _look(operations, google, own)
-    # While another user's `up` runs, resources outside the stack can be its own.
+    # While another user's `up` runs, resources outside the stack can belong to that `up`.
     if not isinstance(trouble, StackBusyError):
         removed = _remove_own(operations, google, found, may_go)
         if trouble is not None and (removed or not found.left):
@@ -84,7 +85,7 @@ def _look(operations: Operations, google: Google, own: Ownership) -> Sweep:
 def _remove_own(
     operations: Operations, google: Google, found: Sweep, may_go: Callable[[Resource], bool]
 ) -> bool:
-    """Remove the cluster's own leftovers after confirmation; return False if none was removed."""
+    """Remove the cluster's own leftovers after confirmation; return False if none is removed."""
     going = [each for each in found.removable() if each.kind != FILESTORE or may_go(each)]
     if not going:
         return False
