@@ -17,7 +17,7 @@ class MachineProfile(Protocol):
 
     @property
     def launcher(self) -> str:
-        """Return the launcher for `launch.launcher = "auto"`; `auto` if every launcher is allowed."""
+        """Return the launcher for `launch.launcher = "auto"`; `auto` if all are allowed."""
 
     @property
     def python(self) -> str:
