@@ -1,1 +1,1 @@
-"""Inventory and config in; ranks, files, environment and command lines out. No side effects."""
+"""Computes ranks, files, environment and command lines of a run, without side effects."""

@@ -1,7 +1,7 @@
-"""The description of per-node agents, for launchers that need one agent on every node.
+"""Describes the agents of launchers that need one agent process on every node.
 
-`payload.supervise.agents` starts one agent per node over SSH, or runs as one in a step of a
-scheduler's job. It has no knowledge of the launcher.
+`payload.supervise.agents` starts one agent per node over SSH, or runs as the agent of a node in a
+step of a Slurm job. That program does not depend on the launcher.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from payload.core.validation.records import build
 from payload.launch.launcher import Job, LostNode, Report
 
 NODE_RANK, IS_HEAD, ADDRESS, SCRATCH = "{node_rank}", "{is_head}", "{address}", "{scratch}"
-"""Placeholders in an agent's arguments: the node's index in the hosts file, 1 for the first node
-and
-0 for others, the node's address, and an empty folder there that is removed when the agent ends."""
+"""Placeholders in the arguments of an agent: the index of the node in the hosts file, 1 on the
+first node and 0 on others, the address of the node, and an empty folder on the node that is removed
+when the agent ends."""
 
 _LOST = re.compile(r"^agent on (?P<address>\S+) (?P<how>exited with status 255)$", re.MULTILINE)
 
@@ -28,15 +28,15 @@ class AgentJob:
     """The agents of one attempt."""
 
     hosts: str
-    """The hosts file on the head: one address a line, the head first."""
+    """Path of the hosts file on the head: one address per line, the head first."""
     ssh: tuple[str, ...]
-    """ssh's arguments to reach the other nodes; empty where a scheduler starts the agents."""
+    """Arguments of ssh to reach the other nodes; empty if a scheduler starts the agents."""
     command: tuple[str, ...]
-    """An agent's program and arguments, with placeholders."""
+    """Program and arguments of an agent, with placeholders."""
     words: tuple[str, ...]
     """Further arguments, passed on verbatim."""
     environment: Mapping[str, str]
-    """Variables of every agent, in addition to its node's own environment."""
+    """Environment variables of every agent, in addition to the environment on the node."""
 
     def to_json(self) -> str:
         """Return the job as one argument of a command line."""
@@ -48,7 +48,7 @@ class AgentJob:
         return build(cls, parse_json(text, where="agents"), where="agents")
 
     def on_node(self, node_rank: int, address: str, *, scratch: str) -> tuple[str, ...]:
-        """Return the command line of one node's agent."""
+        """Return the command line of the agent on one node."""
         values = {
             NODE_RANK: str(node_rank),
             IS_HEAD: str(int(node_rank == 0)),
@@ -66,7 +66,7 @@ class AgentJob:
 def agents_argv(
     job: Job, command: tuple[str, ...], environment: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the command line that starts an agent on every node, over SSH or as a job's step."""
+    """Return the command line that starts an agent on every node, over SSH or as a job step."""
     agents = AgentJob(
         hosts=str(job.hosts),
         ssh=job.reach.ssh,
@@ -86,6 +86,6 @@ def end_of_agent(address: str, status: int) -> str:
 
 
 def report_of_agents(text: str) -> Report:
-    """Parse the lines about agents for a node that ssh lost."""
+    """Parse the log lines about agents, and report the first node to which ssh was lost."""
     lost = _LOST.search(text)
     return Report(lost=LostNode(address=lost["address"], how=lost["how"]) if lost else None)

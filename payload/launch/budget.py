@@ -1,4 +1,4 @@
-"""Time limits of a run, from its settings, its nodes' prices and a scheduler's job."""
+"""Computes the time limit of a run from its settings, node prices and the job of a scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.machines.inventory import Node, total_hourly_usd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """The stricter of the limits `max_hours` and `max_usd`."""
+    """The time limit of a run, from the stricter of `max_hours` and `max_usd`."""
 
     seconds: float
     """Total over all attempts of the run."""
@@ -21,7 +21,7 @@ class TimeLimit:
     value: float
 
     def stop_at_s(self, *, grace_s: float) -> float:
-        """Return when the run must save and stop: a tenth early, but at most `grace_s`."""
+        """Return when the run must save and stop: `grace_s` early, but at most a tenth early."""
         return self.seconds - min(grace_s, self.seconds / 10)
 
     def message(self, *, spent_s: float) -> str:
@@ -34,7 +34,7 @@ class TimeLimit:
 
 
 def time_limit(limits: LimitsSection, nodes: Sequence[Node]) -> TimeLimit | None:
-    """Return the stricter limit; None without limits.
+    """Return the stricter limit, or None if no limit is set.
 
     Raises ConfigError if a limit needs a price that is missing.
     """
@@ -66,9 +66,9 @@ class JobTime:
     run_id: str
 
     def stop_after_s(self, *, grace_s: float) -> float:
-        """Return when the run must save and stop: two minutes early, or a tenth if that is less.
+        """Return when the run must save and stop: two minutes early, but at most a tenth early.
 
-        If `grace_s` is longer than two minutes, it replaces them.
+        If `grace_s` is longer than two minutes, `grace_s` is used instead.
         """
         return max(0.0, self.left_s - min(max(grace_s, _LEAST_JOB_MARGIN_S), self.left_s / 10))
 
@@ -82,7 +82,7 @@ class JobTime:
 
 
 def limit_verdict(verdict: Verdict, limit: TimeLimit | JobTime, *, spent_s: float) -> Verdict:
-    """Return the verdict on a run that was stopped by its limit."""
+    """Return the verdict, extended by the limit that stopped the run."""
     if verdict.status != "stopped":
         return verdict
     message = limit.message(spent_s=spent_s)

@@ -15,8 +15,8 @@ Malloc = Literal["tuned", "lean", "sharded", "tcmalloc", "default"]
 RUN_ID = "TILEFORGE_RUN_ID"
 NODE = "TILEFORGE_NODE"
 
-# A training step repeatedly allocates and frees the same hundreds of megabytes. By default glibc
-# returns each block of 32 MiB or more to the kernel and gets fresh, zeroed pages for the next one.
+# A training step repeatedly allocates and frees hundreds of megabytes. By default, glibc returns
+# each block of 32 MiB or more to the kernel, and gets fresh, zeroed pages for the next block.
 # Measured on GPT-2's shape, 4 layers, 2 cores: 5.6 million page faults in 9 steps by default, 0.96
 # million with the thresholds raised, 0.04 million with huge pages as well; step 2.61 s, 1.70 s,
 # 1.68 s; peak memory 2.5, 3.8, 3.6 GB. top_pad and arena_max changed nothing.
@@ -25,18 +25,18 @@ _TUNED = ":".join(
     (
         f"glibc.malloc.mmap_threshold={_KEEP_BYTES}",
         f"glibc.malloc.trim_threshold={_KEEP_BYTES}",
-        # madvise(MADV_HUGEPAGE) for the heap; glibc 2.35 and later, ignored by older versions.
+        # Calls madvise(MADV_HUGEPAGE) for the heap; versions before glibc 2.35 ignore it.
         "glibc.malloc.hugetlb=1",
     )
 )
 
-# A sharded rank constantly allocates and frees blocks of other sizes, which fragment a heap that
-# returns nothing. GPT-2 on 2 ranks, 2 x 512 tokens (Xeon with AMX, 2026-11-23): peak 3.5 GB with
-# `tuned`, 1.9 GB with `lean`; step times equal within noise.
+# A sharded rank constantly allocates and frees blocks of varying sizes. They fragment the heap if
+# it returns no memory to the kernel. GPT-2 on 2 ranks, 2 x 512 tokens (Xeon with AMX, 2026-11-23):
+# peak 3.5 GB with `tuned`, 1.9 GB with `lean`; step times equal within noise.
 _LEAN = f"glibc.malloc.mmap_threshold={2**20}:glibc.malloc.hugetlb=1"
 
-# Blocks of 1 to 4 MB are most of a layer's activations. In fresh memory they cause a page fault for
-# every 4 KiB, as they contain no whole huge page. GPT-2 124M under `shard` on 2 ranks, 2 x 128
+# Most activations of a layer are blocks of 1 to 4 MB. In fresh memory they cause a page fault for
+# every 4 KiB, because they contain no full huge page. GPT-2 124M under `shard` on 2 ranks, 2 x 128
 # tokens (virtual machine with 2 cores of an AMD EPYC, 2026-11-25), by the smallest block that is
 # returned to the kernel: 1 MiB 7.5 to 9.0 s a step and a peak of 2.0 GB, 4 MiB 7.0 s and 2.2 GB,
 # 32 MiB 6.8 s and 2.35 GB. DeepSpeed's ranks were no faster with 4 MiB and used 0.25 GB more.
@@ -49,14 +49,14 @@ _SHARDED = ":".join(
 )
 
 # At the end of a parallel region libgomp's threads spin before they sleep, 300,000 times by
-# default: some milliseconds that another program on the core does not get. A step of `tiny` with
+# default. For these milliseconds, no other program can use the core. A step of `tiny` with
 # two threads on two AVX-512 cores, alone and beside two endless loops (2026-11-22): 0.17 s and
 # 0.55 to 1.36 s by default, 0.17 s and 0.42 s with 3,000, 0.20 to 0.23 s and 0.43 s with none.
 _SPIN_COUNT = 3000
 
-# mpirun's wrapper script uses these schedulers when it finds their variables, so a run started in a
-# Slurm or SGE shell would use their nodes. Variables of an enclosing MPI or torchrun job mislead it
-# too. Source: bin/mpirun of impi-rt 2021.18.1.
+# The wrapper script of mpirun uses a scheduler if it finds variables of the scheduler. Thus a run
+# that is started in a Slurm or SGE shell would use the nodes of that job. Variables of an enclosing
+# MPI or torchrun job also mislead the script. Source: bin/mpirun of impi-rt 2021.18.1.
 FOREIGN_PREFIXES = (
     "SLURM_",
     "PBS_",
@@ -84,7 +84,7 @@ FOREIGN_PREFIXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The address at which the ranks meet, and the network interfaces that they use."""
+    """The rendezvous address of the ranks, and the network interfaces that they use."""
 
     address: str
     port: int
@@ -104,15 +104,15 @@ def common_environment(
 ) -> dict[str, str]:
     """Return the variables that every rank gets from the launcher.
 
-    `tcmalloc` is the library's path, needed for malloc = "tcmalloc". `python_path` is the folder
-    that contains the payload package when the package is not installed.
+    `tcmalloc` is the path of the library and is needed for malloc = "tcmalloc". `python_path` is
+    the folder that contains the payload package, if the package is not installed.
     """
     variables = {
         RUN_ID: run_id,
         RUN_DIR: run_dir,
         "MASTER_ADDR": rendezvous.address,
         "MASTER_PORT": str(rendezvous.port),
-        # Makes lines reach the rank's log as soon as they are printed.
+        # Lines appear in the rank's log as soon as they are printed.
         "PYTHONUNBUFFERED": "1",
         **SAFE_PATH,
     }
@@ -120,7 +120,7 @@ def common_environment(
         variables["PYTHONPATH"] = python_path
     variables |= malloc_environment(malloc, tcmalloc=tcmalloc)
     if oversubscribed:
-        # libgomp's threads spin after each parallel region, on a core that another rank needs.
+        # Otherwise libgomp's threads would spin after each parallel region on a shared core.
         variables["OMP_WAIT_POLICY"] = "passive"
     else:
         variables |= spin_environment()
@@ -128,7 +128,7 @@ def common_environment(
 
 
 def spin_environment() -> dict[str, str]:
-    """Return the variables that limit the spinning of OpenMP threads on cores of their rank."""
+    """Return the variables that limit how long OpenMP threads spin if ranks share no cores."""
     return {"GOMP_SPINCOUNT": str(_SPIN_COUNT)}
 
 
@@ -151,10 +151,10 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables that are specific to one rank.
 
-    They include the names that torch reads, for programs that know only those. OMP_PROC_BIND stays
-    unset: libgomp would bind the main thread to one core, gloo's threads would inherit that core,
-    and the exchange would wait for the arithmetic. Instead, the process as a whole is bound to its
-    cores.
+    They include the variables that torch reads, for programs that know only these. OMP_PROC_BIND
+    stays unset. Otherwise libgomp would bind the main thread to one core, gloo's threads would
+    inherit that core, and the all-reduce would wait for the computation. Instead, the process is
+    bound to the set of its cores.
     """
     return {
         NODE: rank.node,
@@ -172,8 +172,8 @@ def launcher_environment(
 ) -> dict[str, str]:
     """Return the launcher's complete environment.
 
-    It is `base` without the variables of other launchers, except those with a prefix in `keeps`,
-    plus `settings`.
+    It consists of `settings` and of `base` without the variables of other launchers. Variables with
+    a prefix in `keeps` are kept.
     """
     kept = {
         name: value

@@ -1,8 +1,8 @@
 """The interface of a launcher: the program that starts the ranks of a planned run.
 
-A launcher is one file of `payload/launch/launchers` with a subclass of `Launcher` and its only
-instance, `LAUNCHER`. It has no side effects. Planning gets a command line and settings from it; the
-supervisor and preflight's trial use it to parse the program's output.
+Each launcher is one file of `payload/launch/launchers`, with a subclass of `Launcher` and its only
+instance, `LAUNCHER`. It has no side effects. It returns a command line and settings for the plan,
+and parses the output of the program for the supervisor and for the trial of preflight.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ BOOTSTRAP_AGAIN = "Run the bootstrap again on this node (bootstrap/node-setup.sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """How the head reaches the other nodes; if the supervisor is not on the head, all nodes."""
+    """How the supervisor's machine reaches the other nodes; this machine is usually the head."""
 
     interface: str
     """The head's network interface towards the other nodes."""
     ssh: tuple[str, ...] = ()
-    """ssh's arguments: the run's key, every host key. Empty on one node, which needs no ssh."""
+    """Arguments of ssh, with the run's key and all host keys. Empty for a single node."""
     node_command: tuple[str, ...] = ()
-    """Prefix that runs a command on another node; `{node}` is its name. Empty with ssh."""
+    """Command prefix that runs a command on the node with the name `{node}`. Empty with ssh."""
     each_node_command: tuple[str, ...] = ()
-    """Prefix that runs a command once on every node at the same time. Empty with ssh."""
+    """Command prefix that runs a command once on every node in parallel. Empty with ssh."""
     off_head: bool = False
     """True if the supervisor runs on a machine other than the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The programs that a launcher starts, and their nodes."""
+    """The programs that a launcher starts, and the nodes on which they run."""
 
     executable: str
-    """The launcher's program; the interpreter for a launcher that is a Python module."""
+    """Path of the launcher's program; for a launcher that is a Python module, the interpreter."""
     python: str
-    """The interpreter of the ranks, the same path on every node."""
+    """Python interpreter of the ranks, with the same path on every node."""
     rank_arguments: tuple[str, ...]
     """Arguments of each rank's interpreter."""
     environment: Mapping[str, str]
@@ -59,16 +59,16 @@ class Job:
     ranks_per_node: int
     nodes: int
     hosts: PurePath
-    """The hosts file on the head: one address a line, the head first."""
+    """Path of the hosts file on the head: one address per line, the head first."""
     folder: PurePath
-    """The run's folder, the same path on every node."""
+    """The run's folder, with the same path on every node."""
     rendezvous: Rendezvous
     reach: Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KilledRank:
-    """A rank that was ended by a signal, according to the launcher."""
+    """A rank that a signal killed, according to the launcher's output."""
 
     rank: int
     address: str
@@ -77,7 +77,7 @@ class KilledRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostNode:
-    """A node on which the launcher's own process ended."""
+    """A node on which the launcher's helper process ended."""
 
     address: str
     how: str
@@ -86,7 +86,7 @@ class LostNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The causes of a run's end that were found in a launcher's output."""
+    """The causes in a launcher's output that explain why a run ended."""
 
     killed: KilledRank | None = None
     lost: LostNode | None = None
@@ -96,7 +96,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFailure:
-    """Why a trial's ranks did not start on a node."""
+    """The reason why ranks of a trial did not start on a node."""
 
     node: str
     cause: str
@@ -109,9 +109,9 @@ class Launcher(ABC):
     """Starts the ranks of a run."""
 
     variables: ClassVar[RankVariables]
-    """The variables from which its processes read their rank."""
+    """The environment variables from which a process reads its rank."""
     program: ClassVar[str | None] = None
-    """Its program, in the folder of the ranks' interpreter; None for a Python module."""
+    """File name of the program, next to the interpreter of the ranks; None for a Python module."""
     install: ClassVar[str] = ""
     """The command that installs the program."""
     version: ClassVar[str] = ""
@@ -119,25 +119,26 @@ class Launcher(ABC):
     preference: ClassVar[int | None] = None
     """Position in the order that `auto` tries, lowest first; None if `auto` skips it."""
     spans_nodes: ClassVar[bool] = True
-    """True if it starts ranks on several nodes."""
+    """True if the launcher can start ranks on several nodes."""
     needs_ssh: ClassVar[bool] = True
-    """True if SSH is its only way to other nodes, so that it cannot span the nodes of a job."""
+    """True if the launcher reaches other nodes only by SSH, so it cannot span a Slurm job."""
     scheduler: ClassVar[str | None] = None
-    """The only scheduler in whose allocation it works, as an inventory's source; None for any."""
+    """The scheduler that the launcher requires, as in the inventory's `source`; None if it
+    requires no scheduler."""
     keeps: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of variables of another launcher or scheduler that it needs."""
+    """Prefixes of the variables of a scheduler that the launcher needs; others are removed."""
     needs_heartbeats: ClassVar[bool] = True
-    """True if the supervisor has to monitor the other nodes by heartbeats."""
+    """True if the supervisor must monitor the other nodes by heartbeats."""
     noise: ClassVar[re.Pattern[str] | None] = None
-    """Lines of its output that carry no information."""
+    """Pattern of output lines that carry no information."""
 
     @property
     def name(self) -> str:
-        """Return the name of its file."""
+        """Return the name of the launcher's source file."""
         return file_name(self)
 
     def unfit(self, system: str, machine: str) -> str | None:
-        """Return why it cannot run on this system and machine type, or None."""
+        """Return why the launcher cannot run on this system and machine type, or None."""
         return None
 
     @abstractmethod
@@ -145,22 +146,22 @@ class Launcher(ABC):
         """Return the command line that starts all ranks from the head."""
 
     def settings(self, reach: Reach) -> dict[str, str]:
-        """Return the variables of the launcher itself, in addition to the ranks' environment."""
+        """Return the variables for the launcher process, in addition to those of the ranks."""
         return {}
 
     def rank_settings(self, *, nodes: int) -> dict[str, str]:
-        """Return variables of each rank's program that override what the launcher set."""
+        """Return variables for each rank that override values set by the launcher."""
         return {}
 
     def report(self, text: str) -> Report:
-        """Parse the launcher's output for the cause of a run's end."""
+        """Find in the launcher's output why a run ended."""
         return Report()
 
     def trial_failures(
         self, text: str, *, nodes: Sequence[Node], hostnames: Mapping[str, str]
     ) -> Iterator[TrialFailure]:
-        """Yield the ranks' start failures that the output shows, the head's node first.
+        """Yield the reasons in the output why ranks did not start, beginning with the head.
 
-        `hostnames` maps the nodes' own hostnames to their names in the inventory.
+        `hostnames` maps the hostname of each node to its name in the inventory.
         """
         yield from ()

@@ -1,4 +1,4 @@
-"""Text of the files that launchers read: a hosts file for mpirun, a config for Accelerate."""
+"""Renders the files that launchers read: a hosts file for mpirun, a config for Accelerate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.machines.inventory import Node
 
 
 def render_hosts(nodes: Sequence[Node]) -> str:
-    """Return the text that `mpirun -f` reads: one address a line, the head first."""
+    """Return the hosts file for `mpirun -f`: one address per line, the head first."""
     return "".join(f"{node.address}\n" for node in nodes)
 
 
@@ -25,11 +25,11 @@ def render_accelerate(
     master_port: int,
     precision: PrecisionSection,
 ) -> str:
-    """Return the config for `accelerate launch --config_file`, for one node.
+    """Return the config of one node for `accelerate launch --config_file`.
 
-    The head's config names the hosts file: with it, `accelerate launch` starts all ranks through
-    mpirun. Without it, accelerate 1.15 silently starts a single process for MULTI_CPU. The configs
-    of the other nodes are for processes that an mpirun on the head has started.
+    The config of the head names the hosts file, so that `accelerate launch` starts all ranks
+    through mpirun. Otherwise, accelerate 1.15 silently starts a single process for MULTI_CPU. The
+    configs of the other nodes are for processes that mpirun on the head starts.
     """
     is_head = node_rank == 0
     usage = (
@@ -67,5 +67,5 @@ def render_accelerate(
 
 
 def _scalar(value: str | int | bool) -> str:
-    """Return a YAML scalar. JSON scalars are valid YAML, quotes and escapes included."""
+    """Return a YAML scalar; JSON scalars, with quotes and escapes, are valid YAML."""
     return json.dumps(value, ensure_ascii=False)

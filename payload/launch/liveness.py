@@ -1,4 +1,4 @@
-"""Detection of a hang or a lost node from the heartbeats of a run's ranks and nodes."""
+"""Detects a hang or a lost node from the heartbeats of ranks and nodes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from payload.launch.outcome import Verdict
 from payload.run_record.checkpoint_grace import START_PHASES
 
 SILENT_S = 8.0
-"""A node is silent after this time without data; nodes send something every second."""
+"""A node is silent after this time without data; nodes send a heartbeat every second."""
 FROZEN_S = 15.0
 """After this time without data, a new connection to the node has been tried and its result is
-known. A silent node that accepts connections is frozen; one that does not may soon be lost."""
+known. A silent node that accepts connections is frozen; a node that refuses them may be lost."""
 LOST_S = 12.0
 """A node is lost after this time without accepting connections, unless ranks make progress."""
 
-# A rank's phases within one step count, in order; ranks wait for those that are behind.
+# Phases of a rank at the same step number, in order; ranks wait for the ranks that are behind.
 _PHASES = (*START_PHASES, "sync check", "checkpoint", "eval", "step", "end")
-# Each is one call without intermediate progress: loading, compiling, writing to a slow disk.
+# Each of these phases is one call without progress: loading, compiling, or a slow write.
 _LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 
 
@@ -45,7 +45,7 @@ class NodeHeartbeat:
     quiet_s: float
     """Time since the node last sent anything."""
     unreachable_s: float | None
-    """Time since it started to refuse connections; None if it accepted the last one."""
+    """Time since the node began to refuse connections; None if it accepted the last attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class Pace:
 
     hang_timeout_s: float
     longest_s: float
-    """The limit in phases without intermediate progress, and the upper bound of every limit."""
+    """The limit in phases without progress, which is also the upper bound of every limit."""
     median_step_s: float | None
-    """None before the attempt's first step is complete."""
+    """Median step time; None before the first step of the attempt is complete."""
 
 
 def find_trouble(
@@ -69,8 +69,8 @@ def find_trouble(
 ) -> Verdict | None:
     """Return the verdict on a run that cannot continue, or None.
 
-    `ranks` are those that have sent a heartbeat in this attempt, which is `age_s` old. Ranks wait
-    for each other in every step, so one stuck rank stops all of them. While any rank makes
+    `ranks` has the ranks that have sent a heartbeat in this attempt, which is `age_s` old. Ranks
+    wait for each other in every step, so one stuck rank stops all ranks. While any rank makes
     progress, the run is healthy.
     """
     quiet_s = min([age_s, *(beat.quiet_s for beat in ranks)])
@@ -80,7 +80,8 @@ def find_trouble(
     if lost and quiet_s >= max(LOST_S, 2 * (pace.median_step_s or 0.0)):
         return lost_nodes(lost)
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
-    # A node sends data whatever its ranks do, so its silence gets no longer limit.
+    # A healthy node sends data even if its ranks do not progress, so a silent node gets no longer
+    # limit.
     patient = not silent and (
         pace.median_step_s is None
         or len(ranks) < world_size
@@ -97,7 +98,7 @@ def find_trouble(
 
 
 def hang_limit_s(pace: Pace, *, patient: bool) -> float:
-    """Return the longest time without progress of any rank."""
+    """Return how long the run may go without progress on any rank."""
     if patient:
         return pace.longest_s
     return min(max(pace.hang_timeout_s, 10 * (pace.median_step_s or 0.0)), pace.longest_s)
@@ -122,7 +123,7 @@ def frozen_nodes(beats: Sequence[NodeHeartbeat], *, after: str) -> Verdict:
 
 
 def _stuck_ranks(ranks: Sequence[RankHeartbeat], *, world_size: int, cause: str) -> Verdict:
-    """Return a verdict that names stopped ranks, or absent ranks, or the ranks behind."""
+    """Return a verdict that names the stopped ranks, absent ranks, or ranks that are behind."""
     stopped = [beat for beat in ranks if beat.stopped]
     begun = {beat.rank for beat in ranks}
     absent = [rank for rank in range(world_size) if rank not in begun]

@@ -1,4 +1,4 @@
-"""The verdict on how a run ended, from the records of its ranks and its launcher's output."""
+"""Determines why a run ended, from the exit records of its ranks and the launcher's output."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Evidence:
 
     ranks: Sequence[Rank]
     exits: Mapping[int, RankExit]
-    """By rank; a rank that was killed before it could write its record is missing."""
+    """Exit records by rank; a rank that was killed before it could write a record is missing."""
     launcher_status: int
-    """As `subprocess` returns it; below zero = killed by that signal."""
+    """Return code of the launcher; as in `subprocess`, -N means that signal N killed it."""
     launcher_text: str
     """The launcher's output in this attempt."""
     launcher: Launcher
@@ -43,17 +43,15 @@ class Evidence:
     stop: Literal["none", "graceful", "forced", "expired"]
     """The outcome of a request to stop the run."""
     stop_by_system: bool = False
-    """True if the request was a signal to the supervisor that no command sent."""
+    """True if the request was a signal to the supervisor that did not come from a command."""
     ended_by_us_s: float | None
-    """When the supervisor began to kill the remaining processes, by the head's monotonic clock,
-    like
-    the times of the records. Later signals are the supervisor's own."""
+    """When the supervisor began to kill the remaining processes. Like the times of the records, it
+    is by the head's monotonic clock. Later signals are sent by the supervisor."""
     launcher_killed_s: float | None = None
-    """When the launcher was last seen alive, if a signal from outside ended it. Its helpers then
-    kill
-    the ranks, so later signals are theirs."""
+    """When the launcher was last seen alive, if a signal from outside killed it. Later signals to
+    ranks are sent by the helpers of the launcher."""
     trouble: Verdict | None = None
-    """The verdict from the heartbeats: a hang, or a node that is frozen or lost."""
+    """The verdict from the heartbeats: a hang, a frozen node or a lost node."""
     begun: bool = False
     """True once any rank has sent a heartbeat."""
     trained: bool = False
@@ -67,7 +65,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return the first cause: a rank's own error or a signal, otherwise a consequence of either."""
+    """Return a verdict with the first cause: an error or signal of a rank, or its consequence."""
     cause = _own_error_or_signal(evidence)
     if evidence.stop == "expired":
         return Verdict(
@@ -88,7 +86,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def stopped_by_system(effect: str) -> Verdict:
-    """Return the verdict on a run whose supervisor got a signal that no command sent."""
+    """Return the verdict if the supervisor got a signal that did not come from a command."""
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
@@ -98,7 +96,7 @@ def stopped_by_system(effect: str) -> Verdict:
 
 
 def is_failure(record: RankExit) -> bool:
-    """Return True if the run cannot continue after this end of a rank."""
+    """Return True if the rank failed, so that the run cannot continue."""
     return record.exit_code != ExitCode.OK
 
 
@@ -116,7 +114,7 @@ def _stopped(evidence: Evidence) -> Verdict:
 
 
 def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
-    """Return the earliest end that no other end caused; an error wins a tie with a signal."""
+    """Return a verdict on the first rank that failed by itself; an error wins over a signal."""
     causes = [
         record
         for record in _ended_alone(evidence)
@@ -135,7 +133,7 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
             rank=first.rank,
         )
     if len(causes) == len(evidence.ranks) > 1 and len({each.error for each in causes}) == 1:
-        # Every rank reports the same error for all of them, so the first rank has no significance.
+        # All ranks report the same error, so it does not matter which rank was first.
         return Verdict(
             status="failed",
             exit_code=_exit_code(first.exit_code),
@@ -162,7 +160,7 @@ def _ended_alone(evidence: Evidence) -> list[RankExit]:
 
 
 def _silent_rank(evidence: Evidence) -> Verdict | None:
-    """Return the verdict on a rank without a record, if other ranks or the launcher have one."""
+    """Return a verdict on a rank without an exit record, if others or the launcher report."""
     silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
     reported = evidence.report().killed
     if reported:
@@ -187,7 +185,7 @@ def _silent_rank(evidence: Evidence) -> Verdict | None:
 
 
 def _echo(evidence: Evidence) -> Verdict | None:
-    """Return the verdict if the only errors are of ranks that lost contact to another rank."""
+    """Return a verdict if all errors are from ranks that lost contact with a rank."""
     echoes = [record for record in _ended_alone(evidence) if is_failure(record)]
     if not echoes:
         return None
@@ -205,7 +203,7 @@ def _echo(evidence: Evidence) -> Verdict | None:
 
 
 def _launcher_failure(evidence: Evidence) -> Verdict:
-    """Return the verdict if no rank failed: the run finished, or no rank ever began."""
+    """Return the verdict if no rank failed: the run finished, or the launcher failed."""
     ended = _ended_alone(evidence)
     if ended and evidence.trainer_status == "finished":
         return Verdict(status="finished", exit_code=ExitCode.OK)
@@ -251,7 +249,7 @@ def _launcher_killed(number: int) -> Verdict:
 
 
 def _preempted(ended: Sequence[RankExit]) -> Verdict:
-    """Return the verdict if a signal from outside made ranks save and end."""
+    """Return the verdict if a signal from outside made the ranks save and end."""
     stopped = [record for record in ended if record.error]
     who = ", ".join(f"rank {record.rank} on {record.node} {record.error}" for record in stopped)
     return Verdict(
@@ -269,14 +267,14 @@ def _last_line(evidence: Evidence) -> str:
 
 
 def _signal_of(status: int) -> int | None:
-    """Return the signal that ended a process: -n by its own status, 128 + n by a shell's."""
+    """Return the signal n that killed a process, from the return code -n or a shell's 128 + n."""
     if status < 0:
         return -status
     return status - 128 if 128 < status < 128 + signal.NSIG else None
 
 
 def _exit_code(status: int) -> ExitCode:
-    """Return the exit code of a process's status; an unknown status is a training error."""
+    """Convert a process status to an exit code; an unknown status becomes a training error."""
     return ExitCode(status) if status in set(ExitCode) else ExitCode.TRAINING
 
 

@@ -1,4 +1,4 @@
-"""LaunchPlan: the processes that a run starts, as recorded in plan.json."""
+"""Reads and writes plan.json, which describes the processes that a run starts."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ _FIX = "Start the run again."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """A run that is ready to start. The placement of its ranks is in ranks.json."""
+    """The contents of plan.json; the placement of the ranks is in ranks.json."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     launcher: str = checked(pattern=MEMBER_NAME, wanted="a launcher's name")
-    """The name of its file in `launch/launchers`."""
+    """Name of the launcher's file in `launch/launchers`."""
     argv: tuple[str, ...]
     """The launcher's command line."""
     launcher_environment: Mapping[str, str]
-    """Variables of the launcher alone, in addition to the caller's environment."""
+    """Variables of the launcher process only, in addition to the supervisor's environment."""
     environment: Mapping[str, str]
-    """Variables of every rank."""
+    """Environment variables of every rank."""
     interfaces: Mapping[str, str]
     """Network interface of each node by the node's name."""
     program: tuple[str, ...]
     """The program of each rank, started by `payload.supervise.rank`."""
     work_dir: str = checked(pattern=PLAIN_TEXT, wanted="a path without control characters")
-    """Working folder of the ranks; relative paths of the config start here."""
+    """Working folder of the ranks; relative paths in the config refer to it."""
     master_port: int = checked(low=1, high=65535)
     world_size: int = checked(low=1)
     ranks_per_node: int = checked(low=1)
     nodes: int = checked(low=1)
     arithmetic: RunEstimate
     ssh: tuple[str, ...] = ()
-    """ssh's arguments on the head to reach the other nodes; empty for a single node."""
+    """Arguments of ssh on the head to reach the other nodes; empty for a single node."""
     node_command: tuple[str, ...] = ()
-    """Prefix that runs a command on another node without ssh, from the head; `{node}` is the node's
-    name."""
+    """Command prefix with which the head runs a command on the node `{node}` without ssh."""
     off_head: bool = False
-    """True if the supervisor is not on the head, as when salloc's shell stays on a login node. It
-    then reaches the head like every other node, through `node_command`."""
+    """True if the supervisor is not on the head, for example in a salloc shell on a login node. In
+    this case, it reaches the head like every other node, through `node_command`."""
     auto_batch_size: int | None = checked(None, low=1)
     """The value chosen for `batch.micro_batch_size = "auto"`; None if the settings have a number.
-    Another number of ranks may need a different value to share the batch evenly."""
+    With a different number of ranks, the batch may need a different value to be shared evenly."""
     resumes: bool = False
     """True for a run that resumes from its last checkpoint, local or in its store."""
     data_dir: str = ""
-    """The operator's path in `data.dir`; run.toml on a node has the path of the node's copy."""
+    """The operator's local path for `data.dir`; run.toml on a node has the path on that node."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
@@ -84,7 +83,7 @@ class LaunchPlan:
 
 
 def auto_batch_size(path: Path) -> int | None:
-    """Return the value of `auto` in the plan.json at `path`; None if the file is missing."""
+    """Return the micro-batch that plan.json has for `auto`; None without a readable file."""
     try:
         return LaunchPlan.load(path).auto_batch_size
     except ConfigError:
@@ -100,10 +99,10 @@ def operators_data(path: Path) -> str | None:
 
 
 def rank_program(*, python: str, run_dir: Path) -> tuple[str, ...]:
-    """Return the trainer's command line on a rank."""
+    """Return the command line of the trainer on a rank."""
     return (python, "-m", "payload.train", "--run-dir", str(run_dir))
 
 
 def rank_arguments(run_dir: Path) -> tuple[str, ...]:
-    """Return the arguments of a rank's interpreter: the wrapper that starts its program."""
+    """Return the arguments for Python on a rank, which run the wrapper that starts the trainer."""
     return ("-m", "payload.supervise.rank", "--run-dir", str(run_dir))

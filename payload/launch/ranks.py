@@ -1,4 +1,4 @@
-"""The placement of ranks: the node, the cores and the threads of each."""
+"""Places the ranks: assigns each rank a node, cores and threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rank:
     node_rank: int = checked(low=0)
     local_rank: int = checked(low=0)
     numa_domain: int | None
-    """None if the rank spans several."""
+    """NUMA domain of the rank; None if the rank spans several domains."""
     cores: tuple[int, ...] = checked(low=0)
     """Logical CPUs that the process may run on."""
     threads: int = checked(low=1)
@@ -43,7 +43,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankFile:
-    """ranks.json"""
+    """The contents of ranks.json."""
 
     ranks: tuple[Rank, ...]
 
@@ -64,12 +64,12 @@ class Placement:
         return len(self.ranks)
 
     def threads(self) -> int:
-        """Return the threads of the rank with the fewest, for which the others wait."""
+        """Return the lowest thread count of a rank; the other ranks wait for that rank."""
         return min(rank.threads for rank in self.ranks)
 
 
 def default_domains(node: Node) -> tuple[Domain, ...]:
-    """Return cores 0 to n-1, split over the node's NUMA domains in order. Raises ConfigError."""
+    """Return the node's NUMA domains with cores 0 to n-1 in order. Raises ConfigError."""
     if node.numa_domains > node.physical_cores:
         raise ConfigError(
             f"node {node.name}: numa_domains = {node.numa_domains} is more than physical_cores = "
@@ -89,10 +89,10 @@ def place_ranks(
     device: DeviceSection = _ANY_DEVICE,
     domains: Mapping[str, tuple[Domain, ...]] | None = None,
 ) -> Placement:
-    """Split every node's physical cores over its ranks.
+    """Split the physical cores of every node among its ranks.
 
-    `domains` has each node's cores by its name; a node without an entry has cores 0 to n-1. Raises
-    ConfigError.
+    `domains` maps the names of nodes to their cores; a node without an entry has cores 0 to n-1.
+    Raises ConfigError.
     """
     of_node = _domains_by_node(nodes, domains)
     ranks_per_node = count_ranks_per_node(nodes, settings, device=device, domains=domains)
@@ -121,9 +121,9 @@ def count_ranks_per_node(
     device: DeviceSection = _ANY_DEVICE,
     domains: Mapping[str, tuple[Domain, ...]] | None = None,
 ) -> int:
-    """Return the number of ranks on every node, which is mpirun's -ppn. Raises ConfigError.
+    """Return the number of ranks per node (-ppn of mpirun). Raises ConfigError.
 
-    The default is one rank per GPU, or per NUMA domain if the inventory counts no GPUs.
+    The default is one rank per GPU, or one per NUMA domain if no GPUs are used.
     """
     return (
         settings.ranks_per_node
@@ -225,7 +225,10 @@ def _place_on_node(
 def _cores_of(
     domains: Sequence[Domain], *, local_rank: int, ranks_per_node: int
 ) -> tuple[tuple[int, ...], int | None]:
-    """Return one rank's cores and NUMA domain; whole domains if there are more than ranks."""
+    """Return the cores and the NUMA domain of one rank.
+
+    If a node has more domains than ranks, a rank gets complete domains.
+    """
     if ranks_per_node < len(domains):
         own_domains = _share(domains, index=local_rank, shares=ranks_per_node)
         cores = tuple(core for domain in own_domains for core in domain.cores)
@@ -243,7 +246,7 @@ def _cores_of(
 
 
 def _share(items: Sequence[_T], *, index: int, shares: int) -> tuple[_T, ...]:
-    """Return one of `shares` consecutive slices, the longer ones first."""
+    """Return one of `shares` consecutive slices of almost equal length, the longer slices first."""
     size, longer = divmod(len(items), shares)
     start = index * size + min(index, longer)
     return tuple(items[start : start + size + (index < longer)])

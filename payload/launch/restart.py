@@ -1,4 +1,4 @@
-"""The restart policy: which failed attempts are retried, and after what delay."""
+"""The restart policy: decides which failed attempts are retried, and after which delay."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from payload.core.errors import ExitCode
 from payload.launch.outcome import Verdict
 
-# The other failures would repeat: a wrong setting, a diverged loss, ranks that differ, an unfit
-# machine. A stop and a reached limit are intended.
+# Other failures would repeat: a wrong setting, a diverged loss, ranks with different parameters, an
+# unfit machine. A stop and a reached limit are intended.
 _WORTH_RETRYING = (ExitCode.RANK_LOST, ExitCode.HANG)
 _FIRST_PAUSE_S = 2.0
 _PAUSE_GROWTH = 3.0
@@ -18,16 +18,16 @@ _LONGEST_PAUSE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """The facts about an attempt's end that decide on a restart."""
+    """The facts about a finished attempt that determine whether it is retried."""
 
     verdict: Verdict
     stop_requested: bool
     restarts: int
-    """Restarts so far."""
+    """Number of restarts so far."""
     began_at_step: int
     """Step of the checkpoint that the attempt began from; 0 without a checkpoint."""
     reached_step: int | None
-    """The furthest step of any rank in this attempt; None without any heartbeat."""
+    """The last step that the attempt has reached; None without any heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,13 @@ class Decision:
     pause_s: float | None
     """Time until the next attempt; None if the run is not retried."""
     why: str | None = None
-    """The reason not to retry a failure that could be retried."""
+    """Why a failure of a retryable kind is not retried."""
 
 
 def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
-    """Retry after a lost rank, a lost node or a hang, while attempts make progress.
+    """Decide to retry after a lost rank, a lost node or a hang, while attempts make progress.
 
-    An attempt that did not complete one step beyond its checkpoint is not retried: the next one
+    An attempt that did not complete a step after its checkpoint is not retried: the next attempt
     would fail the same way.
     """
     if end.stop_requested or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
@@ -59,13 +59,13 @@ def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
 
 
 def waiting_note(verdict: Verdict) -> str:
-    """Return the state's note while it is not certain that the run can continue."""
+    """Return the note for state.json while it is unknown whether the run can be restarted."""
     return f"{verdict.error}. Checking whether it can be restarted"
 
 
 def restart_note(
     verdict: Verdict, *, checkpoint: Path | None, restart: int, max_restarts: int
 ) -> str:
-    """Return the state's note of a restart: the failure, and where the run continues."""
+    """Return the note for state.json about a restart: the failure, and where the run resumes."""
     where = f"from checkpoint {checkpoint.name}" if checkpoint else "from the start"
     return f"{verdict.error}. Continuing {where} (restart {restart} of {max_restarts})"

@@ -1,1 +1,1 @@
-"""A run's metrics for Prometheus, and dashboards of them."""
+"""Exports the metrics of a run to Prometheus, and shows them on dashboards."""

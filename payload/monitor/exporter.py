@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"
 SET_UP = Path(MONITORING_FOLDER)
-"""Exists on a head where node-setup.sh has installed Prometheus."""
+"""This folder exists if node-setup.sh has installed Prometheus on the head."""
 
 
 class RunCollector:
@@ -38,7 +38,7 @@ class RunCollector:
         self._metrics = RunMetrics(paths)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield a family for each metric that has a value now."""
+        """Yield a metric family for each metric that has a value now."""
         from prometheus_client.core import GaugeMetricFamily
 
         for metric, samples in by_metric(self._metrics.samples()):
@@ -50,7 +50,7 @@ class RunCollector:
 
 @contextmanager
 def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
-    """Serve the run's metrics within the block and yield the port; `port=0` chooses a free one.
+    """Serve the run's metrics within the block and yield the port; `port=0` selects a free port.
 
     Raises PreflightError if the port is in use or prometheus_client is not installed.
     """
@@ -78,7 +78,7 @@ def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
 
 
 def write_history(paths: RunPaths, file: TextIO) -> None:
-    """Write the history in metrics.jsonl as OpenMetrics text, for a backfill of Prometheus.
+    """Write the rows of metrics.jsonl as OpenMetrics text, for a backfill of Prometheus.
 
     Format: https://prometheus.io/docs/prometheus/latest/storage/#backfilling-from-openmetrics-format
     """
@@ -104,7 +104,7 @@ def is_enabled(monitor: MonitorSection) -> bool:
 def monitored(paths: RunPaths, *, note: Callable[[str], None]) -> Iterator[None]:
     """Serve the run's metrics within the block if its settings enable it.
 
-    A failure is only a note, so that monitoring never ends a run.
+    A failure is only reported as a note, so that monitoring never ends a run.
     """
     monitor = known_config(paths).monitor
     served: AbstractContextManager[object] = nullcontext()
@@ -122,7 +122,7 @@ def monitored(paths: RunPaths, *, note: Callable[[str], None]) -> Iterator[None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until stdin is closed, so that the server ends with the process that started it."""
+    """Serve metrics until stdin is closed, as when the parent process ends."""
     arguments = parser().parse_args(argv)
     if arguments.history:
         write_history(RunPaths(arguments.run_dir.resolve()), sys.stdout)

@@ -1,4 +1,4 @@
-"""Grafana and Prometheus on this machine for one run."""
+"""Runs Grafana and Prometheus on this machine for one run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Say = Callable[[str], None]
 
 
 def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None:
-    """Print the addresses, the first with `show`, and wait until Ctrl-C.
+    """Print the addresses, the first one with `show`, and wait until Ctrl-C.
 
-    `pages` have the plain loopback address; browsers get random host names instead.
+    `pages` have the loopback address; browsers get random host names instead.
     """
     named = with_random_hosts(pages)
     show(named[0])
@@ -55,10 +55,11 @@ def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None
 
 
 def with_random_hosts(pages: Sequence[str]) -> list[str]:
-    """Return the pages with a random name under .localhost for each server, instead of 127.0.0.1.
+    """Replace 127.0.0.1 by a random name under .localhost for each server.
 
-    Cookies ignore ports, so servers on 127.0.0.1 share them. Browsers resolve names under
-    .localhost to this machine without DNS, so they cannot be redirected (RFC 6761, section 6.3).
+    Cookies ignore ports, so all servers on 127.0.0.1 would share cookies. Browsers resolve names
+    under .localhost to this machine without DNS (RFC 6761, section 6.3), so that DNS cannot
+    redirect these names.
     """
     named = [urllib.parse.urlsplit(page) for page in pages]
     names = {each.port: f"tileforge-{secrets.token_hex(8)}.localhost" for each in named}
@@ -82,7 +83,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def run_page(grafana: str, run_id: str | None) -> str:
-    """Return the address of Grafana's dashboard of a run, or of all runs."""
+    """Return the address of the Grafana dashboard for one run, or for all runs."""
     chosen = f"?var-run={urllib.parse.quote(run_id, safe='')}" if run_id else ""
     return f"{grafana}/d/tileforge-run{chosen}"
 
@@ -91,10 +92,10 @@ def run_page(grafana: str, run_id: str | None) -> str:
 def local_stack(
     paths: RunPaths, *, python: str, env: Mapping[str, str], say: Say, files: Path = FILES
 ) -> Iterator[list[str]]:
-    """Run Prometheus, and Grafana where it is installed, on this machine for one run.
+    """Run Prometheus, and Grafana if it is installed, on this machine for one run.
 
     The history of the run is loaded first; later metrics are scraped. `files` is the folder with
-    the configuration of Prometheus and Grafana, `python` an interpreter with this code's packages.
+    the configuration of Prometheus and Grafana; `python` is an interpreter with the payload.
     Yields the addresses of the pages. Raises PreflightError if Prometheus is not installed.
     """
     env = code_environment(env)
@@ -111,7 +112,7 @@ def local_stack(
         options = ["--run-dir", str(paths.root)]
         exporter = module_command("payload.monitor.exporter", *options, python=python)
         _backfill(exporter, workspace, env=env, say=say)
-        # The label of the history, so that both form one series.
+        # The backfilled history has the same label, so that both form one series.
         _target(
             workspace,
             "run",
@@ -155,7 +156,7 @@ def _target(workspace: Path, name: str, address: str, labels: Mapping[str, str])
 def _backfill(
     exporter: Sequence[str], workspace: Path, *, env: Mapping[str, str], say: Say
 ) -> None:
-    """Load the history of the run into Prometheus; without promtool the charts begin now."""
+    """Load the history of the run into Prometheus; without promtool, the charts begin now."""
     promtool = shutil.which("promtool", path=env.get("PATH", os.defpath))
     if promtool is None:
         return
@@ -213,7 +214,7 @@ def _start_grafana(
 
 
 def grafana_settings(workspace: Path, *, port: int, prometheus_url: str) -> dict[str, str]:
-    """Return Grafana's environment, after writing the addresses into its provisioning files."""
+    """Write the addresses into Grafana's provisioning files, and return its environment."""
     lines = (workspace / "grafana.env").read_text(encoding="utf-8").splitlines()
     settings = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
     for name, before, after in (
@@ -231,7 +232,7 @@ def grafana_settings(workspace: Path, *, port: int, prometheus_url: str) -> dict
 
 
 def _grafana_home(program: str) -> str:
-    """Return Grafana's home: the folder of its archive, or that of its Debian package."""
+    """Return the home folder of Grafana, as installed from its archive or its Debian package."""
     beside = Path(program).resolve().parents[1]
     return str(beside if (beside / "public").is_dir() else Path("/usr/share/grafana"))
 
@@ -242,7 +243,7 @@ def _chart_page(prometheus_url: str, run_id: str) -> str:
 
 
 class _Programs:
-    """Programs that are terminated at the end of the block."""
+    """Starts programs, and terminates them at the end of the block."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env

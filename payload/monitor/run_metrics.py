@@ -1,6 +1,6 @@
-"""A run's current metrics, read from the records in its folder.
+"""Reads the current metrics of a run from the records in its folder.
 
-The supervisor or a separate process reads them, at no cost to a training step.
+The supervisor or a separate process reads them, so that training steps are not delayed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ PREFIX = "tileforge_"
 _RECENT = 50
 _MOST_HISTORY = 5000
 _MOST = 1e18
-"""A worker can write any integer, and one too large for a float would fail the whole scrape."""
+"""Larger values are dropped: an integer too large for a float would fail the entire scrape."""
 _REST = "optimizer"
 PHASES = (*TIMED_PARTS, _REST)
-"""Parts of a step. `optimizer` is the rest: clipping, update, bookkeeping."""
+"""Parts of a step; `optimizer` is the rest of the step: clipping, update, bookkeeping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Sample:
 
 @dataclass(slots=True)
 class _Curve:
-    """Metrics from the rows of metrics.jsonl read so far."""
+    """Metrics from the rows of metrics.jsonl that were read so far."""
 
     step: Mapping[str, Any] | None = None
     evaluation: Mapping[str, Any] | None = None
@@ -192,7 +192,7 @@ class RunMetrics:
     def history(self) -> Iterator[Sample]:
         """Yield samples from metrics.jsonl with their times, the oldest first.
 
-        A long run gives 5,000 evenly spaced steps and every evaluation.
+        From a long run, 5,000 evenly spaced steps and every evaluation are yielded.
         """
         curve, rows = _Curve(), read_metrics(self._paths.metrics)
         stride = math.ceil(len(rows) / _MOST_HISTORY)
@@ -299,7 +299,7 @@ class RunMetrics:
         return None
 
     def _step_unix(self, state: RunState) -> float:
-        """Return when the last step ended in Unix time, or the last start if that is later."""
+        """Return the Unix time of the end of the last step, or of the last start if it is later."""
         last = self._curve.step.get("time_unix") if self._curve.step else None
         return max(state.started_unix, last if isinstance(last, int | float) else 0.0)
 

@@ -1,4 +1,4 @@
-"""Forwarding of local ports to a node's loopback address through an SSH connection."""
+"""Forwards local ports to the loopback address of a node through an SSH connection."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Channel(Protocol):
 
 
 class Connection(Protocol):
-    """A connection to a node, such as SSH's."""
+    """A connection to a node, such as an SSH connection."""
 
     def open_channel_here(self, port: int, *, timeout_s: float) -> Channel:
         """Return a channel to a port of the node's loopback address. Raises TileforgeError."""
@@ -44,7 +44,7 @@ class Connection(Protocol):
 def forwarded(connection: Connection, ports: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Listen on a local port for each port of the node; yield the local ports in the same order.
 
-    A local port has the number of the node's port if that is free.
+    A local port gets the number of the node's port if this number is free.
     """
     closing = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ def _accept(
 def _copy(
     connection: Connection, client: socket.socket, port: int, closing: threading.Event
 ) -> None:
-    """Copy bytes both ways until one side closes or the block ends."""
+    """Copy bytes in both directions until one side closes or `closing` is set."""
     with client, contextlib.suppress(OSError, EOFError, TileforgeError):
         channel = connection.open_channel_here(port, timeout_s=_OPEN_S)
         with contextlib.closing(channel), selectors.DefaultSelector() as selector:

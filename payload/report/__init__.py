@@ -1,1 +1,1 @@
-"""A run folder as one HTML page, or several as a table in the terminal."""
+"""Reports on runs: an HTML page, a table in the terminal, and rows for trackers."""

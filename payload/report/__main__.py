@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the argument parser."""
     made = CommandParser(
         prog=command("report"),
         description="Write a run's report: one HTML page with result, curves, time, cost, data and "
@@ -113,7 +113,7 @@ def _report(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--compare {names[0]} is only one run: name two or more to compare.")
         print(printable(comparison(runs)))
         return
-    # Imports jinja2, which takes a third of the time of `--help`.
+    # Imported late: jinja2 takes a third of the time of `--help`.
     from payload.report.page import render
 
     out = _out_path(arguments.out, runs)

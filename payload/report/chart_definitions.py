@@ -1,6 +1,6 @@
-"""The page's charts: which columns of metrics.jsonl each one draws.
+"""The charts of the report page, with the columns of metrics.jsonl that each chart draws.
 
-A series draws the sum of its columns. In a stacked chart a series contains those after it.
+A series draws the sum of its columns. In a stacked chart, a series includes the later series.
 """
 
 from __future__ import annotations

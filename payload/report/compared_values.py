@@ -1,4 +1,4 @@
-"""The values by which runs are compared, on the page and in the terminal."""
+"""Selects the values that are compared between runs, on the page and in the terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ COMPARED: Sequence[Compared] = (
 
 
 def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Any], set[int]]]:
-    """Return the rows that some run has, each with the runs' values and the best runs' indices."""
+    """Return each row for which a run has a value, with all values and the indices of the best."""
     found = [(row, [run.summary.get(row.key) for run in runs]) for row in COMPARED]
     return [
         (row, values, _best_indices(row, values))
@@ -58,7 +58,7 @@ def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Any], set[int
 
 
 def _best_indices(row: Compared, values: Sequence[Any]) -> set[int]:
-    """Return the indices of a row's best value; empty if the runs do not differ."""
+    """Return the indices of the best value in a row; empty if the values do not differ."""
     known = [value for value in values if value is not None]
     if row.better is None or len(set(known)) < 2:
         return set()
@@ -91,7 +91,7 @@ def settings(runs: Sequence[Run]) -> list[Setting]:
 
 
 def changed(runs: Sequence[Run]) -> list[Setting]:
-    """Return the settings that differ from the default in some run."""
+    """Return the settings that differ from the default in at least one run."""
     return [each for each in settings(runs) if any(value != each.default for value in each.values)]
 
 

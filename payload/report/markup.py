@@ -1,7 +1,7 @@
-"""HTML from untrusted text: jinja2 escapes every value, and every number names its source.
+"""Renders HTML from untrusted text: jinja2 escapes every value, and numbers name their source.
 
-A number carries `data-source` (`summary.json#steps`) and `data-value` (JSON), so that a test or a
-reader's script can compare the page with the run's files.
+Each number has the attributes `data-source` (such as `summary.json#steps`) and `data-value` (JSON).
+With these, a test or a script can compare the page with the files of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMATS = (
 
 
 def environment() -> Environment:
-    """Return jinja2's environment with the page's templates and formats."""
+    """Return the jinja2 environment with the templates and formats of the page."""
     made = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -42,7 +42,7 @@ def environment() -> Environment:
 
 
 def text(value: object) -> Markup:
-    """Return text as HTML, without control characters and at most 4,000 characters long."""
+    """Return text as HTML without control characters, truncated to 4,000 characters."""
     return escape(_readable(value))
 
 
@@ -56,11 +56,11 @@ def _readable(value: object) -> object:
 
 
 def one_line(markup: Markup) -> Markup:
-    """Return the markup with each run of white space as one space."""
+    """Return the markup with each sequence of white space replaced by one space."""
     return Markup(re.sub(r"\s+", " ", markup).strip())
 
 
 def script_json(data: object) -> Markup:
-    """Return JSON that cannot end the script element around it."""
+    """Return JSON for a script element, escaped so that it cannot end the element."""
     made = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(made.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

@@ -1,4 +1,4 @@
-"""Numbers, times and settings as text for people."""
+"""Formats numbers, times and settings as readable text."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from datetime import UTC, datetime
 
 
 def count(value: float) -> str:
-    """Return `1,234`."""
+    """Format a number like `1,234`."""
     return f"{value:,.0f}"
 
 
 def loss(value: float) -> str:
-    """Return a loss with four decimals."""
+    """Format a loss with four decimals."""
     return f"{value:.4f}"
 
 
 def percent(value: float) -> str:
-    """Return `41.2 %`."""
+    """Format a fraction like `41.2 %`."""
     return f"{value:.1%}".replace("%", " %")
 
 
 def usd(value: float) -> str:
-    """Return dollars with two decimals, or two significant digits below one cent."""
+    """Format dollars with two decimals; below one cent, with two significant digits."""
     if value and abs(value) < 0.01:
         return f"${value:.2g}"
     return f"${value:,.2f}"
 
 
 def seconds(value: float) -> str:
-    """Return a short time with three significant digits."""
+    """Format a short time with three significant digits."""
     return f"{value * 1e3:.3g} ms" if 0 < value < 0.9995 else f"{value:.3g} s"
 
 
 def gib(value: float) -> str:
-    """Return bytes in GiB with two decimals."""
+    """Format bytes in GiB with two decimals."""
     return f"{value / 2**30:.2f} GiB"
 
 
 def megabytes(value: float) -> str:
-    """Return bytes in MB with one decimal."""
+    """Format bytes in MB with one decimal."""
     return f"{value / 1e6:,.1f} MB"
 
 
 def memory_gib(value: float) -> str:
-    """Return GiB with four significant digits."""
+    """Format GiB with four significant digits."""
     return f"{value:.4g} GiB"
 
 
 def tflops(value: float) -> str:
-    """Return FLOP/s in TFLOP/s."""
+    """Format FLOP/s in TFLOP/s with three significant digits."""
     return f"{value / 1e12:.3g} TFLOP/s"
 
 
 def plain(value: object) -> str:
-    """Return a setting in TOML, except strings without quotes and None as `none`."""
+    """Format a setting as in TOML, but strings without quotes and None as `none`."""
     if isinstance(value, tuple | list):
         return json.dumps(value)
     if isinstance(value, bool):
@@ -63,7 +63,7 @@ def plain(value: object) -> str:
 
 
 def moment(value: float) -> str:
-    """Return a Unix time as a date and a time in UTC."""
+    """Format a Unix time as date and time in UTC."""
     try:
         return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):

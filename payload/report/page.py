@@ -1,4 +1,4 @@
-"""The page: one HTML file that contains its style, scripts and data."""
+"""Renders the report page: one HTML file that contains its style, scripts and data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DATA_ROWS = (
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Return the page of one run, or of several that it compares."""
+    """Return the HTML page of one run, or of several runs that the page compares."""
     assert runs, "a page needs a run"
     script = _contents(_SCRIPTS)
     heat = [found for run in runs if (found := series.heat(run)) is not None]
@@ -81,7 +81,7 @@ def _contents(names: Sequence[str]) -> str:
 
 
 def _policy(script: str) -> str:
-    """Return the Content-Security-Policy: this one script runs, and nothing is fetched."""
+    """Return a Content-Security-Policy that allows only this script and no requests."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "

@@ -1,4 +1,4 @@
-"""Time, memory and cost of a run beside the plan's predictions."""
+"""Compares time, memory and cost of a run with the predictions of its plan."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Sourced:
 
     value: float | None
     source: str
-    """A key of a file, as `summary.json#steps`, or the name of the computation."""
+    """A key in a file, such as `summary.json#steps`, or the name of the computation."""
     is_derived: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One row: a measured value and the predicted one."""
+    """One row with a measured and a predicted value."""
 
     name: str
     form: Callable[[Any], str]
@@ -30,7 +30,7 @@ class Prediction:
     predicted: Sourced
 
     def difference(self) -> str:
-        """Return the difference as `+12 %`; empty if a value is unknown."""
+        """Return the relative difference like `+12 %`; empty if a value is unknown."""
         measured, predicted = self.measured.value, self.predicted.value
         if not measured or not predicted:
             return ""

@@ -1,4 +1,4 @@
-"""Commands that repeat a run, for the page."""
+"""Builds the commands on the report page that repeat a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPENWEBTEXT = "Skylion007/openwebtext"
 
 
 def commands(run: Run) -> Sequence[str]:
-    """Return the lines of a shell that repeat the run, resume it and show it."""
+    """Return shell lines that repeat the run, resume it and show it."""
     lines = []
     if run.plan is not None:
         lines.append(f"cd {quoted(run.plan.work_dir)}")
@@ -39,8 +39,8 @@ def commands(run: Run) -> Sequence[str]:
 def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
     """Return shell lines that prepare the data again, or a comment if meta.json has too little.
 
-    meta.json describes the source for people and may not list all of several inputs. A run
-    downloads data in a bucket by itself.
+    meta.json describes the source in text for readers, and might list only some of several inputs.
+    Data in a bucket needs no command: the run downloads it.
     """
     if is_bucket_address(out):
         return [_comment(f"The run downloads its data from {out} by itself.")]
@@ -63,7 +63,7 @@ def _comment(text: str) -> str:
 
 
 def _source_options(kind: str, location: str, *, revision: str | None) -> list[str] | None:
-    """Return the options of the source; None if its description does not list all inputs."""
+    """Return the source options of `prepare`; None if meta.json does not list all inputs."""
     options = ["--source", kind]
     if kind == "stdlib":
         return options
@@ -83,7 +83,7 @@ def _source_options(kind: str, location: str, *, revision: str | None) -> list[s
 
 
 def _task_options(meta: DataMeta) -> list[str]:
-    """Return the options of the data's task that meta.json records."""
+    """Return the task options of `prepare` that meta.json records."""
     options = [] if meta.task == "text" else ["--task", meta.task]
     record = meta.chat or meta.preference
     if record is not None:

@@ -1,4 +1,4 @@
-"""A run's curves, downsampled for the page: rows of metrics.jsonl are selected, not averaged."""
+"""Downsamples the curves of a run for the report page by selecting rows, not averaging them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Row = Mapping[str, Any]
 def chosen(steps: Sequence[Row], most: int = MOST_ROWS) -> list[int]:
     """Return the indices of at most `most` rows that preserve the shape of the curves.
 
-    Each bucket of steps gives its lowest loss, its highest loss and its longest step. The first and
-    the last row are always included.
+    From each bucket of steps, the rows with the lowest loss, the highest loss and the longest step
+    are selected. The first and the last row are always included.
     """
     if len(steps) <= most:
         return list(range(len(steps)))
@@ -49,7 +49,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
         sums.append(sums[-1] + loss)
     means = []
     for place in range(len(losses)):
-        # A symmetric window; a cut-off one would bias the averages at both ends.
+        # The window shrinks symmetrically at the ends: an asymmetric window would bias the means.
         reach = min(half, place, len(losses) - 1 - place)
         low, high = place - reach, place + reach + 1
         means.append((sums[high] - sums[low]) / (high - low))
@@ -57,7 +57,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return the run's columns for the page's script, with exact values of the selected rows."""
+    """Return the curves for the script of the page, with exact values of the selected rows."""
     steps = run.steps
     places = chosen(steps)
     rows = [steps[place] for place in places]
@@ -75,7 +75,7 @@ def curves(run: Run) -> dict[str, Any]:
 
 
 def timeline(run: Run) -> dict[str, Any] | None:
-    """Return when the run trained, evaluated, failed and restarted, in seconds from its start."""
+    """Return when the run trained, evaluated, failed and restarted, in seconds since its start."""
     events = run.state.get("events", ())
     times = [(_time_of(row), row) for row in run.rows if _time_of(row)]
     if not times and not events:
@@ -108,12 +108,12 @@ def timeline(run: Run) -> dict[str, Any] | None:
 
 
 def heat(run: Run) -> dict[str, Any] | None:
-    """Return the fraction of time that each rank waited, by steps; None without such rows."""
+    """Return the fraction of time that each rank waited over the steps; None if unknown."""
     found = run.timed_steps
     if not found:
         return None
     ranks = len(found[-1][1].wait)
-    # If the run was resumed with another number of ranks, only the last number is shown.
+    # If the number of ranks changed at a resume, only rows with the last number are shown.
     found = [(step, times) for step, times in found if len(times.wait) == ranks]
     if ranks < 2:
         return None
@@ -132,7 +132,7 @@ def heat(run: Run) -> dict[str, Any] | None:
 
 
 def mean_times(run: Run) -> RankTimes | None:
-    """Return each rank's mean times over the whole run without its first step."""
+    """Return the mean times of each rank over the run, without the first step."""
     found = [times for step, times in run.timed_steps if step > 1]
     found = [times for times in found if len(times.wait) == len(found[-1].wait)]
     if not found:
@@ -180,7 +180,7 @@ def _evaluations(run: Run, began_unix: float | None) -> dict[str, Any]:
 
 
 def _marks(run: Run, began_unix: float | None) -> list[dict[str, Any]]:
-    """Return each restart: the last step before it, and its reason."""
+    """Return for each restart the last step before it, and its reason."""
     marks = []
     for event in run.state.get("events", ()):
         if event.kind != "restart":
@@ -210,7 +210,7 @@ def _elapsed(row: Row, began_unix: float | None) -> float | None:
 
 
 def _time_of(row: Row) -> float:
-    """Return when a row was written; 0 for rows of older versions, which have no time."""
+    """Return when a row was written; 0 if an older version wrote the row without a time."""
     found = row.get("time_unix")
     return float(found) if isinstance(found, int | float) and abs(found) < 1e11 else 0.0
 

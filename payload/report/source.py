@@ -1,4 +1,4 @@
-"""A run folder, read for its report; missing or damaged files are left out."""
+"""Reads a run folder for its report, ignoring missing and damaged files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from payload.run_record.store_state import StoreState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The part of plan.json's arithmetic that a report uses."""
+    """The part of the estimates in plan.json that a report uses."""
 
     params: int = checked(low=0)
     flops_per_step: int = checked(low=0)
@@ -40,12 +40,12 @@ class Arithmetic:
     grad_accum_steps: int = checked(low=1)
     memory_bytes_per_rank: int = checked(low=0)
     step_s: float | None = checked(None, low=0)
-    """Predicted seconds per step; None if the nodes' peak was not measured before the start."""
+    """Predicted seconds per step; None if the peak FLOP/s were not measured before the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The part of plan.json that a report shows; `payload.launch` has the full record."""
+    """The part of plan.json that a report shows; `LaunchPlan` is the full record."""
 
     launcher: str
     argv: tuple[str, ...]
@@ -60,7 +60,7 @@ class Run:
     """One run folder; each file is read once, on first use."""
 
     def __init__(self, paths: RunPaths, *, is_started_here: bool = False) -> None:
-        """The run's own supervisor sets `is_started_here`: its data folder counts as approved."""
+        """With `is_started_here`, which the supervisor sets, the data folder counts as approved."""
         self.paths = paths
         self._is_started_here = is_started_here
         self.run_id = paths.run_id
@@ -119,15 +119,15 @@ class Run:
 
     @cached_property
     def data_folder(self) -> Path:
-        """Return the data folder; a relative path starts in the ranks' working folder."""
+        """Return the data folder; a relative path refers to the working folder of the ranks."""
         work_dir = Path(self.plan.work_dir) if self.plan else Path()
         return work_dir / self.config.data.folder()
 
     @cached_property
     def data(self) -> DataMeta | None:
-        """Return the data folder's meta.json; None if it is not on this machine.
+        """Return meta.json of the data folder; None if the file is not on this machine.
 
-        None too if this user has not approved the folder for the run, because pages are shared.
+        Also returns None if this user has not approved the folder, because pages may be shared.
         """
         path, named = self.data_folder / META_NAME, self.config.data.dir
         place = named if is_bucket_address(named) else str(self.data_folder)
@@ -145,7 +145,7 @@ class Run:
 
     @cached_property
     def profile(self) -> ProfileTable | None:
-        """Return the operators of the step that was profiled."""
+        """Return the operator times of the profiled step; None without a profile."""
         return read_table(self.paths.profile / PROFILE_TABLE)
 
     @property
@@ -166,7 +166,7 @@ class Run:
 
 
 def find_run(name: str, *, runs_dir: Path | None = None, is_started_here: bool = False) -> Run:
-    """Return the run with an id, `latest`, or a folder as `name`. Raises UsageError."""
+    """Return the run that `name` selects: an id, `latest`, or a folder. Raises UsageError."""
     is_id = name == LATEST or RUN_ID.fullmatch(name)
     folders = [(runs_dir or default_runs_dir()) / name] if is_id else []
     for folder in (*folders, Path(name)):

@@ -1,4 +1,4 @@
-"""A table of several runs for the terminal."""
+"""Renders a table that compares several runs in the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEST = " *"
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    """Return a table of the runs' results, with a star at the best of each row, and settings."""
+    """Return a table of results, with a star at the best value of a row, and of settings."""
     lines = [["", *(run.run_id for run in runs)]]
     for row, values, best in compared_values.compared(runs):
         cells = ["-" if value is None else row.form(value) for value in values]

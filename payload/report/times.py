@@ -1,4 +1,4 @@
-"""Where a run's time went, in total and by rank."""
+"""Computes how a run spent its time, in total and by rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SLOW = 8
 
 
 def parts(run: Run) -> list[tuple[str, float, str]]:
-    """Return what the run spent time on: a key, seconds above 0, and a name."""
+    """Return a key, the seconds and a name for each activity on which the run spent time."""
     steps = run.steps
     in_steps = sum(row["step_time_s"] for row in steps)
     data = sum(row["data_time_s"] for row in steps)
@@ -31,7 +31,7 @@ def parts(run: Run) -> list[tuple[str, float, str]]:
 
 
 def slowest_ranks(means: RankTimes) -> Sequence[int]:
-    """Return all ranks in order, or of more than 64 the slowest, the slowest first."""
+    """Return all ranks in order; if there are more than 64, the 64 slowest, the slowest first."""
     work = means.work()
     if len(work) <= MOST_RANKS:
         return range(len(work))

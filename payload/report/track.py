@@ -1,4 +1,4 @@
-"""A process that sends a run's rows to its trackers, during the run and after it."""
+"""Sends the rows of a run to its trackers, during the run and after it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _LOCK_S = 20.0
 
 @dataclass
 class Tracked:
-    """One tracker and its progress."""
+    """One tracker, and the position up to which rows were sent to it."""
 
     name: str
     tracker: Tracker
     last: int
-    """Position in the run of the last row that was sent."""
+    """Position of the last row that was sent, as returned by `_order`."""
     place: Path
     """The file that stores `last` for the next process."""
 
@@ -68,11 +68,11 @@ class Tracked:
 def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection[str] = ()) -> None:
     """Send all rows of the run to its trackers.
 
-    If live, continue with new rows until stdin is closed. Otherwise the run has ended, and the
-    trackers also get its results and its page. A failure is logged and disables that tracker only.
-    Trackers that can upload the run are left out unless this user approved them for it: with
-    `named`, or when the run was started. Raises ConfigError, also if the run has ended and all
-    trackers are left out.
+    With `live`, new rows are sent until stdin is closed. Otherwise the run has ended, and its
+    results and report page are also sent. A failure is logged and disables only that tracker.
+    Trackers that can upload the run are left out unless this user approved them, in `named` or at
+    the start of the run. Raises ConfigError, for example if all trackers of an ended run are left
+    out.
     """
     installed = installed_trackers(run.config.track.to)
     names = _allowed(run, installed, named=named, say=say)
@@ -94,7 +94,7 @@ def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection
             if not live or select.select([0], [], [], _EVERY_S)[0]:
                 break
         summary = {} if live else _plain(run.summary)
-        # A symlink at the page's path could lead to any file, which would be uploaded.
+        # If the page were a symlink, trackers could upload any file.
         has_page = run.paths.report.is_file() and not run.paths.report.is_symlink()
         page = run.paths.report if not live and has_page else None
         for each in tracked:
@@ -113,7 +113,7 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
 def _allowed(
     run: Run, names: Sequence[str], *, named: Collection[str], say: Callable[[str], None]
 ) -> list[str]:
-    """Return the trackers that are approved or upload nothing; note the others with `say`."""
+    """Return the trackers that are approved or upload nothing; report the others with `say`."""
     is_named = not unapproved_settings(run.paths, settings_to_approve(run.config, of=["track.to"]))
     allowed = [name for name in names if is_named or name in named or name not in SENDING_TRACKERS]
     for name in names:
@@ -153,7 +153,7 @@ def _guarded(each: Tracked, act: Callable[[Tracked], None], say: Callable[[str],
 
 
 class _Rows:
-    """Reads the numbers of new complete rows of a metrics.jsonl."""
+    """Reads the numbers from new complete rows of a metrics.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -163,7 +163,7 @@ class _Rows:
         found: list[Row] = []
         with suppress(OSError), open_regular(self._path) as file:
             if file.seek(0, os.SEEK_END) < self._offset:
-                self._offset = 0  # A resume truncated the file; the steps show which rows are new.
+                self._offset = 0  # A resume truncated the file; step numbers show new rows.
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -176,7 +176,7 @@ class _Rows:
 
 
 def _order(row: Row) -> int:
-    """Return a row's position in its run: an evaluation comes after its step."""
+    """Return the position of a row in the run: an evaluation comes after its step."""
     return 2 * int(row["step"]) + ("val_loss" in row)
 
 
@@ -197,7 +197,7 @@ def _plain(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes from sending this run within the block; wait up to 20 s for one."""
+    """Prevent other processes from sending this run within the block; wait for them up to 20 s."""
     folder.mkdir(exist_ok=True)
     with open(folder / ".lock", "w", opener=no_follow) as lock:
         ends = time.monotonic() + _LOCK_S

@@ -1,9 +1,9 @@
-"""named.json: the settings outside a run's own folder that this user approved on this machine.
+"""Records in named.json which settings with effects outside the run folder this user approved.
 
-A run folder and its records may come from an untrusted source: a node, a store, a cloned project.
-Its author could choose data or a model on this machine, another store, options for sbatch, a wait
-of weeks, no cost limit, or a tracker, and the next resume would obey. The record is valid only in
-the folder that it was written for, and only with a proof made with this user's key.
+A run folder may come from an untrusted source: a node, a store, a cloned project. Its author could
+choose data or a model on this machine, a different store, options for sbatch, a wait of weeks, no
+cost limit, or a tracker, and the next resume would use them. The record is valid only in the folder
+for which it was written, and only with a proof that was made with this user's key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from payload.run_record.run_identity import known_identity
 
 SCHEMA_VERSION = 1
 MOST_WAIT_S = 3600.0
-"""A longer wait needs this user's approval."""
+"""A wait above this limit needs this user's approval."""
 _WAITS = ("storage.final_wait_s", "limits.hang_timeout_s", "distributed.timeout_s")
 _LIMITS = ("limits.max_hours", "limits.max_usd")
 _NO_LIMIT = "none"
@@ -47,7 +47,7 @@ class _Named:
     """The contents of named.json."""
 
     settings: Mapping[str, list[str]] = field(default_factory=dict)
-    """Approved values by `section.key`; a folder by its absolute path."""
+    """Approved values by `section.key`; folders are stored as absolute paths."""
     proof: str = checked("", pattern=PROOF, wanted=PROOF_WANTED)
     """HMAC-SHA256 of the run folder, the run identity and the settings, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
@@ -60,12 +60,12 @@ class _Named:
 def settings_to_approve(
     config: RunConfig, *, reads_init: bool = True, of: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Return the settings that need this user's approval, with their values.
+    """Return the settings that need approval by this user, with their values.
 
-    A hub model needs it, because only this user's cache or token may have access. So does the
-    default of `data.dir`, a folder like any other. `reads_init=False` leaves out `model.init`. The
-    limits of time and cost are always included, waits only above one hour. `of` restricts the
-    result to these keys.
+    A hub model needs approval, because this user's cache or token may have access to private
+    models. The default of `data.dir` also needs approval. `reads_init=False` leaves out
+    `model.init`. The limits of time and cost are always included; waits are included only above one
+    hour. With `of`, only these keys are returned.
     """
     found = {"data.dir": config.data.dir}
     default = RunConfig()
@@ -97,7 +97,7 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
-    """Return the wait that the setting `key` of a run gives, in seconds.
+    """Return the value of a setting that is a wait, in seconds.
 
     It is capped at one hour unless this user approved a longer wait on this machine.
     """
@@ -123,7 +123,7 @@ def unapproved_settings(paths: RunPaths, settings: Mapping[str, str]) -> dict[st
 
 
 def _is_named(key: str, value: str, known: Collection[str]) -> bool:
-    """Return True if this user approved the value, or for a limit an equal or higher one.
+    """Return True if this user approved the value, or, for a limit, an equal or higher value.
 
     If no limit was ever approved for the run, the limit in its settings applies.
     """
@@ -137,9 +137,9 @@ def _is_named(key: str, value: str, known: Collection[str]) -> bool:
 def require_approved(
     paths: RunPaths, settings: Mapping[str, str], *, named: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError for settings that come only from the resumed run's own records.
+    """Raise ConfigError for settings that come only from the records of the resumed run.
 
-    `settings` are those that need approval. The user who resumes the run has set those in `named`.
+    `settings` need approval. The user who resumes the run has set the keys in `named`.
     """
     missing = {
         key: value
@@ -160,8 +160,8 @@ def record_approved(
 ) -> None:
     """Record the settings that this user approved for the run. Raises OSError.
 
-    The run must have its identity. `becomes` is the final run folder if `paths` will be renamed.
-    Without a signing key, as in a read-only home, the next resume needs the approval again.
+    The run must already have an identity. `becomes` is the final run folder if `paths` will be
+    renamed. Without a signing key, as in a read-only home, the next resume needs approval again.
     """
     merged = {key: set(values) for key, values in _read(paths).settings.items()}
     for key, value in settings.items():
@@ -183,7 +183,7 @@ def _read(paths: RunPaths) -> _Named:
 
 
 def _whole(key: str, value: str) -> str:
-    """Return a setting's value, with a path on this machine as an absolute path."""
+    """Return the value of a setting; a path on this machine becomes absolute."""
     if key not in _PLACES or is_bucket_address(value):
         return value
     place = home_path(value) if key == "model.init" else Path(value)
@@ -195,7 +195,7 @@ def _whole(key: str, value: str) -> str:
 
 
 def _options(settings: Mapping[str, str]) -> str:
-    """Return a `--set` for each setting, quoted for the shell."""
+    """Return a `--set` option for each setting, quoted for the shell."""
     return " ".join(
         f"--set {shlex.quote(f'{key}={value}')}" if value.isprintable() else f"--set {key}=VALUE"
         for key, value in settings.items()

@@ -1,4 +1,4 @@
-"""Time for ranks to save a checkpoint before their run is ended."""
+"""Gives ranks time to save a checkpoint before their run is ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CheckpointWatch:
     """Watches rank 0's heartbeat, which changes with each part of a checkpoint."""
 
     def __init__(self, paths: RunPaths, *, stall_timeout_s: float) -> None:
-        """`stall_timeout_s` is the limit for one part."""
+        """`stall_timeout_s` is the longest time for one part of a checkpoint."""
         self._paths = paths
         self._stall_timeout_s = stall_timeout_s
         self._last: RankProgress | None = None
@@ -36,14 +36,14 @@ class CheckpointWatch:
 
 
 class GracePeriod:
-    """The time for ranks to save after their supervisor was killed. Used on the head."""
+    """The time for ranks to save after their supervisor was killed; used on the head."""
 
     def __init__(self, paths: RunPaths, *, grace_s: float, stall_timeout_s: float) -> None:
         """Start the clock. `grace_s` is the grace period of a normal stop."""
         self._watch = CheckpointWatch(paths, stall_timeout_s=stall_timeout_s)
         first = _rank_0(paths)
         has_begun = first is not None and first.phase not in START_PHASES
-        # Before training begins there is nothing to save.
+        # Before training begins, ranks have nothing to save.
         self._ends_s = time.monotonic() + (grace_s if has_begun else 0.0)
 
     def is_over(self) -> bool:

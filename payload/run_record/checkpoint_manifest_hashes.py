@@ -1,8 +1,8 @@
-"""CONTRACT: SHA-256 hashes of the manifests of a run's checkpoints, as the head wrote them.
+"""CONTRACT: records the SHA-256 hashes of checkpoint manifests, as the head wrote them.
 
-Every node of a cluster with a bucket can write to the run's store, so a manifest there proves
-nothing about its author. The head keeps these hashes on its own disk. Other machines get them only
-over SSH; they are never uploaded to a store or read from one.
+Every node of a cluster with a bucket can write to the run's store, so a manifest in the store
+proves nothing about its author. The head keeps these hashes on its local disk. Other machines get
+them only over SSH; the hashes are never uploaded to a store or read from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from payload.run_record.run_files import NAMES, RunPaths
 SCHEMA_VERSION = 1
 HASHES_FILE = NAMES.manifest_hashes.name
 MOST_HASHES = 500
-"""A full record has 90 kB, and every command that shows the run reads it."""
+"""Limited because a full record has 90 kB, and every command that shows the run reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,19 @@ class ManifestHash:
     checkpoint: str = checked(pattern=FOLDER_NAME, wanted="a checkpoint's name")
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     time_unix: float = checked(low=0, high=MAX_SECONDS)
-    """Start of the upload by the head's clock. A step that is trained again gets a later time."""
+    """Start of the upload by the head's clock. If the step is trained again, the time is later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: hashes from all attempts, removed checkpoints included."""
+    """manifest_hashes.json: hashes from all attempts, including those of removed checkpoints."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
-    """One per checkpoint, the oldest step first."""
+    """One hash per checkpoint, the oldest step first."""
     schema_version: int = SCHEMA_VERSION
 
     def by_name(self) -> dict[str, str]:
-        """Return the hashes by the checkpoints' names."""
+        """Return the hashes by checkpoint name."""
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def merged(self, others: Iterable[ManifestHash]) -> ManifestHashes:
@@ -60,19 +60,19 @@ class ManifestHashes:
         return ManifestHashes(hashes=tuple(ordered[-MOST_HASHES:]))
 
     def to_json(self) -> str:
-        """Return the file's text."""
+        """Return the text of manifest_hashes.json."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def parse_hashes(content: str | bytes, *, where: str) -> ManifestHashes:
-    """Read the text of a manifest_hashes.json. Raises ConfigError."""
+    """Parse the text of manifest_hashes.json. Raises ConfigError."""
     raw = parse_json(content, where=where)
     check_schema(raw, SCHEMA_VERSION, where=where)
     return build(ManifestHashes, raw, where=where)
 
 
 def known_hashes(paths: RunPaths) -> ManifestHashes:
-    """Return the head's hashes on this machine; empty if the file is absent or damaged."""
+    """Return the hashes in the local run folder; empty if the file is absent or damaged."""
     with suppress(OSError, ConfigError):
         path = paths.manifest_hashes
         return parse_hashes(read_bytes(path), where=str(path))
@@ -94,7 +94,7 @@ def note_hash(paths: RunPaths, checkpoint: str, sha256: str) -> None:
 
 
 def verdict(checkpoint: str, known: ManifestHashes) -> str:
-    """Return a message: whether the head's hash of a checkpoint from a store was available."""
+    """Return a message about whether a checkpoint from a store could be verified with a hash."""
     if checkpoint in known.by_name():
         return "its manifest matches the hash that the head wrote"
     message = "not verified: this machine has no hash of its manifest from the head"

@@ -1,4 +1,4 @@
-"""CONTRACT: metrics of a classifier from its confusion matrix, in exact integer arithmetic."""
+"""CONTRACT: computes metrics of a classifier from its confusion matrix of exact counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ClassMetrics(EvalMetrics):
     val_f1: float
     """Macro F1: the unweighted mean over the labels."""
     val_confusion: tuple[tuple[int, ...], ...] = ()
-    """Rows are true labels; empty above MOST_LABELS_LOGGED labels."""
+    """The confusion matrix, with a row per true label; empty above MOST_LABELS_LOGGED labels."""
 
     def describe(self) -> str:
         """Return the result as one line of a log."""
@@ -40,7 +40,7 @@ def accuracy(confusion: Confusion) -> float:
 
 
 def f1_scores(confusion: Confusion) -> list[float]:
-    """Return each label's F1, the harmonic mean of precision and recall; 0 for 0 / 0."""
+    """Return the F1 of each label, the harmonic mean of precision and recall; 0 for 0 / 0."""
     predicted = [sum(column) for column in zip(*confusion, strict=True)]
     found = []
     for label, row in enumerate(confusion):
@@ -50,6 +50,6 @@ def f1_scores(confusion: Confusion) -> list[float]:
 
 
 def macro_f1(confusion: Confusion) -> float:
-    """Return the unweighted mean of the labels' F1."""
+    """Return the unweighted mean of F1 over the labels."""
     scores = f1_scores(confusion)
     return sum(scores) / len(scores)

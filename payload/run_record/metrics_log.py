@@ -1,4 +1,4 @@
-"""CONTRACT OUT: metrics.jsonl, one JSON object per step and one per evaluation.
+"""CONTRACT OUT: reads and writes metrics.jsonl, with a JSON object per step and evaluation.
 
 Readers skip damaged rows. When the trainer resumes the run, it moves a damaged file aside.
 """
@@ -27,7 +27,7 @@ from payload.core.validation.refusal import RefusedError
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks takes half of this.
 _MAX_BYTES = 2**30
 _MAX_ROWS = 3_000_000
-"""A larger file counts as damaged."""
+"""A file with more rows counts as damaged."""
 _HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes as text and 1,600 as a dict.
 _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
@@ -51,7 +51,7 @@ class RankTimes:
     data: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Reading and collating samples."""
     forward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Compute only, without waiting; likewise `backward`."""
+    """Computing without waiting, as in `backward`."""
     backward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     wait: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Waiting for other ranks: for gradients, weights, or the decision to stop."""
@@ -70,7 +70,7 @@ class StepMetrics:
 
     step: int = checked(low=0, high=_MAX_INTEGER)
     tokens: int = checked(low=1, high=_MAX_INTEGER)
-    """Tokens trained on so far, this step included."""
+    """Number of training tokens so far, including this step."""
     loss: float
     lr: float
     grad_norm: float
@@ -81,15 +81,15 @@ class StepMetrics:
     """Model FLOP/s over the measured peak of these nodes; None if the peak is not plausible."""
     data_time_s: float
     sync_time_s: float
-    """Time that the step waited for gradients after its own backward pass."""
+    """Time that rank 0 waited for gradients after its backward pass."""
     rss_bytes: int = checked(high=_MAX_INTEGER)
     time_unix: float = field(default_factory=time.time)
     """End of the step by rank 0's clock."""
     ranks: RankTimes | None = None
-    """Times of every rank; with many ranks, not in every row."""
+    """Times of all ranks; with many ranks, only some rows contain these times."""
 
     def describe(self) -> str:
-        """Return what the task adds to a step's log line; empty by default."""
+        """Return the text that the task adds to the log line of a step; empty by default."""
         return ""
 
 
@@ -127,13 +127,13 @@ def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:
     """Return the valid rows of a metrics.jsonl; empty if the file does not exist.
 
-    Of a very long file they are the newest million rows of the last 256 MiB.
+    From a very long file, only the last million rows within the last 256 MiB are returned.
     """
     return list(deque(stream_metrics(path, newest=True), maxlen=_HELD_ROWS))
 
 
 def stream_metrics(path: Path, *, newest: bool = False) -> Iterator[Mapping[str, Any]]:
-    """Yield the valid rows of a metrics.jsonl; with `newest`, only those of the last 256 MiB."""
+    """Yield the valid rows of a metrics.jsonl; with `newest`, only rows in the last 256 MiB."""
     with suppress(OSError):
         yield from (row for _, row in read_lines(path, newest=newest) if row is not None)
 
@@ -148,7 +148,7 @@ def read_lines(
 ) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
     """Yield each complete line with its row, or with None for a damaged line.
 
-    An incomplete last line is left out. With `newest` the lines are those of the last 256 MiB.
+    An incomplete last line is left out. With `newest`, only lines in the last 256 MiB are yielded.
     Raises OSError.
     """
     with open_regular(path) as file:
@@ -170,7 +170,7 @@ def read_lines(
 
 def parse_row(line: bytes) -> Mapping[str, Any] | None:
     """Return the row in a line of metrics.jsonl; None for an invalid row."""
-    # Checked before parsing: a line of empty lists takes twenty times its length in memory.
+    # Checked before parsing: parsing a line of empty lists takes twenty times its length in memory.
     lists = line.count(b"[") + line.count(b"{")
     if lists > _MOST_SHORT_LISTS + len(line) // _BYTES_PER_LIST or line.count(b":") > _MOST_NAMES:
         return None
@@ -191,8 +191,8 @@ def parse_row(line: bytes) -> Mapping[str, Any] | None:
 class MetricsTail:
     """Reads the new rows of a metrics.jsonl as it grows.
 
-    A resumed run replaces the file with one that ends at its checkpoint. The new file is read from
-    the start.
+    A resumed run replaces the file with a file that ends at the checkpoint. The new file is read
+    from the start.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -240,5 +240,5 @@ def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
 
 @cache
 def _required(kind: type) -> Mapping[str, DeclaredField]:
-    """Return the fields that every row has; rows of older versions have no time."""
+    """Return the required fields of a row; rows of older versions have no time."""
     return {key: each for key, each in fields_of(kind).items() if each.is_required}

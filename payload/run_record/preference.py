@@ -1,7 +1,8 @@
-"""CONTRACT: the metrics of training on preference pairs in metrics.jsonl.
+"""CONTRACT: the rows that training on preference pairs writes to metrics.jsonl.
 
-An answer's reward is beta times its log-probability under the model minus that under the reference.
-A pair's margin is the reward of the chosen answer minus the reward of the rejected one.
+The reward of an answer is beta times the difference of two log-probabilities: under the model and
+under the reference. The margin of a pair is the reward of the chosen answer minus the reward of the
+rejected answer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ class PreferenceStep(StepMetrics):
     """One step on preference pairs: a line of metrics.jsonl."""
 
     reward_accuracy: float = checked(low=0, high=1)
-    """Fraction of the step's pairs with a margin above 0."""
+    """Fraction of the pairs in the step with a margin above 0."""
     reward_margin: float
-    """Mean margin of the step's pairs."""
+    """Mean margin of the pairs in the step."""
 
     def describe(self) -> str:
-        """Return what the task adds to a step's log line."""
+        """Return the text that the task adds to the log line of a step."""
         return f"  margin {self.reward_margin:.3f}  accuracy {self.reward_accuracy:.1%}"
 
 
@@ -34,7 +35,7 @@ class PreferenceMetrics(EvalMetrics):
     val_accuracy: float
     """Fraction of the pairs with a margin above 0."""
     val_margin: float
-    """Mean margin."""
+    """Mean margin of the pairs."""
     val_chosen_reward: float
     """Mean reward of the chosen answers."""
     val_rejected_reward: float

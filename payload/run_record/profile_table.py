@@ -1,4 +1,4 @@
-"""CONTRACT: profile/operators.json, the time of each operator in a profiled step."""
+"""CONTRACT: reads and writes profile/operators.json: operator times of a profiled step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAME_CHARS = 44
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator, or one of our kernels under the name of its autograd function."""
+    """One operator; a kernel of this package has the name of its autograd function."""
 
     name: str
     calls: int = checked(low=0)
     self_s: float = checked(low=0)
-    """Time without the operators that it called."""
+    """Time in the operator itself, without the operators that it called."""
     total_s: float = checked(low=0)
 
 
@@ -43,7 +43,7 @@ class ProfileTable:
     trace: str
     """File name of the trace in the same folder, for https://ui.perfetto.dev or chrome://tracing."""
     operators: tuple[Operator, ...] = checked(max_items=1_000)
-    """The slowest operator first."""
+    """Operators by time, the slowest first."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -1,7 +1,7 @@
-"""CONTRACT: separate processes write a run's report and samples after the run.
+"""CONTRACT: starts the processes that write a run's report and samples after the run.
 
-orchestrate, and the supervisor of a detached run, may not import the report. A failure of the page
-must not fail the run.
+Orchestrate and the supervisor must not import the report. An error in the report must not fail the
+run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def write_report(
 ) -> str | None:
     """Write report.html into the run folder; return an error message, or None.
 
-    With `show`, a browser opens it. The run's own supervisor sets `is_started_here`, because this
-    user has approved no data folder on that machine.
+    With `show`, a browser opens the report. The supervisor of the run sets `is_started_here`,
+    because a head has no record that this user approved the data folder.
     """
     options = [*(["--open"] if show else []), *(["--started-here"] if is_started_here else [])]
     try:
@@ -47,7 +47,7 @@ def write_report(
 def add_samples(paths: RunPaths) -> str | None:
     """Write samples.json and the report again; return an error message, or None.
 
-    Ctrl-C stops only this work, and is the error message: the run itself has ended.
+    Ctrl-C stops only this work, and the message reports it: the run itself has ended.
     """
     try:
         process = _start(
@@ -63,7 +63,7 @@ def add_samples(paths: RunPaths) -> str | None:
         return f"it took longer than {_SAMPLES_TIMEOUT_S:g} s."
     finally:
         if process.poll() is None:
-            # Its session includes the processes of the models.
+            # The session of the process includes the processes that run the models.
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode:

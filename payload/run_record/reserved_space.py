@@ -1,7 +1,7 @@
-"""Writing records on a full disk.
+"""Writes records even if the disk is full.
 
-Replacing a file needs disk space for the old and the new one. On a full disk a record overwrites
-the old file, or a spare file that was preallocated for it.
+Replacing a file needs disk space for the old and the new file. On a full disk, a record overwrites
+the old file or a preallocated spare file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _BLOCK_BYTES = 512  # The unit of st_blocks, on every file system.
 
 
 def preallocate_spare_file(path: Path) -> None:
-    """Preallocate a hidden spare file beside `path` for its first record, if the disk has space."""
+    """Preallocate a hidden spare file for the first record at `path`, if the disk has space."""
     with contextlib.suppress(OSError):
         write_whole(_room(path), " " * _ROOM_BYTES, durable=False)
 
 
 def remove_spare_file(path: Path) -> None:
-    """Remove the spare file that `preallocate_spare_file` made, if it is still there."""
+    """Remove the spare file of `preallocate_spare_file`, if it still exists."""
     _room(path).unlink(missing_ok=True)
 
 
@@ -35,8 +35,8 @@ def write_record(
 ) -> None:
     """Write a record as `write_json` does; on a full disk, overwrite the old or the spare file.
 
-    Raises OSError if neither is possible. Raises it too if the run folder was removed, so that no
-    part of the folder is created again.
+    Raises OSError if neither is possible, or if the run folder was removed. A removed run folder is
+    not created again.
     """
     text = to_json(value)
     run = path.parent.parent if isinstance(value, RankProgress | RankExit) else path.parent
@@ -57,8 +57,8 @@ def write_record(
 def write_heartbeat(path: Path, value: RankProgress) -> None:
     """Overwrite the last heartbeat. Raises OSError as `write_record` does.
 
-    A rename over a file makes ext4 allocate the new file's blocks immediately (auto_da_alloc). That
-    takes ten times as long as the rest of this function, and heartbeats come twice a second.
+    A rename over a file would make ext4 allocate the new blocks immediately (auto_da_alloc). This
+    would take ten times as long as the rest of this function, and heartbeats come twice a second.
     """
     if not _write_over(path, to_json(value).encode()):
         write_record(path, value, durable=False)
@@ -69,7 +69,7 @@ def _room(path: Path) -> Path:
 
 
 def _open_here(path: str, flags: int) -> int:
-    """Open a file without following a symlink, which may lead out of the run folder."""
+    """Open a file without following a symlink, which might lead out of the run folder."""
     return os.open(path, flags | os.O_NOFOLLOW)
 
 
@@ -83,6 +83,6 @@ def _write_over(path: Path, content: bytes) -> bool:
         found = os.fstat(file.fileno())
         if len(content) > found.st_blocks * _BLOCK_BYTES:
             return False
-        # In one write, so that readers see a complete record; JSON may end in spaces.
+        # A single write, so that readers see a complete record; JSON may end in spaces.
         file.write(content.ljust(found.st_size))
     return True

@@ -1,4 +1,4 @@
-"""CONTRACT OUT: the files of a run folder and their records.
+"""CONTRACT OUT: the paths of the files in a run folder, and the records that they contain.
 
 Programs read these files; no program parses a log.
 """
@@ -68,7 +68,7 @@ _T = TypeVar(
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Paths of the files in a run folder; no other module spells their names."""
+    """Paths of the files in a run folder; no other module contains the names of these files."""
 
     root: Path
 
@@ -84,7 +84,7 @@ class RunPaths:
 
     @property
     def identity(self) -> Path:
-        """identity.json: distinguishes the run from another run of the same name."""
+        """identity.json: distinguishes the run from other runs with the same name."""
         return self.root / "identity.json"
 
     @property
@@ -94,7 +94,7 @@ class RunPaths:
 
     @property
     def manifest_hashes(self) -> Path:
-        """manifest_hashes.json: hashes of the checkpoints' manifests, as the head wrote them."""
+        """manifest_hashes.json: hashes of the checkpoint manifests, as the head wrote them."""
         return self.root / "manifest_hashes.json"
 
     @property
@@ -129,7 +129,7 @@ class RunPaths:
 
     @property
     def job(self) -> Path:
-        """job.json: the run's job in a scheduler; absent without a scheduler."""
+        """job.json: the scheduler job of the run; absent without a scheduler."""
         return self.root / "job.json"
 
     @property
@@ -149,7 +149,7 @@ class RunPaths:
 
     @property
     def restored(self) -> RunPaths:
-        """restored/: records from the run's store, written where the run was before."""
+        """restored/: records from the run's store, written by the machine that had the run."""
         return RunPaths(self.root / "restored")
 
     @property
@@ -159,7 +159,7 @@ class RunPaths:
 
     @property
     def report(self) -> Path:
-        """report.html: the run on one page, for people."""
+        """report.html: the report of the run on one page."""
         return self.root / "report.html"
 
     @property
@@ -169,7 +169,7 @@ class RunPaths:
 
     @property
     def track(self) -> Path:
-        """track/: one folder for each of the run's trackers."""
+        """track/: one folder for each tracker of the run."""
         return self.root / "track"
 
     @property
@@ -189,7 +189,7 @@ class RunPaths:
 
     @property
     def supervisor_log(self) -> Path:
-        """logs/supervisor.log: the supervisor's own output; empty unless the supervisor failed."""
+        """logs/supervisor.log: the supervisor's output; empty unless the supervisor failed."""
         return self.logs / "supervisor.log"
 
     @property
@@ -225,7 +225,7 @@ class RunPaths:
         return self.root / "progress" / f"rank_{rank:04d}.json"
 
     def rank_exit(self, rank: int) -> Path:
-        """The exit record of one rank; absent while the rank runs, and if it was killed."""
+        """The exit record of one rank; absent while the rank runs, or if its wrapper was killed."""
         return self.root / "exits" / f"rank_{rank:04d}.json"
 
 
@@ -257,18 +257,18 @@ class Summary:
     best_val_loss: float | None = None
     final_val_loss: float | None = None
     best_checkpoint: str | None = None
-    """Checkpoint with the lowest validation loss; None without an evaluated checkpoint."""
+    """Name of the checkpoint with the lowest validation loss; None if none was evaluated."""
     tokens_per_s: float | None = None
     """Median over the steps after warm-up."""
     mfu: float | None = None
     peak_flops_per_s: float | None = None
     """Measured peak FLOP/s of a matmul, summed over all ranks; None if not measured."""
     dequantized_per_s: float | None = None
-    """Weights that a rank dequantizes per second; None unless the base has 4 bits."""
+    """Number of weights that a rank dequantizes per second; None unless the base has 4 bits."""
     ready_unix: float | None = _seconds(None)
     """Time of the first step or evaluation after the last start, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part of rank 0's start-up until `ready_unix`."""
+    """Duration in seconds of each part of rank 0's start-up until `ready_unix`."""
     ranks_identical: bool = False
     """True if the check after the last step found equal parameters on all ranks."""
     restarts: int = checked(0, low=0)
@@ -276,7 +276,7 @@ class Summary:
     resumes: int = checked(0, low=0)
     """Number of times a command resumed the run."""
     stragglers: tuple[Straggler, ...] = ()
-    """Ranks that the others waited for, in chronological order."""
+    """Episodes of slow ranks for which the others waited, in chronological order."""
     wall_s: float = _seconds(0.0)
     cost_usd: float | None = None
     """Cost of the nodes over all attempts; None without prices."""
@@ -293,8 +293,8 @@ class RunEvent:
     """An event of a run, for the timeline of its report."""
 
     kind: EventKind
-    """A command causes `start` and `resume`, the supervisor `restart` after a `failure`. The last
-    three kinds end the run."""
+    """Kind of the event. A command causes `start` and `resume`; the supervisor causes `restart`
+    after a `failure`. The last three kinds end the run."""
     time_unix: float = _seconds()
     attempt: int = checked(1, low=1)
     text: str = ""
@@ -313,7 +313,7 @@ class RunState:
     failed_rank: int | None = None
     """The rank that caused the failure; None if no rank did."""
     supervisor_pid: int | None = checked(None, low=1)
-    """None if unknown, as in a state that was rebuilt from other records."""
+    """None if unknown, for example in a state that was rebuilt from other records."""
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
     """Name of the node that the supervisor runs on; None if unknown."""
     started_unix: float = _seconds()
@@ -322,13 +322,13 @@ class RunState:
     resumes: int = checked(0, low=0)
     """Number of attempts that a command started by resuming the run."""
     note: str | None = None
-    """Why the run was restarted, and from which checkpoint."""
+    """The latest event, such as why the run was restarted and from which checkpoint."""
     spent_s: float = _seconds(0.0)
-    """Time under a supervisor, over all attempts and resumes."""
+    """Time that the run had a supervisor, over all attempts and resumes."""
     cost_usd: float | None = None
     """Cost of the nodes in that time; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
-    """Grace period of a stop for the ranks to save; a checkpoint that progresses extends it."""
+    """Time for the ranks to save after a stop request; a checkpoint that progresses extends it."""
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
     """Events of all attempts and resumes, the oldest first."""
     store: StoreState | None = None
@@ -344,13 +344,13 @@ class RunState:
 class StopRequest:
     """stop.json: written by a command before it signals the supervisor.
 
-    A signal from the operating system comes without this file.
+    If the operating system sends a signal, this file does not exist.
     """
 
     pids: tuple[int, ...] = ()
     """Process ids of the supervisor that must stop; any other supervisor ignores the file."""
     grace_s: float | None = checked(None, low=0)
-    """Replaces `RunState.grace_s`; None keeps it."""
+    """Replaces `RunState.grace_s`; None keeps that value."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -363,7 +363,7 @@ class RunJob:
     pid: int | None = checked(None, low=1)
     """The supervisor's process id; None before the job has begun."""
     restarts: int = checked(0, low=0)
-    """Number of times the scheduler had requeued the job before that supervisor started."""
+    """Number of times the scheduler had requeued the job before the supervisor `pid` started."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -376,18 +376,18 @@ class RankProgress:
     pid: int = checked(low=1)
     step: int = checked(low=0)
     phase: str = checked(pattern=_PHASE, wanted="a phase")
-    """Current phase: load, calibration, start, kernels (building them), weights (sending them to
-    every rank), step, eval, sync check, checkpoint, end."""
+    """Current phase: load, calibration, start, kernels (building kernels), weights (sending weights
+    to every rank), step, eval, sync check, checkpoint, end."""
     time_unix: float = _seconds()
     """Wall-clock time of the node, for display only."""
     micro_step: int | None = checked(None, low=0)
-    """Micro-batches done in this step, or batches in this evaluation."""
+    """Number of micro-batches done in this step, or of batches done in this evaluation."""
     micro_steps: int | None = checked(None, low=0)
-    """Number of micro-batches or batches in total."""
+    """Total number of micro-batches in this step, or of batches in this evaluation."""
     rss_bytes: int | None = checked(None, low=0, high=2**63)
-    """The process's memory in RAM."""
+    """Resident memory of the process."""
     monotonic_s: float = _seconds(default_factory=time.monotonic, low=-MAX_SECONDS)
-    """Monotonic clock of the node: it is never set back, so it orders events on the node."""
+    """Monotonic clock of the node. It is never set back, so it can order events on the node."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -398,7 +398,7 @@ class RankExit:
     rank: int = checked(low=0)
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     exit_code: int = checked(low=0, high=255)
-    """An `ExitCode`, or 128 + the signal's number."""
+    """An `ExitCode`, or 128 + the number of the signal."""
     signal: int | None = checked(None, low=1, high=64)
     error: str | None = None
     """Error message of the rank, one line."""
@@ -410,11 +410,11 @@ class RankExit:
 
 
 Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | RankProgress | RankExit
-"""Records that are stored as one JSON file each in a run folder."""
+"""Records of which each is stored as a JSON file in a run folder."""
 
 
 def point_latest_at(paths: RunPaths) -> None:
-    """Point the symlink `latest` at this run, unless it points at a newer one. Raises OSError."""
+    """Point the symlink `latest` at this run unless it points at a newer run. Raises OSError."""
     link = paths.root.with_name(LATEST)
     current = RunPaths(link).plan
     if current.exists() and current.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:
@@ -431,7 +431,7 @@ def write_json(
     *,
     durable: bool = True,
 ) -> None:
-    """Write `value` atomically: a reader finds the complete old or the complete new file."""
+    """Write `value` atomically: a reader gets the complete old file or the complete new file."""
     write_whole(path, to_json(value), durable=durable)
 
 
@@ -457,7 +457,7 @@ def read_json(cls: type[_T], path: Path) -> _T | None:
 def last_record(cls: type[_T], path: Path) -> _T | None:
     """Read a file that `write_json` wrote; return None if it is absent, damaged or not readable.
 
-    For callers that do not depend on the record: damage must not stop a run or a command.
+    This is for callers that do not depend on the record: a damaged file must not stop a run.
     """
     try:
         return read_json(cls, path)
@@ -468,9 +468,9 @@ def last_record(cls: type[_T], path: Path) -> _T | None:
 def default_runs_dir(*, option: str = "--runs-dir", run: str = "") -> Path:
     """Return the default folder of runs: `runs` in the current folder.
 
-    A symlink there, say in a cloned project, could make commands write to or remove other runs. So
-    raise UsageError for a symlink; the message suggests `option` with its target, or with the
-    folder `run` in the target.
+    A symlink at that path, for example in a cloned project, could make commands write to or remove
+    other runs. Raises UsageError for a symlink. The message suggests `option` with the target of
+    the symlink, or with the folder `run` in the target.
     """
     default = Path(DEFAULT_RUNS_DIR)
     if default.is_symlink():
@@ -485,8 +485,8 @@ def default_runs_dir(*, option: str = "--runs-dir", run: str = "") -> Path:
 def require_own_folders(paths: RunPaths) -> None:
     """Raise ConfigError if the run folder contains a symlink to a folder outside of it.
 
-    Otherwise the author of a run folder could have any other folder read, uploaded or overwritten.
-    The run folder itself may be a symlink, because the user names it.
+    Otherwise a crafted run folder could make the program read, upload or overwrite any folder. The
+    run folder itself may be a symlink, because the user names that folder.
     """
     for link in links_out(paths.root):
         with suppress(OSError):  # this user has no access

@@ -1,7 +1,7 @@
-"""CONTRACT: a run's identity, which distinguishes it from another run of the same name.
+"""CONTRACT: the identity of a run, which distinguishes it from other runs with the same name.
 
 The identity is in the run folder (`identity.json`), in owner.json of the store and in trainer.json
-of each checkpoint. Records of the same name but different identities are never merged.
+of each checkpoint. Records of runs with the same name but different identities are never merged.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RunIdentity:
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
     """128 random bits. None for a run of an older version that was never resumed."""
     store_token: str | None = checked(None, max_chars=64)
-    """The owner's token in a store of an older version: it shows that the store is this run's until
-    the store has the identity. Empty if the run was restored from a store with an unreadable
-    owner.json."""
+    """The owner's token in a store that an older version wrote. Until the store has the identity,
+    the token shows that the store belongs to this run. Empty if the run was restored from a store
+    with an unreadable owner.json."""
     is_older: bool = False
     """True for a run of an older version, whose first checkpoints have no identity."""
     schema_version: int = SCHEMA_VERSION
@@ -50,13 +50,13 @@ class RunIdentity:
         return self.identity or "none"
 
     def to_json(self) -> str:
-        """Return the file's text."""
+        """Return the text of identity.json."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TrainerIdentity:
-    """The part of trainer.json with the identity of the checkpoint's run."""
+    """The part of trainer.json with the identity of the run that wrote the checkpoint."""
 
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
 
@@ -114,7 +114,7 @@ def ensure_identity(
     say: Callable[[str], None],
     fresh: str | None = None,
 ) -> RunIdentity:
-    """Return the run's identity; write `fresh` or a new identity if the run has no identity yet.
+    """Return the run's identity; if the run has no identity yet, write `fresh` or a new identity.
 
     `say` gets a warning for a run of an older version. Raises OSError.
     """
@@ -138,10 +138,10 @@ def ensure_identity(
 def require_same_run(
     own: RunIdentity, found: RunIdentity, *, place: str, other: str, fix: str
 ) -> None:
-    """Raise ConfigError unless the records in `place` and `other` are of the same run.
+    """Raise ConfigError unless the records in `place` and `other` belong to the same run.
 
-    `fix` is the last sentence of the message. If `other` is of an older version, without an
-    identity, the token of its owner is compared.
+    `fix` is the last sentence of the message. If an older version wrote `other`, it has no
+    identity, and the tokens of the owners are compared.
     """
     if own.identity is not None and own.identity == found.identity:
         return
@@ -176,7 +176,7 @@ def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
 
 
 def _token(paths: RunPaths) -> str | None:
-    """Return the token with which a run of an older version owns its store, or owned it."""
+    """Return the token with which a run of an older version owns or owned its store."""
     stored = last_record(StoreState, paths.store_state)
     if stored is None:
         state = last_record(RunState, paths.state)

@@ -1,4 +1,4 @@
-"""The supervisor's lock on a run folder, which the kernel releases when the process ends."""
+"""Locks a run folder for its supervisor; the kernel releases the lock when the process ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.suggested_run_commands import run_command
 
 FORCE_SIGNAL = signal.SIGUSR1
-"""Makes a supervisor kill its run immediately; any number of SIGTERMs lets the ranks save first."""
+"""Makes a supervisor kill its run immediately; after SIGTERMs, the ranks can save first."""
 
-# `is_supervised` holds the lock for an instant.
+# Retry for some time, because `is_supervised` takes the lock for an instant.
 _RETRY_S = 2.0
 
 
 class RunLock:
-    """Held by a supervisor while it runs. Raises UsageError if another supervisor holds it."""
+    """The lock that a supervisor holds while it runs.
+
+    Raises UsageError if another supervisor holds the lock.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -58,10 +61,10 @@ class RunLock:
 
 @contextmanager
 def start_lock(paths: RunPaths) -> Iterator[None]:
-    """Keep other commands on this machine from starting or removing the run within the block.
+    """Prevent other commands on this machine from starting or removing the run within the block.
 
-    The block lasts at least until the supervisor has its own lock. Raises UsageError if another
-    command is in such a block or has just removed the run, and OSError.
+    The block must last until the supervisor has its RunLock. Raises OSError, and UsageError if
+    another command is in such a block or has just removed the run.
     """
     lock = paths.root / ".start.lock"
     require_file(lock)

@@ -1,4 +1,4 @@
-"""CONTRACT: recovery of a run whose files are damaged.
+"""CONTRACT: recovers a run whose files are damaged.
 
 No damaged file of a run may keep a valid checkpoint from being resumed. A damaged record is rebuilt
 from the others, and anything that blocks the path of a file is moved aside.
@@ -51,7 +51,7 @@ class _Named:
 
 
 def known_summary(paths: RunPaths) -> Summary | None:
-    """Return summary.json; None if it is absent, damaged or of another run."""
+    """Return summary.json; None if it is absent, damaged or belongs to a different run."""
     summary = last_record(Summary, paths.summary)
     return summary if summary is not None and summary.run_id in _ids_of(paths) else None
 
@@ -80,9 +80,9 @@ def known_state(paths: RunPaths) -> RunState | None:
 
 
 def known_config(paths: RunPaths) -> RunConfig:
-    """Return the settings from run.toml, or from the newest checkpoint, or the defaults.
+    """Return the settings from run.toml, or if damaged from the newest checkpoint, or defaults.
 
-    For readers of a run; a resume uses `config_to_resume`.
+    This is for commands that only show a run; a resume uses `config_to_resume`.
     """
     with suppress(ConfigError):
         return load_run_config(paths.config)
@@ -96,7 +96,7 @@ def known_config(paths: RunPaths) -> RunConfig:
 def known_dtype(paths: RunPaths) -> Dtype | None:
     """Return the dtype of the newest checkpoint that records it; None if no checkpoint does.
 
-    A resume with `precision.dtype = "auto"` keeps it.
+    A resume with `precision.dtype = "auto"` keeps this dtype.
     """
     with suppress(OSError):
         folders = reversed(checkpoint_folders(paths.checkpoints))
@@ -105,10 +105,10 @@ def known_dtype(paths: RunPaths) -> Dtype | None:
 
 
 def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
-    """Return the settings to resume a run with, and a message if they are not from run.toml.
+    """Return the settings with which to resume a run, and a message if run.toml is not used.
 
-    If run.toml is damaged, or the run was trained with other settings, those of the newest valid
-    checkpoint replace it. Raises ConfigError without either.
+    If run.toml is damaged, or the run was trained with different settings, the settings of the
+    newest valid checkpoint are used. Raises ConfigError if no checkpoint has settings.
     """
     problem = _problem_with_config(paths)
     if problem is None:
@@ -121,8 +121,8 @@ def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunC
         )
     config = parse_run_config(text, overrides=overrides, where=str(valid))
     with suppress(ConfigError):
-        # A checkpoint has the settings of the training, not the paths of data and results. An
-        # emptied run.toml has only defaults.
+        # Training settings come from the checkpoint, paths of data and results from run.toml. A
+        # run.toml that was truncated has only defaults and is ignored.
         if load_run_config(paths.config) != RunConfig():
             own = load_run_config(paths.config, overrides=overrides)
             config = replace(
@@ -152,7 +152,7 @@ def _problem_with_config(paths: RunPaths) -> str | None:
 
 
 def has_own_record(paths: RunPaths) -> bool:
-    """Return True if a record in the folder has this run's id, so the folder is a run's."""
+    """Return True if a record in the folder has this run's id, so it is a run folder."""
     records = (paths.plan, paths.state, paths.summary)
     return any(_id_in(record) == paths.run_id for record in records)
 
@@ -160,8 +160,9 @@ def has_own_record(paths: RunPaths) -> bool:
 def move_blockers_aside(paths: RunPaths) -> list[str]:
     """Move aside anything that blocks the path of a file or folder that the run will write.
 
-    Symlinks to files outside of the run folder are moved, too. Returns a message for each. Raises
-    OSError, and ConfigError for a symlink to an outside folder: moving it would hide checkpoints.
+    Symlinks to files outside of the run folder are also moved. Returns a message for each moved
+    path. Raises OSError, and ConfigError for a symlink to an outside folder: moving that symlink
+    could hide checkpoints.
     """
     require_own_folders(paths)
     odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
@@ -177,7 +178,7 @@ def move_blockers_aside(paths: RunPaths) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `move_blockers_aside` before a node receives a run's files, and print its messages."""
+    """Run `move_blockers_aside` on a node that will receive a run's files; print the messages."""
     try:
         moved = move_blockers_aside(RunPaths(Path(argv[0])))
     except OSError as error:
@@ -191,7 +192,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _ids_of(paths: RunPaths) -> set[str]:
-    """Return the run's ids: the folder's name, and the planned id if the folder was renamed."""
+    """Return the valid ids of the run: the folder's name, and the id in plan.json.
+
+    They differ if the folder was renamed.
+    """
     planned = _id_in(paths.plan)
     return {paths.run_id} if planned is None else {paths.run_id, planned}
 

@@ -1,7 +1,7 @@
-"""CONTRACT: samples.json, texts generated from the same prompts before and after a run.
+"""CONTRACT: reads and writes samples.json: texts for the same prompts before and after a run.
 
 After a run that `payload.finetune` started, payload/finetune/samples_before_and_after.py writes the
-file. Any other script can write it with `write_samples`. The report shows it.
+file. Any other script can write the file with `write_samples`. The report shows the texts.
 """
 
 from __future__ import annotations

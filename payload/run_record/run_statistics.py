@@ -1,4 +1,4 @@
-"""Statistics of a run from metrics.jsonl, for rank 0 or the supervisor to write its summary."""
+"""Computes the statistics in summary.json from metrics.jsonl, for rank 0 and the supervisor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from payload.run_record.metrics_log import missing_steps, read_val_losses, strea
 from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.stragglers import find_stragglers
 
-# The medians leave out up to this many first steps, which build kernels and warm caches.
+# The medians leave out this many first steps, which build kernels and warm caches.
 _WARM_UP_STEPS = 3
 
 
@@ -29,8 +29,8 @@ def with_metrics(summary: Summary, paths: RunPaths) -> Summary:
 def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step: int) -> Summary:
     """Return the summary with steps, tokens, losses, and the medians over the steps after warm-up.
 
-    `saved_step` is the step of the newest checkpoint: the run was trained up to it even if rows are
-    missing.
+    `saved_step` is the step of the newest checkpoint: the run has reached this step even if rows
+    are missing.
     """
     steps = [row for row in rows if "loss" in row]
     trained = max(saved_step, steps[-1]["step"] if steps else 0)
@@ -61,7 +61,7 @@ def with_best(summary: Summary, paths: RunPaths) -> Summary:
 
 
 def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
-    """Return the summary with the wall time, and its cost if the inventory has prices."""
+    """Return the summary with the wall time, and with the cost if the inventory has prices."""
     hourly_usd = None
     with suppress(ConfigError):
         hourly_usd = ClusterInventory.load(paths.inventory).hourly_usd()

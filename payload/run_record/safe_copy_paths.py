@@ -1,4 +1,4 @@
-"""Paths in the local copy of a remote run, checked so that no write follows a symlink."""
+"""Checks paths in the local copy of a remote run, so that no write follows a symlink."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from payload.run_record.run_files import RunPaths
 def path_in_copy(paths: RunPaths, name: str) -> Path:
     """Return the path of a file in the run folder, after creating its parent folders.
 
-    Anything that blocks a parent folder is moved aside. Raises ConfigError if a parent cannot be
-    created or is a symlink, which could lead out of the folder. Raises UsageError if the run folder
-    is gone.
+    Anything that blocks a parent folder is moved aside. Raises ConfigError if a parent folder
+    cannot be created or is a symlink, which could lead out of the run folder. Raises UsageError if
+    the run folder is gone.
     """
     path = paths.root
     _refuse_link(path)
@@ -32,7 +32,7 @@ def path_in_copy(paths: RunPaths, name: str) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder of the copy; anything that blocks it is moved aside. Raises ConfigError."""
+    """Create a folder of the copy, moving aside anything at its path. Raises ConfigError."""
     try:
         move_aside_non_folder(path)
         path.mkdir(exist_ok=True)
@@ -41,7 +41,7 @@ def make_folder(path: Path) -> None:
 
 
 def move_aside_non_folder(path: Path) -> None:
-    """Move aside anything except a folder that is at `path`. Raises OSError."""
+    """Move aside anything at `path` that is not a folder. Raises OSError."""
     if os.path.lexists(path) and not path.is_dir():
         move_aside(path)
 

@@ -1,4 +1,4 @@
-"""CONTRACT: the state of a run's uploads to its store, which the uploader writes."""
+"""CONTRACT: the record in which the uploader writes the state of a run's uploads."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class StoreState:
     """Number of checkpoints on the head's disk that are not in the store yet."""
     waiting_bytes: int = checked(0, low=0)
     problem: str | None = None
-    """Why uploads fail now, in one line; None while they work."""
+    """One-line reason why uploads fail now; None while uploads work."""
     failing_since_unix: float | None = checked(None, low=0, high=MAX_SECONDS)
     failures: int = checked(0, low=0)
     """Number of uploads that failed after their retries."""
     lost: bool = False
-    """True after the run was resumed elsewhere: this machine uploads nothing more."""
+    """True if the run was resumed on a different machine, so this machine uploads nothing more."""
     is_idle: bool = False
     """True if the run has ended and every file that can be uploaded is in the store."""
     is_drained: bool = False
-    """True if no file was left out, such as a damaged checkpoint or a file that is too large."""
+    """True if every file was uploaded: none was damaged or too large."""
     token: str | None = checked(None, pattern=_TOKEN, wanted="32 hexadecimal digits")
-    """The token in owner.json with which this machine owns the store and may write to it."""
+    """The token in owner.json that shows that this machine may write to the store."""
     updated_unix: float = checked(0.0, low=0, high=MAX_SECONDS)
     schema_version: int = 1
 

@@ -1,7 +1,7 @@
-"""CONTRACT: detection of slow ranks (stragglers) from the rows of metrics.jsonl.
+"""CONTRACT: detects slow ranks (stragglers) from the rows of metrics.jsonl.
 
-Ranks that wait for each other all take as long as the slowest rank. Only their own work differs:
-reading data, and the forward and backward passes without waiting.
+Ranks wait for each other, so all ranks take as long as the slowest rank. Only the work time of a
+rank shows that it is slow: reading data, and the forward and backward passes without waiting.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from payload.core.validation.fields import checked
 from payload.run_record.metrics_log import rank_times
 
 _SLOW = 1.25
-"""Ratio to the other ranks' median work above which a rank is slow. With half its cores it is 2."""
+"""Ratio to the other ranks' median work time above which a rank is slow. A rank with half the
+cores has a ratio of 2."""
 _WELL = 1.1
 """Ratio below which a rank is no longer slow."""
 _LEAST_S = 0.003
-"""A smaller difference in seconds is noise."""
+"""A difference of fewer seconds is noise."""
 _ROWS = 7
 _EPISODE_ROWS = 1000
 _STEPS = 5
-"""Number of steps for a decision; its median tolerates outliers in up to half of them."""
+"""Number of steps for a decision; the median tolerates outliers in up to half of the steps."""
 _WARM_UP_STEPS = 2
-"""The first steps build kernels and warm caches, which takes a different time on each rank."""
+"""The first steps are ignored: building kernels and warming caches takes varying times."""
 _SETTLE_STEPS = 20
 _REMIND_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """One episode of a rank that the others waited for."""
+    """One episode in which a rank was slow and the other ranks waited for it."""
 
     rank: int = checked(low=0)
     first_step: int = checked(low=0)
     last_step: int | None = checked(None, low=0)
-    """None while the rank is slow, and if it was slow until the run ended."""
+    """Last step of the episode; None if the rank is still slow, or was slow until the run ended."""
     work_s: float = checked(low=0)
-    """The rank's own work per step: `others_s` times the median ratio of its slow steps. So the
-    ratio is never below the threshold, however much the steps differ in length."""
+    """Work time of the rank per step: `others_s` times the median ratio over its slow steps. The
+    ratio is thus never below the threshold, even if steps differ much in length."""
     others_s: float = checked(low=0)
-    """Median work of the other ranks in the same steps."""
+    """Median work time of the other ranks in the same steps."""
 
     def words(self, *, node: str | None = None) -> str:
         """Return the episode as a sentence."""
         return SlowRank(self).words(node=node)
 
     def ratio(self) -> float:
-        """Return the ratio to the other ranks' work; 0 if their work took no time."""
+        """Return the ratio to the work time of the other ranks; 0 if their work took no time."""
         return self.work_s / self.others_s if self.others_s else 0.0
 
 
 class SlowRank:
-    """All episodes of one rank, summarized in one sentence."""
+    """All episodes of one rank, with a sentence that summarizes them."""
 
     def __init__(self, *stragglers: Straggler) -> None:
-        """Take one rank's episodes in chronological order."""
+        """`stragglers` are the episodes of one rank in chronological order."""
         self._stragglers = stragglers
 
     @property
@@ -94,13 +95,13 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The work of all ranks in one row."""
+    """The work times of all ranks in one row."""
 
     step: int
     steps: int
     work: tuple[float, ...]
     others: tuple[float, ...]
-    """For each rank, the median work of the others."""
+    """For each rank, the median work time of the other ranks."""
 
     def ratio(self, rank: int) -> float:
         return self.work[rank] / self.others[rank] if self.others[rank] else 1.0
@@ -161,7 +162,7 @@ class StragglerWatch:
         return self._measured(first)
 
     def _difference_s(self, rank: int) -> float:
-        """Return the median difference between the rank's and the others' work in recent rows."""
+        """Return the median difference in work time to the other ranks in the recent rows."""
         return statistics.median(each.work[rank] - each.others[rank] for each in self._rows)
 
     def _measured(self, straggler: Straggler) -> Straggler:
@@ -179,14 +180,14 @@ class StragglerWatch:
 
 @dataclass(slots=True)
 class _Reported:
-    """The reports so far about one rank."""
+    """What was reported so far about one rank."""
 
     ended: list[Straggler] = field(default_factory=list)
-    """Ended episodes that the next report includes."""
+    """Ended episodes that the next report will include."""
     is_slow: bool = False
     """True if the last report was that the rank is slow."""
     settle_steps: int = 0
-    """Number of steps without slowness before the end of an episode is reported."""
+    """Number of steps that the rank must not be slow before the end of an episode is reported."""
     remind_steps: int = _REMIND_STEPS
     remind_at: int = 0
 
@@ -195,11 +196,11 @@ class StragglerNews:
     """Selects from the episodes of all ranks the reports for a console.
 
     The start of a rank's first episode is reported immediately. On a busy machine, ranks take turns
-    being slow for a moment. So from the second episode on, an end is reported only after the rank
-    has not been slow for a number of steps, which doubles each time; episodes in between are
-    counted. A rank that stays slow is reported again after a number of steps that doubles, too.
-    This gives about 20 lines per rank in 100,000 steps. The last line about a slow rank is always
-    that it is slow.
+    being slow for a moment. Therefore, from the second episode on, an end is reported only if the
+    rank has not been slow for a number of steps, which doubles each time. Episodes in between are
+    counted. A rank that stays slow is reported again after a number of steps, which also doubles.
+    This gives about 20 lines per rank in 100,000 steps. If a rank is slow, the last line about it
+    always reports that.
     """
 
     def __init__(self) -> None:
@@ -227,7 +228,7 @@ class StragglerNews:
         settled_at = (past.ended[-1].last_step or 0) + past.settle_steps if past.ended else 0
         if not past.is_slow or step < settled_at:
             return None
-        # Without an ended episode the run was restarted on other ranks.
+        # If no episode has ended, the run was restarted with a different number of ranks.
         report = SlowRank(*past.ended) if past.ended else None
         past.ended, past.is_slow = [], False
         past.settle_steps = max(_SETTLE_STEPS, 2 * past.settle_steps)
@@ -235,7 +236,7 @@ class StragglerNews:
 
 
 def by_rank(stragglers: Iterable[Straggler]) -> list[SlowRank]:
-    """Return each rank with episodes; the rank with the latest episode is last."""
+    """Group episodes by rank; the rank with the latest episode is last."""
     found: dict[int, list[Straggler]] = {}
     for each in stragglers:
         found[each.rank] = found.pop(each.rank, [])
@@ -253,7 +254,7 @@ def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
 
 
 def _others(work: Sequence[float]) -> tuple[float, ...]:
-    """Return for each rank the median work of the other ranks."""
+    """Return for each rank the median work time of the other ranks."""
     order = sorted(work)
     # Without one value, the median is one of the two or three middle values.
     middle, is_odd = len(order) // 2, len(order) % 2

@@ -1,4 +1,4 @@
-"""Commands on one run that messages suggest."""
+"""Builds the commands for a run that messages suggest."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CONTRACT: a run's trackers run in a separate process.
+"""CONTRACT: starts a separate process that sends a run to its trackers.
 
-They must not slow down a step or end a run: their failures are notes.
+Trackers must not slow down a step or end a run. Their failures are reported as notes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEAVE_S = 10.0
 
 
 def wanted_trackers(to: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the requested trackers; `auto` is trackio if it is installed."""
+    """Return the names of the requested trackers; `auto` selects trackio if it is installed."""
     auto = (AUTO_TRACKER,) if _is_installed(AUTO_TRACKER) else ()
     names = [name for each in to for name in (auto if each == "auto" else (each,))]
     return tuple(dict.fromkeys(names))
@@ -63,7 +63,7 @@ def tracked(paths: RunPaths, config: RunConfig) -> Iterator[None]:
 
 
 def send_to_trackers(paths: RunPaths, config: RunConfig) -> list[str]:
-    """Send a run that has ended to its trackers; return a note for each failure."""
+    """Send an ended run to its trackers; return a note for each failure."""
     if not installed_trackers(config.track.to):
         return []
     try:
@@ -89,6 +89,6 @@ def send_to_trackers(paths: RunPaths, config: RunConfig) -> list[str]:
 def _is_installed(name: str) -> bool:
     with suppress(ImportError, ValueError):
         found = importlib.util.find_spec(name)
-        # A folder of that name in the current folder, such as wandb's, is not a package.
+        # A folder with that name in the current folder, such as `wandb`, is not a package.
         return found is not None and found.origin is not None
     return False

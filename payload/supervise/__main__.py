@@ -26,7 +26,7 @@ from payload.supervise.supervisor import Supervisor
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Supervise one run and return the exit code of the run."""
     arguments = _parser().parse_args(argv)
-    # The resolved path identifies the run's processes.
+    # The processes of the run are found by the resolved path.
     paths = RunPaths(arguments.run_dir.resolve())
     wakeups = Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, FORCE_SIGNAL])
     try:

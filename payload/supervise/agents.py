@@ -1,11 +1,11 @@
-"""`python -m payload.supervise.agents JOB`: a launcher's agent on every node.
+"""`python -m payload.supervise.agents JOB`: runs a launcher's agent on every node.
 
-Over SSH, the head starts this program once for each node, with `--node`, and writes that node's
-command to its input as one JSON object. The input stays open as the lifeline. When it ends, because
-the head or the connection is gone, the program kills the run's processes on that node. The exit
-status is the first one that is not 0.
+Over SSH, the head starts this program with `--node` on each node, and writes the node's command to
+stdin as one JSON object. Stdin stays open as a lifeline: when it closes because the head or the
+connection is gone, the program kills the run's processes on that node. On the head, the exit status
+is the first nonzero status of an agent.
 
-In a Slurm job, srun starts it on every node, with `--task JOB`.
+In a Slurm job, srun starts this program on every node with `--task JOB`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from payload.supervise.processes import die_with_parent, kill_until_none, signal
 
 _POLL_S = 0.1
 _KILL_S = 10.0
-# Timeout after one agent has failed. The supervisor, which knows the state of the ranks, ends the
-# rest sooner; this timeout is for agents that wait for one that never started.
+# Timeout after one agent has failed, for agents that wait for an agent that never started. In other
+# cases, the supervisor knows the state of the ranks and ends the remaining agents sooner.
 _GRACE_S = 150.0
 _NOT_STARTED = (126, 127, 255)
-"""Exit statuses of ssh, and of a shell that found no program."""
+"""Exit statuses of ssh if it cannot connect, and of a shell that cannot run the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class _NodeJob:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Start the agents, or run as one node's agent."""
+    """Start the agents of all nodes, or run as the agent of one node."""
     parser = argparse.ArgumentParser(prog=command("supervise.agents"))
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("job", nargs="?", metavar="JOB", help="an AgentJob as JSON")
@@ -75,7 +75,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _run_on_head(job: AgentJob) -> int:
-    """Start one agent per node, and wait for all of them."""
+    """Start one agent per node, and wait until all agents have ended."""
     agents = [_Agent(job, node_rank, address) for node_rank, address in enumerate(_hosts(job))]
     first, ends_s = 0, math.inf
     while agents:
@@ -123,7 +123,7 @@ class _Agent:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """Cut the lifeline. On the head, the supervisor ends the remaining processes."""
+        """Close the lifeline. On the head, the supervisor ends the remaining processes."""
         assert self.process.stdin is not None
         if self._is_local:
             self.process.kill()
@@ -136,7 +136,7 @@ def _log(line: str) -> None:
 
 
 def _run_on_node(env: Mapping[str, str]) -> int:
-    """Run the agent until it ends or the lifeline is cut."""
+    """Run the agent until it ends or the lifeline is closed."""
     line = sys.stdin.buffer.readline()
     message = build(_NodeJob, parse_json(line, where="agents"), where="agents")
     return _run(
@@ -144,7 +144,7 @@ def _run_on_node(env: Mapping[str, str]) -> int:
         message.node_rank,
         message.address,
         env=env,
-        # The head writes nothing more, so readable input means end of file.
+        # The head writes only one line, so after it readable input means end of file.
         lifeline_ended=lambda: (
             bool(select.select([0], [], [], _POLL_S)[0]) and not os.read(0, 4096)
         ),
@@ -152,10 +152,10 @@ def _run_on_node(env: Mapping[str, str]) -> int:
 
 
 def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
-    """Run the agent until it ends; the head's agent forwards Slurm's SIGTERM to rank 0.
+    """Run the agent until it ends; on the head, forward a SIGTERM from Slurm to rank 0.
 
-    Slurm signals only this process with proctrack/cgroup, but its descendants as well with other
-    plugins. Rank 0 may then get the signal twice, which has the same effect as one signal.
+    With proctrack/cgroup, Slurm signals only this process; with other plugins, it also signals all
+    descendants. Rank 0 may thus get the signal twice, which has the same effect as one signal.
     """
     requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: requests.append(number))
@@ -173,8 +173,8 @@ def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
         count = len(requests)
         if count and node_rank == 0 and _stop_rank_0(Path(job.environment[RUN_DIR])):
             del requests[:count]
-        # Without a supervisor, the wrappers on the head end the head's ranks. torchrun on the other
-        # nodes then loses its store, and kills its ranks 30 s later.
+        # If the supervisor is gone, the wrappers of the ranks on the head end these ranks. torchrun
+        # on the other nodes then loses the store, and kills its ranks 30 s later.
         return False
 
     return _run(
@@ -188,7 +188,7 @@ def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
 
 
 def _stop_rank_0(run_dir: Path) -> bool:
-    """Send SIGTERM to rank 0, which stops with the others; return False until it runs."""
+    """Send SIGTERM to rank 0, which stops all ranks; return False if rank 0 does not run yet."""
     progress = last_record(RankProgress, RunPaths(run_dir).rank_progress(0))
     return progress is not None and signal_process(progress.pid, signal.SIGTERM, run_dir=run_dir)
 
@@ -202,9 +202,9 @@ def _run(
     lifeline_ended: Callable[[], bool],
     ignored: Sequence[signal.Signals] = (),
 ) -> int:
-    """Run one node's agent, which ignores the signals in `ignored`.
+    """Run the agent of one node; the agent process ignores the signals in `ignored`.
 
-    `lifeline_ended` waits a moment, and returns True if the run must end on this node.
+    `lifeline_ended` waits a moment and returns True if the run must end on this node.
     """
     die = die_with_parent(signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""One attempt of a run: start the launcher, monitor the ranks, stop them, end leftovers."""
+"""Runs one attempt: starts the launcher, monitors and stops the ranks, kills leftovers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from payload.supervise.stop_requests import Stopping, Wakeups
 
 _TICK_S = 0.2
-# After one rank has failed, the others have this long to notice and to record their errors.
+# After one rank has failed, the other ranks have this long to notice and to record their errors.
 _ECHO_S = 5.0
-# After the launcher has ended: its proxies and ranks are about to end.
+# After the launcher has ended, its proxies and ranks have this long to end by themselves.
 _AFTERMATH_S = 2.0
 _KILL_S = 10.0
-# A worker kills for at most ten seconds, and reports within one.
+# A worker takes at most ten seconds to kill its processes, and one second to report.
 _ANSWER_S = 15.0
 _SILENT_ANSWER_S = 3.0
 _LOG_BYTES = 2**20
@@ -81,7 +81,7 @@ class Attempt:
         self._streams = streams
         head = ranks[0].node
         self._head_stream = next((each for each in streams if each.node.name == head), None)
-        """The stream to the head, if that is another machine."""
+        """The stream from the head node; None if this machine is the head."""
         self._stopping = stopping
         self._wakeups = wakeups
         self._node = node
@@ -96,11 +96,11 @@ class Attempt:
         self._launcher_killed_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
-        """Run until the last process has ended; the error names processes that are left."""
+        """Run until all processes have ended; the verdict's error lists processes that did not."""
         log_start = self._log_size()
         self._beats.begin()
         launcher = self._start()
-        # A file of the last attempt would count as this one's, which is written later.
+        # Otherwise the summary of the last attempt would be taken for the summary of this attempt.
         discard(self._paths.summary)
         alive_s = time.monotonic()
         try:
@@ -121,14 +121,14 @@ class Attempt:
         return _with_leftovers(verdict, left)
 
     def began_at_step(self) -> int:
-        """Return the step that the attempt began from; until ranks report it, the checkpoint's."""
+        """Return the step at which the attempt began; until ranks report it, the checkpoint's."""
         step = self._beats.began_at_step()
         return self._checkpoint_step if step is None else step
 
     def reached_step(self) -> int | None:
-        """Return the furthest step of this attempt; None without any heartbeat.
+        """Return the last step that this attempt has reached; None without any heartbeat.
 
-        A heartbeat may be half a second older than the last row of metrics.jsonl.
+        metrics.jsonl is read as well, because a heartbeat may be half a second older.
         """
         finished = self._step_times.reached_step(began_at=self.began_at_step())
         return max((s for s in (finished, self._beats.steps()) if s is not None), default=None)
@@ -136,7 +136,7 @@ class Attempt:
     def _start(self) -> subprocess.Popen[bytes]:
         plan = self._plan
         settings = dict(plan.launcher_environment) | dict(plan.environment)
-        # mpirun calls mpiexec.hydra, in the same folder, by its bare name.
+        # mpirun finds mpiexec.hydra, which is in the same folder, through PATH.
         settings["PATH"] = f"{Path(plan.argv[0]).parent}{os.pathsep}{self._env.get('PATH', '')}"
         self._paths.logs.mkdir(parents=True, exist_ok=True)
         with self._paths.launcher_log.open("ab") as log:
@@ -176,7 +176,7 @@ class Attempt:
             self._end_now()  # processes that started while the others were killed
 
     def _end_after_failure(self, *, late_s: float) -> None:
-        """End the ranks, except while rank 0 writes a checkpoint: the launcher keeps it running."""
+        """End the ranks, but wait while rank 0 still writes a checkpoint."""
         limit_s = self._config.limits.hang_timeout_s
         writing = self._beats.writing(within_s=limit_s)
         if not writing or late_s > self._config.distributed.longest_wait_s():
@@ -196,32 +196,35 @@ class Attempt:
         )
 
     def _removal(self) -> Verdict | None:
-        """Return the verdict if the run's folder is gone; a rank may notice this first."""
+        """Return a verdict if the run's folder is gone; a rank may notice this first."""
         if self._paths.root.is_dir():
             return None
         error = f"{self._paths.root} was removed while the run was active"
         return Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
 
     def _request_stop(self) -> bool:
-        """Send SIGTERM to rank 0, which stops with the others; return False if no step is lost."""
+        """Send SIGTERM to rank 0, which stops all ranks after saving.
+
+        Returns False if rank 0 does not train yet: killing the ranks then loses no step.
+        """
         progress = self._beats.rank_0_progress()
         if progress is None or progress.phase in START_PHASES:
-            # It would handle the signal in its first step, minutes later for a large model.
+            # Rank 0 would handle the signal in its first step: minutes later for a large model.
             return False
         if self._head_stream is not None:
-            # If the rank is gone, its wrapper or the launcher reports that, as for any other rank.
+            # If rank 0 is gone, its wrapper or the launcher reports that.
             self._head_stream.request_stop(progress.pid)
             return True
         return signal_process(progress.pid, signal.SIGTERM, run_dir=self._paths.root)
 
     def _end_now(self) -> None:
-        """Kill every process of the run; the loop then sees the launcher's end."""
+        """Kill every process of the run; the loop in `run` then sees the end of the launcher."""
         if self._ended_by_us_s is None:
             self._ended_by_us_s = time.monotonic()
         kill_all(self._paths.root)
 
     def _end_local_processes(self) -> dict[str, list[int] | None]:
-        """Wait briefly for the launcher's ranks, then kill them; return those still alive."""
+        """Wait briefly for the processes on this machine, then kill them; return those left."""
         if not wait_until_none(self._paths.root, timeout_s=_AFTERMATH_S):
             return {}
         self._end_now()
@@ -229,7 +232,10 @@ class Attempt:
         return {self._node: sorted(left)} if left else {}
 
     def _end_remote_processes(self) -> dict[str, list[int] | None]:
-        """End the run's processes on other nodes; return those left, None for a silent node."""
+        """End the run's processes on other nodes; return those left by node.
+
+        A node that does not answer has no list.
+        """
         if self._plan.node_command and self._stopping.by_system and self._head_stream is None:
             return {}  # the scheduler ends the job with all its processes on every node
         for stream in self._streams:
@@ -291,13 +297,13 @@ class Attempt:
 
         verdict = verdict_with(self._trouble)
         if self._trouble is None and verdict.exit_code is ExitCode.RANK_LOST:
-            # The launcher, or gloo, noticed first. By now every node has been queried.
+            # The launcher or gloo noticed a lost rank first. By now every node has been queried.
             return verdict_with(_explanation(self._beats.nodes()))
         return verdict
 
 
 def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
-    """Return a verdict on nodes that did not answer at the end: the reason for lost contact."""
+    """Return a verdict if nodes did not answer at the end, which explains why ranks were lost."""
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
     lost = [beat for beat in silent if beat.unreachable_s is not None]
     if lost:
@@ -306,7 +312,7 @@ def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
 
 
 def _with_leftovers(verdict: Verdict, left: Mapping[str, list[int] | None]) -> Verdict:
-    """Add the nodes where processes may be left to the error."""
+    """Add to the error the nodes that may still have processes of the run."""
     messages = [
         f"{node} does not answer, so the run's processes on it could not be ended"
         if pids is None

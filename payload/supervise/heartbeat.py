@@ -1,14 +1,14 @@
 """`python -m payload.supervise.heartbeat`: sends a node's heartbeats to the supervisor.
 
-Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, for the node's
-ranks, `progress`, `exits` and `states` (the kernel's letter for a rank's process). `folders` are
-shared folders that do not answer on this node.
+Prints a JSON object every second. `now` and `monotonic_s` are the clocks of this node. `progress`,
+`exits` and `states` (process states in the kernel's one-letter form) describe the node's ranks.
+`folders` are shared folders that do not answer on this node.
 
 Reads one command per line. `ping` means that the supervisor is alive. `stop:PID` sends SIGTERM to a
 process of the run; a repeated PID is ignored. `end:N` kills the run's processes on this node and
 adds `ended` (ids of processes that did not exit) and `asked` (N) to the output; a repeated N is
-ignored. Exits at the end of its input. If the supervisor is silent for too long, it kills the run's
-processes on this node, as no other process could.
+ignored. Exits at the end of stdin. If the supervisor is silent for too long, this program kills the
+run's processes on this node, because no other process could.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KILL_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Send heartbeats until the head is gone."""
+    """Send heartbeats until the supervisor is gone."""
     parser = argparse.ArgumentParser(prog=command("supervise.heartbeat"))
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lifeline", type=float, required=True, metavar="SECONDS")
@@ -88,7 +88,7 @@ def _send_heartbeats(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) 
 
 
 def _last(commands: Sequence[bytes], name: bytes, *, before: bytes) -> bytes:
-    """Return the last command that begins with `name`, otherwise `before`."""
+    """Return the last command that begins with `name`, or `before` if no command does."""
     return next((each for each in reversed(commands) if each.startswith(name)), before)
 
 
@@ -105,7 +105,7 @@ def heartbeat(paths: RunPaths) -> dict[str, Any]:
 
 
 def records(cls: type[_Record], folder: Path) -> list[_Record]:
-    """Return all readable records; ranks replace them at any time."""
+    """Return all readable records in a folder; ranks may replace a record at any time."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         record = last_record(cls, path)
@@ -115,7 +115,10 @@ def records(cls: type[_Record], folder: Path) -> list[_Record]:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the kernel's letter, `T` if stopped; None without the process or /proc."""
+    """Return the kernel's letter for the state of a process, such as `T` for stopped.
+
+    Returns None if the process or /proc does not exist.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

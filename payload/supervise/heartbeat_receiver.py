@@ -1,10 +1,10 @@
-"""A node's heartbeats at the supervisor: one ssh or srun, reconnected when it breaks.
+"""Receives a node's heartbeats through ssh or srun, and reconnects when the connection breaks.
 
-Every node except the supervisor's has one stream.
+The supervisor has one stream for every node except its own.
 
-A permanently lost node could be replaced in `wait_for_nodes`: it would request another machine
-instead of failing, and the next attempt would read a new inventory, hosts file, ranks and plan from
-the run folder.
+`wait_for_nodes` is where a replacement of a permanently lost node could be added. It would request
+a new machine instead of failing, and the next attempt would read a new inventory, hosts file, ranks
+and plan from the run folder.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from payload.supervise.processes import die_with_parent
 from payload.supervise.shared_folders import short
 
 _PROBE_S = 3.0
-# Until the first line: a login, and the start of a program on a busy node.
+# Time until the first line: for the login, and the start of the program on a busy node.
 _FIRST_S = 25.0
 _RETRY_S = 1.0
 _CLOSE_S = 5.0
 _POLL_S = 0.5
 _RETURN_S = 60.0
 """A machine that restarts is back within this time; otherwise it counts as lost."""
-# The nodes' sshd may answer late; a connection that is silent for longer is closed and retried.
+# sshd on a node may answer late; a connection that is silent for longer is closed and retried.
 _SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
 
 
 class NodeStream:
-    """Receives one node's heartbeats from `start` until it is closed, in a separate thread."""
+    """Receives the heartbeats of one node in a separate thread, from `start` until it is closed."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class NodeStream:
         env: Mapping[str, str],
         folders: Sequence[str] = (),
     ) -> None:
-        """After `lifeline_s` without a message from here, the node ends the run's processes.
+        """The node ends the run's processes if it gets no message for `lifeline_s`.
 
-        The node monitors those of `folders` that are on a server.
+        The node monitors the `folders` that are on a network file system.
         """
         self.node = node
         self._argv = heartbeat_argv(
@@ -100,7 +100,7 @@ class NodeStream:
         return self._troubles
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the node's messages since the last call; `skew_s` is its clock minus ours."""
+        """Return the node's messages since the last call, in the form of `parse_message`."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
@@ -108,11 +108,11 @@ class NodeStream:
         return taken
 
     def request_stop(self, pid: int) -> None:
-        """Have the node send SIGTERM to a process of the run on it, even after a reconnect."""
+        """Make the node send SIGTERM to a process of the run, even after a reconnect."""
         self._stop_pid = pid
 
     def request_end(self) -> None:
-        """Have the node end every process of the run on it."""
+        """Make the node end all of the run's processes on it."""
         self._ended.clear()
         self._end_requests += 1
 
@@ -121,11 +121,11 @@ class NodeStream:
         return self._left if self._ended.wait(timeout_s) else None
 
     def request_close(self) -> None:
-        """Stop receiving soon; the program on the node ends, too."""
+        """Request the end of the thread and of the program on the node, without waiting."""
         self._closing.set()
 
     def wait_closed(self, timeout_s: float) -> None:
-        """Return when the thread has ended, or after `timeout_s`."""
+        """Wait until the thread has ended, at most `timeout_s`."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -148,7 +148,7 @@ class NodeStream:
         return True
 
     def _exchange(self) -> None:
-        """Exchange messages until the connection breaks, the node is silent, or we close."""
+        """Exchange messages until the connection breaks, the node is silent, or a close request."""
         try:
             ssh = subprocess.Popen(
                 self._argv,
@@ -182,7 +182,7 @@ class NodeStream:
                 if splitter.is_over_limit():
                     break
             if self._closing.is_set():
-                # The end of its input ends the program on the node, and then ssh.
+                # Closing stdin ends the program on the node, and then ssh.
                 ssh.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     ssh.wait(_CLOSE_S)
@@ -190,7 +190,7 @@ class NodeStream:
             ssh.wait()
 
     def _ping(self, descriptor: int) -> bool:
-        """Send a sign of life and, until it is answered, the pending request."""
+        """Send a ping, and the pending requests until the node has answered them."""
         commands = ["ping"]
         if self._stop_pid is not None:
             commands.append(f"stop:{self._stop_pid}")
@@ -218,7 +218,7 @@ class NodeStream:
 
 
 class LineSplitter:
-    """Cuts a byte stream into lines; each byte is copied a fixed number of times."""
+    """Splits a byte stream into lines in linear time."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -233,12 +233,12 @@ class LineSplitter:
         return lines
 
     def is_over_limit(self) -> bool:
-        """Return True if the unfinished line is longer than any that a node sends."""
+        """Return True if the unfinished line is longer than any valid heartbeat."""
         return len(self._rest) > MAX_FILE_BYTES
 
 
 def close_all(streams: Sequence[NodeStream]) -> None:
-    """Stop receiving from every node at the same time: a frozen node takes seconds."""
+    """Close all streams at the same time, because a frozen node takes seconds to close."""
     for stream in streams:
         stream.request_close()
     ends_s = time.monotonic() + 2 * _CLOSE_S
@@ -252,9 +252,10 @@ def wait_for_nodes(
     pause: Callable[[float], bool],
     timeout_s: float = _RETURN_S,
 ) -> str | None:
-    """Return the reason that keeps the run from being restarted, or None.
+    """Wait until all nodes have ended the run's processes; return an error message, or None.
 
-    `pause` sleeps, and returns False if a stop of the run is requested.
+    With an error, the run cannot be restarted. `pause` sleeps and returns False if a stop of the
+    run is requested.
     """
     for stream in streams:
         stream.request_end()
@@ -286,10 +287,10 @@ class _Message:
 
 
 def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, Any] | None:
-    """Return a line's content, or None for other output of a login.
+    """Return the content of a heartbeat line, or None for other output, as from a login shell.
 
-    The content includes `skew_s`, the node's wall clock minus ours, and `lag_s`, our monotonic
-    clock minus the node's.
+    The content includes `skew_s`, the node's wall clock minus the clock of this machine, and
+    `lag_s`, this machine's monotonic clock minus the monotonic clock of the node.
     """
     try:
         message = build(_Message, parse_json(line, where="heartbeat"), where="heartbeat")
@@ -302,7 +303,7 @@ def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, An
 def heartbeat_argv(
     node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float, folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return ssh or srun, with the launcher's arguments, and the heartbeat program."""
+    """Return the command line that runs the heartbeat program on a node through ssh or srun."""
     arguments = ["--run-dir", str(run_dir), "--lifeline", f"{lifeline_s:g}"]
     arguments += [f"--folder={folder}" for folder in folders]
     python_path = plan.environment.get("PYTHONPATH")
@@ -323,7 +324,7 @@ def remote_argv(
     environment: Mapping[str, str],
     node_command: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command line that runs `argv` on another node, with extra variables."""
+    """Return the command line that runs `argv` on `host` with extra environment variables."""
     settings = [f"{name}={value}" for name, value in environment.items()]
     prefix = ["env", *settings] if settings else []
     if node_command:

@@ -1,6 +1,6 @@
-"""The processes of a run: found by a variable and by ancestry, and reliably ended.
+"""Finds the processes of a run by an environment variable and by ancestry, and ends them.
 
-They include ranks whose supervisor was killed: those save and end by themselves.
+They include ranks whose supervisor was killed; such ranks save and end by themselves.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _POLL_S = 0.2
 _KILL_S = 10.0
 _EXEC_S = 1.0
 _MEMORY, _VARIABLES_END = 23 - 3, 51 - 3
-"""Positions in `_fields`; kernel threads have no memory."""
+"""Indices into `_fields`; the memory size of kernel threads is 0."""
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends (Linux)."""
+    """Make this process the new parent of every descendant whose parent ends (Linux)."""
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """Return a `preexec_fn` that has the kernel send `number` when the parent ends (Linux)."""
+    """Return a `preexec_fn` that makes the kernel send `number` when the parent ends (Linux)."""
     if sys.platform != "linux":
         return None
     parent = os.getpid()
-    # Loaded before the fork, where loading a library is safe.
+    # Load the library before the fork: loading it after a fork is not safe.
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def set_signal() -> None:
@@ -72,9 +72,9 @@ def kill_all(run_dir: Path) -> None:
 
 
 def kill_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """Kill the run's processes until all have ended.
+    """Kill the run's processes repeatedly until all have ended.
 
-    Returns those that could not be ended, which can only be processes stuck in the kernel.
+    Returns the processes that could not be ended, because they are stuck in the kernel.
     """
     deadline = time.monotonic() + timeout_s
     left = processes_of(run_dir)
@@ -85,7 +85,10 @@ def kill_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
 
 
 def reap_children() -> None:
-    """Reap ended children, including adopted ones. Not while `Popen` waits for a child."""
+    """Reap ended children, including adopted ones.
+
+    Do not call this while `Popen` waits for a child.
+    """
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -103,11 +106,11 @@ def wait_for_orphans(
 ) -> None:
     """Wait on the head until all ranks of an earlier supervisor have ended.
 
-    `pause` sleeps, and returns False if an immediate end is requested. Raises PreflightError.
+    `pause` sleeps and returns False if an immediate end is requested. Raises PreflightError.
     """
     first = last_record(RankProgress, paths.rank_progress(0))
     if first is not None:
-        # Its wrapper may not have noticed that the supervisor was gone before this one started.
+        # The wrapper of rank 0 may not have noticed that the earlier supervisor was gone.
         signal_process(first.pid, signal.SIGTERM, run_dir=paths.root)
     while processes_of(paths.root) and not grace_period.is_over() and pause(_POLL_S):
         continue
@@ -128,7 +131,7 @@ def _send(pid: int, number: signal.Signals) -> bool:
 
 
 def _marked_in_proc(run_dir: Path) -> set[int]:
-    """Return the run's processes: those with its variable, and their descendants."""
+    """Return the processes that have the run's environment variable, and their descendants."""
     mark, folder = f"{RUN_DIR}=".encode(), os.path.realpath(run_dir)
     parents: dict[int, int] = {}
     marked: set[int] = set()
@@ -155,9 +158,10 @@ def _state_and_parent(entry: Path) -> tuple[str, int]:
 
 
 def _environment(entry: Path) -> bytes:
-    """Return a process's variables. During an exec it has no variables: wait until it is over.
+    """Return the environment of a process; if the process is in an exec, wait until it is over.
 
-    Popen returns before that. A stop at this moment would find no launcher to kill.
+    During an exec, the environment is empty. Popen returns before the exec is over, so a stop at
+    that moment would otherwise not find the launcher.
     """
     ends = time.monotonic() + _EXEC_S
     while not (found := (entry / "environ").read_bytes()):
@@ -170,7 +174,7 @@ def _environment(entry: Path) -> bytes:
 
 
 def _fields(entry: Path) -> list[str]:
-    """Return the fields of proc_pid_stat(5) from the third on."""
+    """Return the fields of proc_pid_stat(5), beginning with the third."""
     # The second field is a name in parentheses that may contain spaces and parentheses.
     return (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
@@ -198,7 +202,7 @@ def _named_by_ps(run_dir: Path) -> set[int]:
 
 
 def parse_ps(text: str, *, run_dir: Path) -> set[int]:
-    """Return living processes with the run folder in their command line, from `ps` output."""
+    """Return from `ps` output the living processes with the run folder in their command line."""
     found = set()
     for line in text.splitlines():
         pid, state, command = line.split(maxsplit=2)

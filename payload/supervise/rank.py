@@ -105,7 +105,10 @@ def bind_to_cores(rank: Rank) -> None:
 def rank_command(
     program: Sequence[str], rank: Rank, *, several_domains: bool, numactl: str | None
 ) -> list[str]:
-    """Return the rank's command line, with memory bound to its NUMA domain if there are several."""
+    """Return the rank's command line.
+
+    On a node with several NUMA domains, numactl binds the rank's memory to the rank's domain.
+    """
     if several_domains and rank.numa_domain is not None and numactl is not None:
         return [numactl, f"--membind={rank.numa_domain}", *program]
     return list(program)
@@ -120,7 +123,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
         ranks_per_node=plan.ranks_per_node,
         interfaces=plan.interfaces,
     )
-    # A launcher may have chosen another address; the port of the plan is the reserved one.
+    # A launcher may have set a different address, but the supervisor reserved the port of the plan.
     rendezvous = ("MASTER_ADDR", "MASTER_PORT")
     variables |= {name: plan.environment[name] for name in rendezvous if name in plan.environment}
     domains = {other.numa_domain for other in load_ranks(paths.ranks) if other.node == rank.node}
@@ -150,7 +153,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
 
 
 def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths: RunPaths) -> None:
-    """Wait for the child's end; without a supervisor, make it save and end."""
+    """Wait until the child ends; if the supervisor is gone, make the child save and end."""
     forwarded = dict.fromkeys(_FORWARDED, 0)
     grace_period: GracePeriod | None = None
     while child.poll() is None:
@@ -162,12 +165,12 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
         if not paths.root.is_dir():
             child.kill()  # the run's folder was removed: the rank cannot save
             continue
-        # Only on the head is the run folder's lock certain to be visible, on a local disk or on the
-        # file system shared with the supervisor. On other nodes, ranks end with the launcher.
+        # The lock of the run folder is reliably visible only on the head, on a local disk or a file
+        # system that the supervisor shares. On other nodes, ranks end with the launcher.
         if rank.node_rank == 0 and grace_period is None and not is_supervised(paths):
             grace_period = _grace_period(paths)
             child.terminate()
-        # Also if another supervisor has started: it waits for the ranks of this one.
+        # Even if a new supervisor has started: it waits for the ranks of the old supervisor.
         if grace_period is not None and grace_period.is_over():
             child.kill()
 
@@ -182,7 +185,7 @@ def _grace_period(paths: RunPaths) -> GracePeriod:
 
 
 def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:
-    """Write a record unless the program wrote its own."""
+    """Write an exit record for the program unless it wrote one itself; return its exit code."""
     ended_by = -status if status < 0 else None
     exit_code = 128 + ended_by if ended_by else status
     if not paths.rank_exit(rank.rank).exists():
@@ -207,7 +210,7 @@ def _record(
         error=error,
         time_unix=time.time(),
     )
-    # Without the record, the exit status still has the most important information.
+    # If the record cannot be written, the exit status still shows the main cause.
     with contextlib.suppress(OSError):
         write_record(paths.rank_exit(rank.rank), record)
 

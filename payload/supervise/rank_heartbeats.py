@@ -1,4 +1,4 @@
-"""Heartbeats of all ranks, local and remote, and the run's speed."""
+"""Collects the heartbeats of all local and remote ranks, and measures the run's speed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _LastHeartbeat:
 
 
 class RankHeartbeats:
-    """Collects the ranks' records and copies those of other nodes into the local run folder."""
+    """Collects the records of all ranks, and copies records of remote ranks to the run folder."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class RankHeartbeats:
         *,
         is_shared: bool = False,
     ) -> None:
-        """With `is_shared`, all nodes have the same run folder, so nothing is copied.
+        """With `is_shared`, all nodes share one run folder, so nothing is copied.
 
-        The head is this machine, unless it has a stream.
+        The head node is this machine unless `streams` contains a stream for the head.
         """
         self._paths = paths
         self._ranks = ranks
@@ -62,7 +62,7 @@ class RankHeartbeats:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an attempt: discard the records of earlier ones."""
+        """Begin an attempt, discarding the records of earlier attempts."""
         self._began_at_step: int | None = None
         self._began_s = time.monotonic()
         self._last: dict[int, _LastHeartbeat] = {}
@@ -85,32 +85,33 @@ class RankHeartbeats:
         return time.monotonic() - self._began_s
 
     def steps(self) -> int | None:
-        """Return the furthest step of any rank in this attempt."""
+        """Return the highest step that a rank has reported in this attempt."""
         return max((last.record.step for last in self._last.values()), default=None)
 
     def began_at_step(self) -> int | None:
-        """Return the step that the ranks began from; None before they report it."""
+        """Return the step at which the ranks began; None until they report it."""
         return self._began_at_step
 
     def exits(self) -> Mapping[int, RankExit]:
-        """Return the ranks' ends by rank; times are by this node's clocks."""
+        """Return the exit records by rank; their times are converted to this machine's clocks."""
         return self._exits
 
     def rank_0_progress(self) -> RankProgress | None:
-        """Return rank 0's last record."""
+        """Return the last heartbeat record of rank 0."""
         last = self._last.get(0)
         return last.record if last else None
 
     def saving(self, *, within_s: float) -> bool:
-        """Return True while rank 0 saves and ends, with a heartbeat within this time."""
+        """Return True while rank 0 saves and ends, if its last heartbeat is recent enough."""
         ended = self._exits.get(0)
         failed = ended is not None and is_failure(ended)
         return not failed and self._shows(SAVING_PHASES, within_s=within_s)
 
     def writing(self, *, within_s: float) -> bool:
-        """Return True while rank 0 writes a checkpoint, with a heartbeat within this time.
+        """Return True while rank 0 writes a checkpoint, if its last heartbeat is recent enough.
 
-        Its thread may still write while the rank trains; then the folder has its temporary name.
+        A thread of rank 0 may still write while the rank trains. In this case, the checkpoint's
+        folder has its temporary name.
         """
         if 0 in self._exits:
             return False
@@ -118,7 +119,7 @@ class RankHeartbeats:
         return under_way or self._shows(("checkpoint",), within_s=within_s)
 
     def ranks(self) -> list[RankHeartbeat]:
-        """Return the heartbeats of the ranks that have sent any in this attempt."""
+        """Return the last heartbeat of each rank that has sent a heartbeat in this attempt."""
         now = time.monotonic()
         return [
             RankHeartbeat(
@@ -133,7 +134,7 @@ class RankHeartbeats:
         ]
 
     def nodes(self) -> list[NodeHeartbeat]:
-        """Return the heartbeats of the nodes that have a stream."""
+        """Return the last heartbeat of each node that has a stream."""
         return [stream.beat() for stream in self._streams]
 
     def _shows(self, phases: Sequence[str], *, within_s: float) -> bool:
@@ -151,8 +152,8 @@ class RankHeartbeats:
     def _poll_local(self, rank: int) -> None:
         """Read the records of a rank on the head.
 
-        If the head is another machine, the folder is a shared one: it shows progress without the
-        stream. A rank's end comes only from the stream, which corrects the difference of clocks.
+        If this machine is not the head, the folder is shared, and it shows progress even without
+        the stream. An exit record is read only from the stream, which corrects the clocks.
         """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:
@@ -165,8 +166,8 @@ class RankHeartbeats:
     def receive(self, node: str, message: Mapping[str, Any]) -> None:
         """Process one message of a worker; it may still contain records of earlier attempts.
 
-        `skew_s` and `lag_s` are the node's wall clock minus ours, and our monotonic clock minus
-        its.
+        `skew_s` is the worker's wall clock minus the clock of this machine; `lag_s` is this
+        machine's monotonic clock minus the monotonic clock of the worker.
         """
         skew_s, lag_s = message["skew_s"], message["lag_s"]
         here = {rank.rank for rank in self._ranks if rank.node == node}
@@ -185,7 +186,7 @@ class RankHeartbeats:
                 self._copy(ended, self._paths.rank_exit(ended.rank))
 
     def _copy(self, record: RankProgress | RankExit, path: Path) -> None:
-        """Write a record for other readers; a full disk must not fail the run."""
+        """Write a record into the run folder; a full disk must not fail the run."""
         if self._is_shared:
             return
         with contextlib.suppress(OSError):
@@ -195,7 +196,7 @@ class RankHeartbeats:
         return record.monotonic_s >= self._began_s - _SKEW_SLACK_S
 
     def _note(self, progress: RankProgress) -> bool:
-        """Keep a record as its node wrote it; return False if it is not newer.
+        """Keep a record with the clocks of its node; return False if the record is not newer.
 
         A shared folder may show an older record than the stream.
         """
@@ -211,9 +212,9 @@ class RankHeartbeats:
 
 
 class StepTimes:
-    """Progress and speed of an attempt, from the new rows of metrics.jsonl.
+    """Measures progress and speed of an attempt from the new rows of metrics.jsonl.
 
-    Existing rows belong to other attempts.
+    Rows that exist at the start belong to earlier attempts.
     """
 
     def __init__(self, metrics: Path) -> None:
@@ -222,7 +223,7 @@ class StepTimes:
         self._reached: int | None = None
 
     def median_s(self, *, began_at: int) -> float | None:
-        """Return the last steps' median time; None before the first step after `began_at`."""
+        """Return the median time of the last steps; None before the first step after `began_at`."""
         self._read(began_at)
         return statistics.median(self._recent) if self._recent else None
 
@@ -250,7 +251,7 @@ def _by_our_clocks(record: _Record, *, skew_s: float, lag_s: float) -> _Record:
 
 
 def _records(cls: type[_Record], raw: Any) -> list[_Record]:
-    """Return the valid records; others are left out."""
+    """Return the valid records, ignoring invalid ones."""
     found = []
     for entry in raw or ():
         with contextlib.suppress(ConfigError):

@@ -1,4 +1,4 @@
-"""Monitor the network folders that a run reads, and report those that do not answer.
+"""Monitors the network folders that a run reads, and reports folders that do not answer.
 
 `python -m payload.supervise.shared_folders FOLDER` prints a line after each check. A check of a
 mount whose server is gone may never return, so each folder has its own process.
@@ -31,10 +31,12 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def folders_of(config: RunConfig, *, work_dir: str) -> list[str]:
-    """Return the folders that a run may read from a server: the cluster's, data, initial weights.
+    """Return the folders that a run may read from a file server.
 
-    A relative `data.dir` starts at `work_dir`, the ranks' working folder. A relative `model.init`
-    may be a model name on the hub and is left out.
+    These are the shared folder of the cluster, the data folder and the initial weights.
+
+    A relative `data.dir` refers to `work_dir`, the working folder of the ranks. A relative
+    `model.init` may be a model name on the hub and is left out.
     """
     data, init = str(Path(work_dir) / config.data.folder()), config.model.init
     return [SHARED_FOLDER, data, *([init] if init.startswith("/") else [])]
@@ -43,7 +45,7 @@ def folders_of(config: RunConfig, *, work_dir: str) -> list[str]:
 def network_mounts(paths: Iterable[str], *, mounts: Path = Path("/proc/self/mounts")) -> list[str]:
     """Return the mount points of network file systems that contain one of `paths`.
 
-    They come from the kernel's table, since accessing a folder may hang.
+    The mount points are read from the kernel's table, because accessing a folder may hang.
     """
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -61,14 +63,14 @@ def network_mounts(paths: Iterable[str], *, mounts: Path = Path("/proc/self/moun
 
 
 class FolderWatch:
-    """Processes that check the network folders among `paths`, one per folder."""
+    """Checks the network folders among `paths`, each in a separate process."""
 
     def __init__(self, paths: Iterable[str], *, env: Mapping[str, str]) -> None:
-        """Start the processes with this environment."""
+        """Start the processes with the environment `env`."""
         self._probes = [_FolderProbe(folder, env) for folder in network_mounts(paths)]
 
     def troubles(self) -> dict[str, str]:
-        """Return each folder that does not answer or answers with an error, with a description."""
+        """Return a description of the problem for each folder that fails or does not answer."""
         found = {probe.folder: probe.trouble() for probe in self._probes}
         return {folder: problem for folder, problem in found.items() if problem}
 
@@ -77,13 +79,13 @@ class FolderWatch:
         return [probe.pid for probe in self._probes if probe.pid is not None]
 
     def close(self) -> None:
-        """End the processes; one that hangs in the kernel stays until its mount answers."""
+        """End the processes; a process that hangs in the kernel stays until its mount answers."""
         for probe in self._probes:
             probe.close()
 
 
 class _FolderProbe:
-    """The process of one folder, and its last answer."""
+    """The process that checks one folder, and the last answer of that process."""
 
     def __init__(self, folder: str, env: Mapping[str, str]) -> None:
         self.folder = folder
@@ -117,7 +119,7 @@ class _FolderProbe:
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        # A machine without memory for the process must not end the run: the state is then unknown.
+        # If memory is too low to start the process, the state is unknown, but the run continues.
         with suppress(OSError):
             self._process = subprocess.Popen(
                 module_command("payload.supervise.shared_folders", self.folder),
@@ -150,7 +152,7 @@ class _FolderProbe:
 
 
 def short(text: str) -> str:
-    """Return another program's message as one line that fits a note."""
+    """Return a message of another program as one short line for a note."""
     return joined_lines(text, longest=_MOST_CHARS)
 
 
@@ -162,7 +164,7 @@ def describe(node: str, troubles: Mapping[str, str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the folder until the reader is gone."""
+    """Check the folder regularly until the reader of the output is gone."""
     (folder,) = argv
     while True:
         answer = ""

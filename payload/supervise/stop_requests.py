@@ -1,4 +1,4 @@
-"""Interruptible sleep, and requests to stop the run.
+"""Provides an interruptible sleep, and collects requests to stop the run.
 
 A signal, the end of the owner process, or a reached limit requests a stop.
 """
@@ -23,9 +23,11 @@ Stop = Literal["none", "graceful", "forced", "expired"]
 
 
 class Wakeups:
-    """Counts signals and ends a sleep when one arrives. For the main thread, one instance only.
+    """Counts signals and ends a sleep when a signal arrives.
 
-    Handlers only count; the caller acts when it wakes up. SIGINT counts once per key press.
+    Only the main thread may use it, with only one instance.
+
+    Signal handlers only count; the caller acts after it wakes up. SIGINT counts once per key press.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
@@ -39,19 +41,19 @@ class Wakeups:
         self._numbers = tuple(numbers)
         for number in self._numbers:
             signal.signal(number, self._count)
-        # The parent may have blocked them until now.
+        # The parent process may have blocked these signals.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
 
     def sleep(self, seconds: float) -> None:
-        """Return after `seconds`, or immediately if a signal came since the last sleep."""
+        """Sleep for `seconds`; return immediately if a signal arrived since the last sleep."""
         ready, _, _ = select.select([self._receiver], [], [], seconds)
         if ready:
             self._receiver.recv(4096)
 
     def close(self) -> None:
-        """Ignore the signals from now on: one that arrives after the end must not be its cause.
+        """Ignore the signals from now on, so that a late signal cannot change the exit status.
 
-        Python would restore their default handlers when the interpreter shuts down.
+        Without this, Python would restore the default handlers when the interpreter shuts down.
         """
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
@@ -62,7 +64,7 @@ class Wakeups:
 
 
 class Stopping:
-    """The requests to stop one run, over all of its attempts."""
+    """Tracks the requests to stop one run, over all attempts."""
 
     def __init__(
         self,
@@ -73,11 +75,11 @@ class Stopping:
         grace_s: float,
         limit_s: float | None = None,
     ) -> None:
-        """After `limit_s`, the run gets a request to stop."""
+        """Requests a stop of the run after `limit_s`, if it is given."""
         self.by_limit = False
         """True if a limit of the run requested the stop."""
         self.by_system = False
-        """True for a signal that no command sent, as at a shutdown of the machine."""
+        """True if a signal did not come from a command, as at a shutdown of the machine."""
         self._limit_at_s = float("inf") if limit_s is None else time.monotonic() + limit_s
         self.kind: Stop = "none"
         self.grace_s = grace_s
@@ -89,7 +91,7 @@ class Stopping:
         self._deadline_s = 0.0
 
     def next_action(self, *, saving: bool = False) -> Literal["stop", "kill"] | None:
-        """Return the next action after a new request, or after an old one that took too long.
+        """Return the action for a new stop request, or for an old request that took too long.
 
         A checkpoint that makes progress (`saving`) may take longer, unless a limit requested the
         stop.
@@ -134,11 +136,14 @@ class Stopping:
         self._deadline_s = time.monotonic() + self.grace_s
 
     def discard_old_request(self) -> None:
-        """Discard a request meant for the last supervisor; keep one that is meant for this one."""
+        """Discard a stop request to an earlier supervisor; keep a request to this supervisor."""
         self._kept_request = self._remove_request()
 
     def _take_request(self) -> bool:
-        """Process the request of a command; during a stop, its grace period starts now."""
+        """Process the stop request of a command; return False if there is no request.
+
+        If the run is already stopping, the grace period of the request starts now.
+        """
         request = self._remove_request() or self._kept_request
         self._kept_request = None
         if request is None:
@@ -152,7 +157,7 @@ class Stopping:
     def _remove_request(self) -> StopRequest | None:
         """Remove the request for this supervisor from the run's folder and return it.
 
-        It is renamed before it is read: a removal by name afterwards could hit a newer request.
+        The file is renamed before it is read, so that a newer request is not removed by mistake.
         """
         renamed = self._paths.stop_request.with_suffix(".taken")
         try:

@@ -1,4 +1,4 @@
-"""The parts of summary.json that the trainer could not write itself."""
+"""Completes summary.json with the values that the trainer could not write itself."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def complete_summary(
     state: RunState,
     wall_s: float,
 ) -> None:
-    """Record the run's end in summary.json.
+    """Record in summary.json how the run ended.
 
-    A trainer that reached the end has written all other values itself. Otherwise, its summary dates
-    from the start, so the numbers are counted from metrics.jsonl again, and `wall_s` is the time of
-    all attempts. The cost always comes from the state. Raises OSError.
+    A trainer that reached the end has written all other values itself. Otherwise, its summary is
+    from the start of the run. In this case the values are computed from metrics.jsonl, and `wall_s`
+    is the time of all attempts. The cost always comes from `state`. Raises OSError.
     """
     written = last_record(Summary, paths.summary)
     summary = replace(

@@ -1,4 +1,4 @@
-"""One run from start to end: its attempts, state.json, and the final summary."""
+"""Supervises one run from start to end: runs attempts, writes state.json and the summary."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _ENDS: Mapping[RunStatus, EventKind] = {
 
 
 class Supervisor:
-    """Supervises one run. Create it, then call `run` once, holding the run's lock."""
+    """Supervises one run. Create it and call `run` once, while holding the run's lock."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Supervisor:
         env: Mapping[str, str],
         job_ends_unix: float | None = None,
     ) -> None:
-        """`job_ends_unix` is when a scheduler will kill the run's job."""
+        """`job_ends_unix` is the time at which a scheduler will kill the run's job."""
         self._paths = paths
         self._wakeups = wakeups
         self._env = env
@@ -82,23 +82,23 @@ class Supervisor:
         self._node = hostname() if self._plan.off_head else self._ranks[0].node
         """This machine's name."""
         self._is_shared = self._inventory.access.shares_folder
-        # On a cluster, the `latest` link is in the operator's folder, beside the copies.
+        # On a cluster, the `latest` link is in the operator's runs folder, which has the copies.
         self._is_latest = not self._is_shared
         self._streams = self._node_streams()
         self._folders = FolderWatch(self._folder_names(), env=env)
         self._folder_message = ""
         previous = known_state(paths)
         self._crashed = previous if previous is not None and previous.exit_class is None else None
-        """The last supervisor's state, if it was killed before the run ended."""
+        """The state of the last supervisor if it was killed before the run ended."""
         self._is_unknown = previous is None
-        """True if the disk has no state of the run."""
+        """True if the run folder has no readable state of the run."""
         self._spent_before_s = previous.spent_s if previous else 0.0
         self._began_s = self._written_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory.nodes)
         left_s = self._left_s(grace_s=grace_s)
         self._job_ends_unix = job_ends_unix
         self._job: JobTime | None = None
-        """The job's time, if it ends before the run's own limit."""
+        """The time limit of the job, if the job ends before the run's time limit."""
         if job_ends_unix is not None:
             job = JobTime(left_s=job_ends_unix - time.time(), run_id=paths.run_id)
             job_s = job.stop_after_s(grace_s=grace_s)
@@ -129,7 +129,7 @@ class Supervisor:
         self._wall_before_s = before.wall_s if before else 0.0
 
     def run(self) -> ExitCode:
-        """Start the ranks, wait until the last process is gone, and record how the run ended."""
+        """Start the ranks, wait until all processes are gone, and record how the run ended."""
         with hold_port(self._plan.master_port):
             self._stopping.discard_old_request()
             self._require_room()
@@ -148,7 +148,7 @@ class Supervisor:
             verdict = limit_verdict(verdict, limit, spent_s=self._spent_s())
         self._write_state(self._state.status)
         self._note_event(_ENDS[verdict.status], verdict.error or "")
-        # The end is recorded first: a scheduler or a shutdown may not wait for the store.
+        # Record the end before the last uploads: a scheduler or a shutdown may not wait for them.
         self._record_end(verdict)
         self._uploading.drain(
             pause=lambda seconds: self._pause_for_store(seconds, verdict), most_s=self._job_left_s()
@@ -189,7 +189,7 @@ class Supervisor:
         return self._spent_before_s + time.monotonic() - self._began_s
 
     def _left_s(self, *, grace_s: float) -> float | None:
-        """Return the time until the run must stop. Raises BudgetError if it is used up."""
+        """Return the time until the run must stop. Raises BudgetError if no time is left."""
         if self._limit is None:
             return None
         left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_s()
@@ -198,7 +198,7 @@ class Supervisor:
         return left_s
 
     def _wait_for_predecessor(self) -> Verdict | None:
-        """Wait until ranks of a killed supervisor have ended; return a verdict if they do not."""
+        """Wait until the ranks of a killed supervisor have ended; return a verdict on a failure."""
         if processes_of(self._paths.root):
             note = "an earlier supervisor of this run was killed; waiting until its ranks save"
             self._state = replace(self._state, note=note)
@@ -215,7 +215,7 @@ class Supervisor:
         return None
 
     def _restored(self) -> Verdict | None:
-        """Fetch what only the run's store has, then begin to upload; return a verdict on a stop."""
+        """Restore the run from its store, then start the uploader; return a verdict on a stop."""
         before = self._uploading.restore(pause=self._pause, note=self._note)
         if self._stopping.kind != "none":
             return self._stopped("stopped before it was started")
@@ -225,7 +225,7 @@ class Supervisor:
         return None
 
     def _take_over(self, before: RunState) -> None:
-        """Continue from the store's state, for a disk without one: attempts, time, cost, limits."""
+        """Continue attempts, time, cost and limits from the state that the store has."""
         self._spent_before_s = self._wall_before_s = before.spent_s
         self._state = replace(
             self._state,
@@ -282,12 +282,12 @@ class Supervisor:
             self._write_state("starting")
 
     def _wait_for_restart(self, verdict: Verdict, *, pause_s: float) -> Verdict | None:
-        """Wait until another attempt can start; return a verdict if it cannot."""
+        """Wait until the next attempt can start; return a verdict if it cannot start."""
         note_before = self._state.note
         self._note_event("failure", verdict.error or "")
         self._state = replace(self._state, note=waiting_note(verdict))
         self._write_state("starting")
-        # Ranks that wait for a folder's server may be unkillable until it is back.
+        # A rank that waits for a file server may be unkillable until the server answers again.
         away = self._wait_for_folders() if verdict.exit_code is ExitCode.HANG else None
         away = away or self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
         if not away and self._pause(pause_s):
@@ -303,7 +303,7 @@ class Supervisor:
         return f"processes {sorted(left)} could not be ended" if left else None
 
     def _wait_for_folders(self) -> str | None:
-        """Wait until all shared folders answer; return why the run cannot be restarted."""
+        """Wait until all shared folders answer; return an error message if one does not."""
         ends = time.monotonic() + _FOLDERS_RETURN_S
         while message := self._silent_folders():
             if time.monotonic() > ends or not self._pause(_PAUSE_TICK_S):
@@ -314,7 +314,7 @@ class Supervisor:
         return folders_of(self._config, work_dir=self._plan.work_dir)
 
     def _silent_folders(self) -> str:
-        """Return a message about shared folders that do not answer; empty if all do."""
+        """Return a message about shared folders that do not answer; empty if all answer."""
         of_nodes = {stream.node.name: stream.troubles() for stream in self._streams}
         of_nodes[self._node] = self._folders.troubles()
         return ", ".join(describe(node, found) for node, found in of_nodes.items() if found)
@@ -376,7 +376,7 @@ class Supervisor:
         self._write_state_regularly()
 
     def _check_store(self) -> None:
-        """Restart the uploader, and note once that the store fails or works again."""
+        """Restart the uploader if it has ended; note once that the store fails or works again."""
         if time.monotonic() - self._written_s <= _STATE_EVERY_S:
             return
         self._uploading.begin()
@@ -385,7 +385,7 @@ class Supervisor:
             self._state = replace(self._state, note=news)
 
     def _check_folders(self) -> None:
-        """Note once that a shared folder does not answer, and once that all do again."""
+        """Note once that a shared folder does not answer, and once that it answers again."""
         message = self._silent_folders()
         before, self._folder_message = self._folder_message, message
         if message and not before:
@@ -454,11 +454,12 @@ def _with_reason(verdict: Verdict, reason: str | None) -> Verdict:
 
 
 def hold_port(port: int) -> socket.socket:
-    """Return a socket that keeps other programs off `port`, while rank 0 can still listen on it.
+    """Reserve `port` with a socket, so that only rank 0 can still listen on it.
 
-    Both set SO_REUSEADDR, and this socket never listens: Linux then allows a second bind, but
-    neither assigns the port to outgoing connections nor to a program that binds without the option.
-    Other systems: the port is checked and released. Raises PreflightError if it is in use.
+    The returned socket and the socket of rank 0 set SO_REUSEADDR, and this socket never listens. In
+    this case, Linux allows the second bind, but gives the port neither to outgoing connections nor
+    to a program that binds without the option. On other systems, the port is only checked and
+    released. Raises PreflightError if the port is in use.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""The process that uploads a run's results to its store, and the restore before an attempt.
+"""Controls the process that uploads a run's results, and restores a run from its store.
 
-Google's client runs in separate processes, so the supervisor survives one that hangs or uses too
-much memory.
+Google's client runs in separate processes, so the supervisor survives a client that hangs or uses
+too much memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from payload.run_record.store_state import StoreState
 _DRAIN = "drain\n"
 _POLL_S = 0.2
 _LAST_RECORDS_S = 15.0
-"""The part of the final wait that is reserved for summary.json and state.json."""
+"""Time at the end of the final wait that is reserved for uploading summary.json and state.json."""
 _RESTART_S = 30.0
 
 
 class Uploader:
-    """The uploader of one run: starts it, restarts it, and waits for it with a limit."""
+    """Starts and restarts the uploader process of one run, and waits for it up to a limit."""
 
     def __init__(
         self, paths: RunPaths, *, plan: LaunchPlan, config: RunConfig, env: Mapping[str, str]
     ) -> None:
-        """Start nothing yet; a run without a store never starts an uploader."""
+        """Start no process yet; a run without a store never starts an uploader."""
         self._paths = paths
         self._log = paths.logs / "storage.log"
         self._plan = plan
@@ -50,11 +50,11 @@ class Uploader:
     def restore(
         self, *, pause: Callable[[float], bool], note: Callable[[str], None]
     ) -> RunState | None:
-        """Fetch what only the store has; return the earlier state of the run.
+        """Fetch files that are only in the store; return the stored state of the run.
 
         `pause` sleeps and returns False to stop waiting; `note` gets one-line progress messages.
-        Raises PreflightError if the store cannot be read: the run might start from scratch, or from
-        an older checkpoint.
+        Raises PreflightError if the store cannot be read, because the run might otherwise start
+        from scratch or from an older checkpoint.
         """
         if not self._has_store or not self._plan.resumes:
             return None
@@ -131,7 +131,7 @@ class Uploader:
     def drain(self, *, pause: Callable[[float], bool], most_s: float | None = None) -> None:
         """Wait until the store has all checkpoints, metrics and logs, up to a limit.
 
-        `pause` sleeps, and returns False if an immediate end is requested. `most_s` shortens the
+        `pause` sleeps and returns False if an immediate end is requested. `most_s` can shorten the
         configured wait.
         """
         if self._process is None or self._process.stdin is None:
@@ -141,7 +141,7 @@ class Uploader:
         with suppress(OSError):
             self._process.stdin.write(_DRAIN)
             self._process.stdin.flush()
-        # The last records need some of the time; a short time is split evenly.
+        # Reserve time for the last records, but at most half of the wait.
         until_s = self._ends_s - min(_LAST_RECORDS_S, wait_s / 2)
         while time.monotonic() < until_s and self._process.poll() is None:
             state = self.state()
@@ -151,7 +151,7 @@ class Uploader:
                 return
 
     def end(self, *, at_once: bool) -> None:
-        """Upload the last records, then end the uploader; `at_once` kills it."""
+        """Upload the last records, then end the uploader; with `at_once`, kill it immediately."""
         process = self._process
         if process is None:
             return
@@ -165,7 +165,7 @@ class Uploader:
         _kill(process)
 
     def _start(self, verb: str, *more: str, stderr: int | BinaryIO) -> subprocess.Popen[str]:
-        # The supervisor's environment need not name the store; the operator's command did.
+        # With --started-here, the store needs no approval here: the operator's command approved it.
         arguments = ["--run-dir", str(self._paths.root), "--started-here", *more]
         return subprocess.Popen(
             module_command("payload.storage", verb, *arguments),

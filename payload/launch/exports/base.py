@@ -1,4 +1,4 @@
-"""The interface of an engine: a run's requirements, and the text of the engine's job file."""
+"""The interface of an engine, which turns the requirements of a run into a job file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from payload.core.errors import UsageError
 from payload.core.package_members import file_name
 
 MOUNT = "/mnt/tileforge"
-"""Mount point of the storage: the folder with data/ and runs/."""
+"""Mount point of the storage, which contains data/ and runs/."""
 MASTER_PORT = 29500
-"""The port at which ranks on dedicated nodes meet; the default of torch and Kubeflow."""
+"""The rendezvous port of ranks on dedicated nodes; it is the default of torch and Kubeflow."""
 VCPUS_PER_CORE = 2
 """Clouds and Kubernetes count hardware threads; a plan counts cores."""
 
@@ -26,17 +26,17 @@ _IMAGE = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """A run in the form that every engine needs."""
+    """The description of a run from which every engine renders a job file."""
 
     run_id: str
-    """Also the name of the run's folder, so that a restarted job resumes."""
+    """Id of the run and name of its folder, so that a restarted job resumes the run."""
     config: str
     """The text of run.toml."""
     nodes: int
     ranks_per_node: int
     threads_per_rank: int
     memory_bytes_per_node: int
-    """Estimate."""
+    """Estimated memory that the ranks of a node need."""
     environment: Mapping[str, str]
     """Environment of every rank."""
     max_restarts: int
@@ -52,8 +52,7 @@ class ExportJob:
             plain = f"run-{plain}".rstrip("-")
         if plain == self.run_id and len(plain) <= _NAME_LENGTH:
             return plain
-        # Ids that differ only in characters that were replaced or cut off still get different
-        # names.
+        # The hash keeps names different if ids differ only in replaced or truncated characters.
         mark = hashlib.sha256(self.run_id.encode()).hexdigest()[:4]
         return f"{plain[: _NAME_LENGTH - 5].rstrip('-')}-{mark}"
 
@@ -64,12 +63,12 @@ class ExportJob:
 
     @property
     def cores_per_node(self) -> int:
-        """Return the number of physical cores that a node's ranks use."""
+        """Return the number of physical cores that the ranks of a node use."""
         return self.ranks_per_node * self.threads_per_rank
 
     @property
     def memory_gib_per_node(self) -> int:
-        """Return the memory to request: the estimate and a quarter more, for the page cache."""
+        """Return the memory to request: the estimate plus a quarter for the page cache."""
         return max(2, -(-self.memory_bytes_per_node * 5 // (4 * 2**30)))
 
     @property
@@ -78,13 +77,13 @@ class ExportJob:
         return f"runs/{self.run_id}"
 
     def config_lines(self, target: str) -> str:
-        """Return shell text that writes run.toml to `target`, which is put in double quotes."""
+        """Return shell text that writes run.toml to `target`; the text double-quotes `target`."""
         assert _CONFIG_END not in self.config.splitlines(), "no line of TOML is a bare word"
         return f"cat >\"{target}\" <<'{_CONFIG_END}'\n{self.config.rstrip()}\n{_CONFIG_END}\n"
 
 
 class Engine(ABC):
-    """A system that carries out a run from one job file."""
+    """A system that executes a run from one job file."""
 
     start: ClassVar[str]
     """The command that starts the run from FILE."""
@@ -100,11 +99,11 @@ class Engine(ABC):
 
     @property
     def name(self) -> str:
-        """Return the name of its file."""
+        """Return the name of the engine's source file."""
         return file_name(self)
 
     def require(self, job: ExportJob) -> None:
-        """Raise UsageError for a job that this engine cannot carry out."""
+        """Raise UsageError for a job that this engine cannot execute."""
         if self.needs_image and job.image is None:
             raise UsageError(
                 f"--export {self.name} needs an image that contains the payload. Build one "
@@ -138,8 +137,8 @@ class Engine(ABC):
 def torchrun_script(job: ExportJob, *, folder: str, node_rank: str, head: str) -> str:
     """Return the script that starts the ranks with torchrun on each node.
 
-    `folder`, `node_rank` and `head` are shell expressions for the storage's path, the node's index
-    and the address of the first node.
+    `folder`, `node_rank` and `head` are shell expressions for the path of the storage, the index of
+    the node and the address of the first node.
     """
     return (
         f"set -euo pipefail\ncd {folder}\n"
@@ -154,7 +153,7 @@ def torchrun_script(job: ExportJob, *, folder: str, node_rank: str, head: str) -
 
 
 def source_lines(checkout: str, *, venv: str) -> str:
-    """Return shell text that sets a node up from a checkout, for an engine without an image.
+    """Return shell text that installs the payload on a node from a checkout, without an image.
 
     Both arguments are shell expressions. The script is idempotent.
     """
@@ -162,5 +161,5 @@ def source_lines(checkout: str, *, venv: str) -> str:
 
 
 def source_environment_lines(checkout: str, *, venv: str) -> str:
-    """Return shell text that selects the environment's `python3` and finds the payload."""
+    """Return shell text that puts `python3` of the environment and the payload on their paths."""
     return f"export PATH={venv}/bin:$PATH PYTHONPATH={checkout}\n"

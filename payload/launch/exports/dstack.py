@@ -1,4 +1,4 @@
-"""dstack: a task on cloud or own machines, with torchrun on every node."""
+"""Export to dstack: a task on cloud or on-premises machines, with torchrun on every node."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from payload.launch.exports.base import (
 from payload.launch.exports.yaml_text import Value, render
 
 _CHECKOUT, _VENV = "/opt/tileforge", "/opt/tileforge-venv"
-# How long dstack looks for new machines after an interruption.
+# Time for which dstack tries to get new machines after an interruption.
 _RETRY = "1d"
 
 
 class Dstack(Engine):
-    """`dstack apply -f FILE`, from a checkout unless an image has the payload."""
+    """The engine dstack; the payload comes from a checkout if no image is given."""
 
     start = "dstack apply -f FILE"
     storage = "a volume's name, or a folder (/PATH) that the machines have in common"
@@ -31,7 +31,7 @@ class Dstack(Engine):
     needs_storage = True
 
     def render(self, job: ExportJob) -> str:
-        """Return the task."""
+        """Return the text of the task file."""
         task: dict[str, Value] = {"type": "task", "name": job.name, "nodes": job.nodes}
         if job.image is None:
             task |= {"python": "3.11", "repos": [f".:{_CHECKOUT}"]}
@@ -58,16 +58,17 @@ class Dstack(Engine):
 
 
 def _storage(job: ExportJob) -> str:
-    """Return the volume. A network volume belongs to one machine, so each node gets its own.
+    """Return the volume name; each node gets a separate network volume.
 
-    The run's files are on the first node's volume. Every volume needs the data.
+    A network volume can be mounted on only one machine. The run's files are on the volume of the
+    first node. Every volume needs the data.
     """
     name = str(job.storage)
     return name if name.startswith("/") or job.nodes == 1 else f"{name}-${{{{ dstack.node_rank }}}}"
 
 
 def node_script(job: ExportJob) -> str:
-    """Return the script of each node."""
+    """Return the shell script that every node executes."""
     script = torchrun_script(
         job, folder=MOUNT, node_rank='"$DSTACK_NODE_RANK"', head='"$DSTACK_MASTER_NODE_IP"'
     )

@@ -1,10 +1,10 @@
-"""Kubeflow's MPI Operator: Intel MPI starts the ranks on workers that run sshd.
+"""Export to Kubeflow's MPI Operator: Intel MPI starts the ranks on workers that run sshd.
 
 The operator (its pkg/controller/mpi_job_controller.go, v0.8.2) gives the launcher's pod the hosts
-file /etc/mpi/hostfile, with HOST:SLOTS on each line. Every pod gets one key pair of the job, from
-the secret NAME-ssh, in files that all users can read, but no host keys. So the workers' sshd
-presents that key as its host key, and the launcher accepts no other key. Only a pod with the secret
-is a node of the job.
+file /etc/mpi/hostfile, with HOST:SLOTS on each line. Every pod gets the key pair of the job from
+the secret NAME-ssh, in files that all users can read, but no host keys. Therefore sshd on the
+workers uses that key as its host key, and the launcher accepts no other key. Only a pod that has
+the secret is a node of the job.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESOLVE_S = 120
 
 
 class MpiJob(Engine):
-    """`kubectl apply -f FILE`; the operator's version 2 (v2beta1)."""
+    """The engine MPI Operator, version 2 (API v2beta1)."""
 
     start = "kubectl apply -f FILE"
     needs_image = True
@@ -35,7 +35,7 @@ class MpiJob(Engine):
     storage_characters = kubernetes.STORAGE_CHARACTERS
 
     def render(self, job: ExportJob) -> str:
-        """Return the MPIJob."""
+        """Return the text of the MPIJob."""
         run_policy: dict[str, Value] = {
             "cleanPodPolicy": "Running",
             "backoffLimit": job.max_restarts,
@@ -99,7 +99,7 @@ def _worker(job: ExportJob) -> dict[str, Value]:
 
 
 def launcher_script(job: ExportJob) -> str:
-    """Return the script of the launcher's pod."""
+    """Return the shell script of the launcher's pod."""
     ssh = (
         "-o ConnectionAttempts=10 -o BatchMode=yes -o StrictHostKeyChecking=yes "
         f"-o UserKnownHostsFile={_KNOWN_HOSTS} -i {_KEY}"

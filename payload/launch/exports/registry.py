@@ -1,4 +1,4 @@
-"""The registry of export engines, and a run in the form that they need."""
+"""The registry of export engines, and the description of a run that they need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def export_job(
     image: str | None,
     storage: str | None,
 ) -> ExportJob:
-    """Return the run on `nodes` machines like the first of `machines`; with None, on all of them.
+    """Return the job for `nodes` machines like the first of `machines`.
+
+    If `nodes` is omitted, the job uses all of `machines`.
 
     Raises ConfigError if ranks cannot be placed or would share the batch unevenly.
     """

@@ -1,4 +1,4 @@
-"""Slurm: a batch script that starts the ranks with srun, on nodes that share the folder."""
+"""Export to Slurm: a batch script that starts ranks with srun on nodes that share a folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import shlex
 from payload.launch.exports.base import Engine, ExportJob, source_environment_lines, source_lines
 from payload.machines.inventory import RANK_PORTS
 
-# Seconds before the job's end at which ranks get a signal to save; a checkpoint of GPT-2 takes 5.
+# Slurm signals the ranks to save this many seconds before the job ends. GPT-2 needs 5 s to save.
 _NOTICE_S = 120
 
 
 class Sbatch(Engine):
-    """`sbatch FILE`, from a checkout on a file system that all nodes share."""
+    """The engine Slurm; the payload is a checkout on a file system that all nodes share."""
 
     start = "sbatch FILE"
     takes_image = False
@@ -23,7 +23,7 @@ class Sbatch(Engine):
     storage_characters = "letters, digits and . / - _"
 
     def render(self, job: ExportJob) -> str:
-        """Return the batch script."""
+        """Return the text of the batch script."""
         venv, checkout = '"$checkout"/.venv', '"$checkout"'
         port = f"{RANK_PORTS.start} + SLURM_JOB_ID % {len(RANK_PORTS)}"
         folder = "$SLURM_SUBMIT_DIR" if job.storage is None else job.storage
@@ -37,7 +37,7 @@ class Sbatch(Engine):
             "checkout=$SLURM_SUBMIT_DIR\n"
             f'cd "{folder}"\n'
             f'run_dir="$PWD/{job.run_dir}"\n'
-            # Before the set-up, which runs Python in a folder that other users can write.
+            # Exported before the set-up, which runs Python in a folder that others can write.
             f"{exports}[ -x {venv}/bin/python ] || {source_lines(checkout, venv=venv)}"
             f"{source_environment_lines(checkout, venv=venv)}"
             'mkdir -p "$run_dir"\n'
@@ -70,9 +70,9 @@ def _options(job: ExportJob) -> list[str]:
 
 
 def _requeue(job: ExportJob) -> str:
-    """Return shell text that queues the job again after its time limit stopped it.
+    """Return shell text that requeues the job after its time limit has stopped it.
 
-    If the run itself has a time limit, the text is empty: then `sbatch FILE` by hand resumes.
+    If the run itself has a time limit, the text is empty, and the user resumes with `sbatch FILE`.
     """
     if job.max_hours is not None:
         return ""

@@ -1,4 +1,4 @@
-"""SkyPilot: a task on machines of any cloud, with torchrun on every node."""
+"""Export to SkyPilot: a task on machines of any cloud, with torchrun on every node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHECKOUT, _VENV = '"$HOME"/sky_workdir', '"$HOME"/tileforge-venv'
 
 
 class SkyPilot(Engine):
-    """`sky jobs launch FILE`, from a checkout unless an image has the payload."""
+    """The engine SkyPilot; the payload comes from a checkout if no image is given."""
 
     start = "sky jobs launch FILE"
     storage = "a bucket (gs://NAME, s3://NAME) or a SkyPilot volume's name"
@@ -31,7 +31,7 @@ class SkyPilot(Engine):
     needs_storage = True
 
     def render(self, job: ExportJob) -> str:
-        """Return the task."""
+        """Return the text of the task file."""
         resources: dict[str, Value] = {
             "cpus": f"{job.cores_per_node * VCPUS_PER_CORE}+",
             "memory": f"{job.memory_gib_per_node}+",
@@ -58,7 +58,7 @@ def _storage(name: str) -> dict[str, Value]:
 
 
 def node_script(job: ExportJob) -> str:
-    """Return the script of each node."""
+    """Return the shell script that every node executes."""
     script = torchrun_script(
         job,
         folder=MOUNT,

@@ -1,4 +1,4 @@
-"""Kubeflow Trainer: a TrainJob and the runtime that it refers to, with torchrun on every node."""
+"""Export to Kubeflow Trainer: a TrainJob and its runtime, with torchrun on every node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRAINER_LABEL: dict[str, Value] = {"trainer.kubeflow.org/trainjob-ancestor-step
 
 
 class TrainJob(Engine):
-    """`kubectl apply -f FILE`; the operator's version 2 (v1alpha1)."""
+    """The engine Kubeflow Trainer, version 2 (API v1alpha1)."""
 
     start = "kubectl apply -f FILE"
     needs_image = True
@@ -22,7 +22,7 @@ class TrainJob(Engine):
     storage_characters = kubernetes.STORAGE_CHARACTERS
 
     def render(self, job: ExportJob) -> str:
-        """Return both documents; only a runtime has volumes and restarts."""
+        """Return the TrainJob and its runtime; only a runtime can declare volumes and restarts."""
         runtime: dict[str, Value] = {
             "apiVersion": _API,
             "kind": "TrainingRuntime",
@@ -60,7 +60,10 @@ class TrainJob(Engine):
 
 
 def _replicated_job(job: ExportJob) -> Value:
-    """Return the nodes. If one pod fails, all end: ranks cannot continue without it."""
+    """Return the job of all nodes; if one pod fails, all pods end.
+
+    Ranks cannot continue without each other.
+    """
     container: dict[str, Value] = {
         "name": _NODE,
         "image": str(job.image),
@@ -82,7 +85,7 @@ def _replicated_job(job: ExportJob) -> Value:
 
 
 def node_script(job: ExportJob) -> str:
-    """Return the script of each node's container."""
+    """Return the shell script of the container on each node."""
     return torchrun_script(
         job, folder=MOUNT, node_rank='"$PET_NODE_RANK"', head='"$PET_MASTER_ADDR"'
     )

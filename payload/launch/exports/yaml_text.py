@@ -1,4 +1,4 @@
-"""YAML for files that people read: mappings, lists, scalars, and scripts as block text."""
+"""Renders readable YAML: mappings, lists, scalars, and scripts as block text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeAlias
 Value: TypeAlias = "str | int | bool | Mapping[str, Value] | Sequence[Value]"
 
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
-# YAML 1.1 parses these as booleans or null, and so do many current parsers.
+# YAML 1.1 and many current parsers read these words as booleans or null.
 _NOT_TEXT = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
-# Text with other characters than printable ASCII, or with ambiguous indentation, is quoted.
+# Text that is not printable ASCII, or has ambiguous indentation, is quoted instead.
 _BLOCK = re.compile(r"[!-~](?:[ -~\n]*[!-~])?\n", re.ASCII)
 
 
 def render(value: Mapping[str, Value]) -> str:
-    """Return one document, its keys in the order of `value`."""
+    """Return the text of one YAML document, with the keys in the order of `value`."""
     return "".join(f"{line}\n" if line else "\n" for line in _lines(value))
 
 
@@ -40,7 +40,7 @@ def _in_list(value: Value) -> Iterator[str]:
 
 
 def _item(before: str, value: Value) -> Iterator[str]:
-    """Yield `before` with the value beside it, or below it and indented."""
+    """Yield the lines of `before` and a value, on the same line or indented below it."""
     if isinstance(value, str) and "\n" in value and _BLOCK.fullmatch(value):
         yield f"{before} |"
         inner: Iterator[str] = iter(value.splitlines())
@@ -54,7 +54,7 @@ def _item(before: str, value: Value) -> Iterator[str]:
 
 
 def _scalar(value: Value) -> str:
-    """Return a scalar or an empty collection. JSON's syntax is valid YAML."""
+    """Return the text of a scalar or an empty collection; JSON syntax is valid YAML."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and not _NOT_TEXT.fullmatch(value):
         return value
     return json.dumps(value)

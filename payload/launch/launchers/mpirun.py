@@ -1,4 +1,4 @@
-"""Intel MPI's mpirun, which starts ranks over SSH; gloo carries the tensors."""
+"""The launcher mpirun of Intel MPI, which starts ranks over SSH; ranks communicate by gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from payload.launch.launcher import (
 from payload.machines.inventory import Node
 from payload.machines.rank_variables import INTEL_MPI
 
-# mpirun prints it after all ranks have ended.
+# mpirun prints these lines after all ranks have ended.
 _KILLED = re.compile(
     r"RANK (?P<rank>\d+) PID \d+ RUNNING AT (?P<address>\S+)\s*\n"
     r"=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
@@ -36,31 +36,30 @@ _INTERFACE = re.compile(r"unable to find interface (\S+)")
 
 
 class Mpirun(Launcher):
-    """Intel MPI on x86-64 Linux."""
+    """Starts ranks with Intel MPI, on x86-64 Linux only."""
 
     variables = INTEL_MPI
     program = "mpirun"
     install = "pip install impi-rt==2021.18.1"
     version = "Intel(R) MPI"
     preference = 0
-    # Guesses that every failed mpirun prints, and torch's warning about unresolved addresses.
+    # The guesses that every failed mpirun prints, and torch's warning about unresolved addresses.
     noise = re.compile(
         r"^\[mpiexec@[^\]]*\] (?:Possible reasons|\d\. |   )"
         r"|hostname of the client socket cannot be"
     )
 
     def unfit(self, system: str, machine: str) -> str | None:
-        """Return why Intel MPI cannot run here, or None."""
+        """Return why Intel MPI cannot run on this system and machine type, or None."""
         if machine in ("x86_64", "AMD64") and system == "linux":
             return None
         return f"Intel MPI runs on x86-64 Linux only; this is {system} on {machine}"
 
     def argv(self, job: Job) -> tuple[str, ...]:
-        """Return Intel MPI's command line, in the spelling of Intel's own guides.
+        """Return the command line of mpirun, with the option names of Intel's guides.
 
-        Without `-noconf`, mpirun reads options from `mpiexec.conf` in the current folder, one of
-        which
-        names a program to start.
+        Without `-noconf`, mpirun reads options from `mpiexec.conf` in the current folder, which
+        could start any program.
         """
         variables = [text for item in sorted(job.environment.items()) for text in ("-genv", *item)]
         return (
@@ -74,12 +73,12 @@ class Mpirun(Launcher):
     def settings(self, reach: Reach) -> dict[str, str]:
         """Return the variables that configure hydra, mpirun's process manager.
 
-        On one node hydra forks: no ssh to the same machine, and no scheduler that mpirun claims to
-        detect. On several nodes it uses ssh with the run's key; the path of ssh's config may have
-        no space, since hydra splits the arguments at spaces. With the interface set, hydra need not
-        resolve the head's own name, which fails on many machines ("getaddrinfo ... Temporary
-        failure in name resolution"). Pinning is off, since each rank sets its own affinity from the
-        rank file. I_MPI_FABRICS does not matter, since the ranks exchange nothing through MPI.
+        On one node, hydra forks, so that it uses neither ssh nor a scheduler that it detects by
+        mistake. On several nodes, hydra uses ssh with the run's key. It splits the arguments of ssh
+        at spaces, so the path of ssh's config must not contain a space. With the interface set,
+        hydra need not resolve the hostname of the head, which fails on many machines ("getaddrinfo
+        ... Temporary failure in name resolution"). Pinning is off because each rank sets its CPU
+        affinity from the rank file. I_MPI_FABRICS does not matter: the ranks send nothing by MPI.
         """
         settings = {"I_MPI_HYDRA_BOOTSTRAP": "ssh" if reach.ssh else "fork"}
         if reach.ssh:
@@ -87,7 +86,7 @@ class Mpirun(Launcher):
         return settings | {"I_MPI_HYDRA_IFACE": reach.interface, "I_MPI_PIN": "off"}
 
     def report(self, text: str) -> Report:
-        """Parse hydra's output for killed ranks, lost nodes and unresolved names."""
+        """Find killed ranks, lost nodes and unresolved names in the output of hydra."""
         killed, lost = _KILLED.search(text), _DOWNSTREAM.search(text)
         return Report(
             killed=KilledRank(
@@ -105,7 +104,7 @@ class Mpirun(Launcher):
     def trial_failures(
         self, text: str, *, nodes: Sequence[Node], hostnames: Mapping[str, str]
     ) -> Iterator[TrialFailure]:
-        """Yield the errors of hydra and of its helpers, whose lines begin with their hostnames."""
+        """Yield the errors of hydra and its helpers; their lines begin with a hostname."""
         by_address, head = {node.address: node for node in nodes}, nodes[0]
         unresolved = dict.fromkeys(
             hostnames.get(who, who)
@@ -138,7 +137,7 @@ class Mpirun(Launcher):
 
 
 def _unable(node: str, status: int, text: str, *, library: re.Match[str] | None) -> TrialFailure:
-    """Return the failure of a helper on a worker; `status` is the value from wait()."""
+    """Return the failure of a helper on a worker; `status` is the wait status."""
     code, fix = status >> 8, BOOTSTRAP_AGAIN
     if library:
         cause = f"mpirun's helper lacks the library {library[1]} on it"

@@ -1,4 +1,4 @@
-"""Slurm's srun, which starts the ranks on a job's nodes without SSH; gloo carries the tensors."""
+"""The launcher srun, which starts ranks on a job's nodes without SSH; ranks communicate by gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP = (
     *("--export=ALL", "--kill-on-bad-exit=0", "--wait=0"),
 )
 """Options of every job step. A step shares all resources of the job with the other steps. A rank
-binds itself to its cores, and the supervisor decides how to handle a rank's end."""
+binds itself to its cores, and the supervisor decides what happens after a rank ends."""
 
 NODE_COMMAND = ("srun", *STEP, "--nodes=1", "--ntasks=1", "--nodelist={node}", "--quiet")
 """Prefix that runs a command on another node of the job."""
@@ -27,9 +27,9 @@ _REFUSED = re.compile(r"^srun: error: (Unable to create step for job \d+: .*|Una
 
 
 def each_node_command(srun: str, nodes: int) -> tuple[str, ...]:
-    """Return the prefix that runs a command as one task on each of the job's nodes.
+    """Return the command prefix that runs a command as one task on each node of the job.
 
-    Tasks are numbered in the order in which Slurm names the job's nodes.
+    Tasks are numbered in the order in which Slurm lists the nodes of the job.
     """
     return (
         *(srun, f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
@@ -38,7 +38,7 @@ def each_node_command(srun: str, nodes: int) -> tuple[str, ...]:
 
 
 class Srun(Launcher):
-    """srun within the allocation of a job."""
+    """Starts ranks with srun within the allocation of a job."""
 
     variables = SLURM
     program = "srun"
@@ -46,7 +46,7 @@ class Srun(Launcher):
     version = "slurm"
     needs_ssh = False
     scheduler = "slurm"
-    # No limits of sbatch, such as memory or tasks: each of our steps requests its own.
+    # Limits of the job, such as memory or tasks, are removed: each step requests its resources.
     keeps = (
         *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_JWT"),
         *("SLURM_WORKING_CLUSTER", "SLURM_TOPOLOGY"),
@@ -56,10 +56,10 @@ class Srun(Launcher):
     )
 
     def argv(self, job: Job) -> tuple[str, ...]:
-        """Return srun's command line; the ranks inherit its environment.
+        """Return the command line of srun; the ranks inherit the environment of srun.
 
-        Ranks fill one node after the other, in the order in which Slurm names the job's nodes, as
-        the rank file does.
+        Like the rank file, srun fills one node after the other, in the order in which Slurm lists
+        the nodes of the job.
         """
         return (
             *(job.executable, f"--nodes={job.nodes}", f"--ntasks={job.world_size}"),
@@ -69,7 +69,7 @@ class Srun(Launcher):
         )
 
     def report(self, text: str) -> Report:
-        """Parse srun's output for killed tasks, lost nodes and steps that Slurm refused."""
+        """Find killed tasks, lost nodes and rejected steps in the output of srun."""
         lost, why, refused = _LOST.search(text), _CANCELLED.search(text), _REFUSED.search(text)
         killed = next(filter(None, map(_killed, _KILLED.finditer(text))), None)
         gone = LostNode(address=lost["node"], how="failed, according to Slurm") if lost else None
@@ -83,7 +83,7 @@ class Srun(Launcher):
 
 
 def _killed(found: re.Match[str]) -> KilledRank | None:
-    """Return the killed rank of a line whose text names a signal, such as `Killed`."""
+    """Return the rank in a line of srun if the line names a signal, such as `Killed`."""
     for number in signal.valid_signals():
         if signal.strsignal(number) == found["how"].removesuffix(" (core dumped)"):
             return KilledRank(rank=int(found["rank"]), address=found["node"], signal=int(number))

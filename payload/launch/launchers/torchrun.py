@@ -1,4 +1,4 @@
-"""torch's own launcher, torchrun: one agent on each node; the agents meet on the head."""
+"""The launcher torchrun, which runs one agent per node; the agents rendezvous on the head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from payload.launch.launcher import Job, Launcher, Report
 from payload.launch.launchers import srun
 from payload.machines.rank_variables import TORCHRUN
 
-# Seconds. All agents start at the same time; the supervisor detects one that never connects.
+# Seconds until all agents must have connected. They start at the same time.
 _JOIN_S = 120
 
 
 class Torchrun(Launcher):
-    """`python -m torch.distributed.run`, on every system that torch runs on."""
+    """Starts ranks with `python -m torch.distributed.run`, on every system that torch supports."""
 
     variables = TORCHRUN
     preference = 1
@@ -24,10 +24,11 @@ class Torchrun(Launcher):
     noise = srun.LAUNCHER.noise
 
     def argv(self, job: Job) -> tuple[str, ...]:
-        """Return torchrun's command line; the ranks inherit its environment.
+        """Return the command line of torchrun; the ranks inherit the environment of torchrun.
 
-        Over several nodes, one agent starts on each, over SSH or, in a Slurm job, through srun. The
-        head's agent serves torch's c10d store on the run's port. Agents and ranks meet through it.
+        On several nodes, one agent starts on each node, over SSH or, in a Slurm job, through srun.
+        The agent on the head serves torch's c10d store on the run's port. Agents and ranks
+        rendezvous through this store.
         """
         program = (job.executable, "-m", "torch.distributed.run")
         if job.nodes == 1:
@@ -36,8 +37,7 @@ class Torchrun(Launcher):
                 *("--nnodes", "1", "--nproc-per-node", str(job.world_size)),
                 *("--master-addr", job.rendezvous.address),
                 *("--master-port", str(job.rendezvous.port)),
-                # By default torch creates a new folder for its files in the temporary folder and
-                # leaves it.
+                # By default, torch creates a new temporary folder and never removes it.
                 *("--max-restarts", "0", "--log-dir", str(job.folder / "logs" / "torchrun")),
                 *job.rank_arguments,
             )
@@ -52,19 +52,19 @@ class Torchrun(Launcher):
             *("--max-restarts", "0", "--log-dir", agents.SCRATCH),
         )
         if job.reach.each_node_command:
-            # Slurm may send SIGTERM to every process of a step, and torch would kill the ranks 30 s
-            # later. The agent forwards the signal to rank 0; the ranks can save until Slurm's
-            # KillWait.
+            # Slurm may send SIGTERM to every process of a step. torch would handle it by killing
+            # the ranks after 30 s. Our agent forwards the signal to rank 0 instead, so that the
+            # ranks can save until Slurm's KillWait is over.
             command = (*command, "--signals-to-handle", "SIGQUIT")
-        # Without this, torch opens another store on an arbitrary port.
+        # Without this variable, torch opens a second store on an arbitrary port.
         return agents.agents_argv(job, command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def rank_settings(self, *, nodes: int) -> dict[str, str]:
-        """Return the setting by which ranks of several nodes use the store of the head's agent."""
+        """Return the variable that makes ranks on several nodes use the store on the head."""
         return {"TORCHELASTIC_USE_AGENT_STORE": "True"} if nodes > 1 else {}
 
     def report(self, text: str) -> Report:
-        """Return which node's agent was lost; srun's tasks are agents, not ranks."""
+        """Find the lost agent in the output; killed tasks of srun are agents, not ranks."""
         found = agents.report_of_agents(text)
         return found if found.lost else replace(srun.LAUNCHER.report(text), killed=None)
 

@@ -1,1 +1,1 @@
-"""Faults of nodes, and of a trial on them: pure functions over the nodes' answers."""
+"""Finds faults of nodes and of a trial, with pure functions over the answers of the nodes."""

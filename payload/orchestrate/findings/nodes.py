@@ -1,4 +1,4 @@
-"""Faults of a cluster: turns facts into findings with cause, fix and exit code. Pure."""
+"""Converts facts about nodes into findings with cause, fix and exit code, by pure functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAUSE_S = 0.1
 LOGS = ("/var/log/tileforge-bootstrap.log", "/var/log/cloud-init-output.log")
 
 
-# It becomes part of the settings of mpirun and gloo.
+# The interface name becomes part of the settings of mpirun and gloo.
 _INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
 
 
@@ -45,13 +45,13 @@ class SharedFolder:
     mounted: bool
     """False if /etc/fstab lists it, but it is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
-    """None if it did not answer, or was not tried."""
+    """None if the folder did not answer, or was not tried."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """The probe's answer from one node; None is an unknown value."""
+    """The answer of the probe on one node; None means that a value is unknown."""
 
     time_unix: float = checked(low=0, high=1e11)
     """The node's clock when the probe began."""
@@ -61,7 +61,7 @@ class NodeFacts:
     architecture: str = checked(max_chars=64)
     python: str = checked(max_chars=64)
     bootstrap: Any
-    """bootstrap.json: an object, or text if it is not JSON, or None if it does not exist."""
+    """Content of bootstrap.json: an object; text if it is not JSON; None if it does not exist."""
     bootstrap_log: tuple[str, ...] = checked(max_items=100)
     cpu_flags: tuple[str, ...] | None = checked(max_items=1000)
     physical_cores: int | None = checked(low=1, high=2**16)
@@ -70,7 +70,7 @@ class NodeFacts:
     disk_path: str = checked(max_chars=1024)
     disk_free_bytes: int = checked(low=0)
     interface: str | None = checked(pattern=_INTERFACE, wanted="an interface's name")
-    """Interface towards the head; on the head, towards the first worker."""
+    """Network interface towards the head; on the head, towards the first worker."""
     source_address: str | None = checked(max_chars=64)
     mtu: int | None = checked(low=1, high=2**31)
     resolver_answers: bool = True
@@ -78,15 +78,18 @@ class NodeFacts:
     shared: SharedFolder | None = None
     """None if the node neither has nor should have a shared folder."""
     nvidia: NvidiaFacts | None = None
-    """Its GPUs; None if they were not queried."""
+    """Facts about the GPUs; None if they were not queried."""
     clock_offset_s: float | None = None
-    """The node's clock minus the operator's."""
+    """The node's clock minus the clock of the operator's machine."""
 
 
 def clock_offset_s(
     *, sent_unix: float, received_unix: float, node_unix: float, took_s: float
 ) -> float:
-    """Return the node's clock minus ours, from an answer between sending and receiving."""
+    """Return the node's clock minus the clock of this machine.
+
+    Assumes that the node read its clock halfway between the request and the reply.
+    """
     travel_s = max(0.0, received_unix - sent_unix - took_s)
     return node_unix - (sent_unix + travel_s / 2)
 
@@ -94,9 +97,9 @@ def clock_offset_s(
 def reaches(
     node: Node, others: Collection[Node], *, port: int, trial: str, within_s: float
 ) -> bool:
-    """Return whether this machine reaches mesh.py on a port of `node`, although it is not a node.
+    """Return whether this machine, which is not a node, reaches mesh.py on a port of `node`.
 
-    Only an answer of that program counts; other programs may accept the connection, too.
+    Only an answer of mesh.py counts, because a different program may accept the connection.
     """
     ends = time.monotonic() + within_s
     target = (node.external_address or node.address, port)
@@ -120,15 +123,15 @@ Severity = Literal["error", "warning"]
 
 PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
 TRIED = ("gloo", "speed")
-"""Checks of the trial after its launcher has started the ranks."""
+"""Checks that the trial makes after the launcher has started the ranks."""
 SHARED = "shared"
-"""Check of nodes that have a shared folder, or should have one."""
+"""Check that is made on nodes that have or should have a shared folder."""
 GPU = "gpu"
-"""Check of nodes whose GPUs the ranks use."""
+"""Check that is made on nodes whose GPUs the ranks use."""
 NCCL = "nccl"
-"""Check of the trial if ranks compute on GPUs."""
+"""Check that the trial makes if ranks compute on GPUs."""
 STORE = "store"
-"""Last check of the head, for a run whose results go to a store."""
+"""Last check on the head, for a run whose results go to a store."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000
@@ -136,7 +139,8 @@ _LOG_LINES = 12
 # Firmware and the kernel reserve some memory: a 32 GiB machine reports 31.3.
 _MEMORY_SHARE = 0.9
 _DISK_ERROR_GIB, _DISK_WARNING_GIB = 2, 10
-# Rounding and a slow answer cause far less; certificates and make's file times fail far above.
+# Rounding and slow answers cause much smaller offsets. Certificate checks and make's file times
+# fail only at much larger offsets.
 _CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
 _AMX = "amx_bf16"
 _AVX512_BF16 = "avx512_bf16"
@@ -147,7 +151,7 @@ _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
 
 def checks() -> tuple[str, ...]:
-    """Return every check's name, in the order in which they are made."""
+    """Return the names of all checks, in the order in which they are made."""
     return (*PROBED, GPU, SHARED, *names(), *TRIED, NCCL, STORE)
 
 
@@ -157,7 +161,7 @@ class Finding:
 
     node: str
     check: str
-    """One of `checks()`."""
+    """Name of the check, one of `checks()`."""
     severity: Severity
     cause: str
     fix: str
@@ -166,7 +170,7 @@ class Finding:
     """Lines from the node with details."""
 
     def line(self) -> str:
-        """Return node, cause and fix as one line, even for text from a node."""
+        """Return node, cause and fix as one line, even if they contain text from a node."""
         return _line(f"{self.node}: {self.cause}. {self.fix}")
 
     def log_lines(self) -> list[str]:
@@ -218,7 +222,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def payload_findings(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, version: str, lock_sha: str | None
 ) -> Iterator[Finding]:
-    """Yield nodes with another release or lock than this machine's.
+    """Yield findings for nodes whose release or lock file differs from this machine's.
 
     Without a local lock (`lock_sha`), the nodes are compared with the first node.
     """
@@ -248,7 +252,7 @@ def payload_findings(
 
 
 def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Compare cores, NUMA domains and AMX support with the inventory."""
+    """Yield findings if cores, NUMA domains or AMX support differ from the inventory."""
     for name, planned, found in (
         ("physical core(s)", node.physical_cores, facts.physical_cores),
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
@@ -275,7 +279,7 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Compare memory with the inventory, and check the free disk space."""
+    """Yield findings if memory differs from the inventory, or free disk space is low."""
     if facts.memory_bytes is not None:
         found_gib = facts.memory_bytes / _GIB
         if found_gib < node.memory_gib * _MEMORY_SHARE:
@@ -293,7 +297,7 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def gpu_findings(
     node: Node, facts: NodeFacts, need: GpuNeed | None, *, has_device: bool | None = None
 ) -> Iterator[Finding]:
-    """Yield missing or unfit GPUs, and a driver too old for torch; nothing without a `need`.
+    """Yield findings about missing or unfit GPUs, or a driver too old for torch, if `need` is set.
 
     `has_device` is True if the node has the device file of a GPU; None if that is unknown.
     """
@@ -305,7 +309,7 @@ def gpu_findings(
 
 
 def gpu_notes(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> list[str]:
-    """Return a description of the GPUs, one line for all nodes that have the same."""
+    """Return descriptions of the GPUs, with one line for all nodes that have the same GPUs."""
     alike: dict[str, list[str]] = {}
     for node in nodes:
         found = facts[node.name].nvidia if node.name in facts else None
@@ -331,7 +335,7 @@ _FOLDER_FAULTS["EPERM"] = _FOLDER_FAULTS["EACCES"]
 
 
 def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield a shared folder that is not mounted, silent, slow, stale, or read-only."""
+    """Yield findings about a shared folder that is unmounted, silent, slow, stale or read-only."""
     found = facts.shared
     if found is None:
         return
@@ -356,7 +360,7 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    """Yield nodes whose clock is off; if all agree with each other, the operator's is off."""
+    """Yield findings about wrong clocks; if all nodes agree, the operator's clock is wrong."""
     known = [node for node in nodes if node.name in facts]
     offsets = {
         node.name: offset
@@ -382,7 +386,7 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
 
 
 def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield a hostname that resolves to the loopback, or not at all."""
+    """Yield a finding if the hostname resolves to the loopback address or does not resolve."""
     addresses = facts.hostname_addresses
     fix = "A run works, as mpirun and gloo get their interface; other programs may fail."
     if not addresses:
@@ -398,7 +402,7 @@ def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield an unknown or unexpected route from the node to the other nodes."""
+    """Yield a finding if the route from the node to the other nodes is unknown or unexpected."""
     if facts.interface is None:
         cause = "its interface towards the other nodes is unknown (`ip route get` failed)"
         fix = "Install iproute2 on it and check its route to the head's address."
@@ -430,7 +434,7 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
 def mesh_findings(
     nodes: Sequence[Node], answers: Mapping[str, MeshAnswer], *, mtus: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """Yield pairs of nodes between which a port is closed, or large packets are lost."""
+    """Yield findings about pairs of nodes with a closed port or lost large packets."""
     by_name = {node.name: node for node in nodes}
     deaf = {name for name, answer in answers.items() if answer.bind_error}
     for name in sorted(deaf):
@@ -451,7 +455,7 @@ def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> It
         cause = (
             f"packets over {largest} bytes to {peer.name} get lost; its interface sends {mtu} (MTU)"
         )
-        # If TCP discovers the path's MTU, data arrive nevertheless.
+        # If TCP discovers the path MTU, data arrives nevertheless.
         kind = _error if failed else _warning
         yield kind(node, "ports", cause, f"Set the MTU to {largest} on all nodes.")
     elif failed:
@@ -485,7 +489,7 @@ def is_ready(state: Any) -> bool:
 
 
 def has_failed(state: Any) -> bool:
-    """Return whether it reports a failure, which only a user can fix."""
+    """Return whether a node's bootstrap.json reports a failure, which only a user can fix."""
     return _is_whole(state) and state["ok"] is False
 
 

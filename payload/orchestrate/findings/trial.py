@@ -1,4 +1,4 @@
-"""Findings from a trial of the launcher and gloo, and the measurements stored for `run`."""
+"""Finds faults in the output of a trial, and stores the measurements of the trial for `run`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Rates of an exchange between all ranks."""
+    """Network rates of an all-reduce between all ranks."""
 
     all_reduce_bytes_per_s: float = checked(low=1, high=1e15)
     latency_s: float = checked(low=0, high=1e4)
@@ -60,16 +60,16 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Rank 0's measurements."""
+    """The measurements that rank 0 reports."""
 
     ranks: tuple[RankSpeed, ...] = checked(max_items=MAX_RANKS)
     exchange: Exchange | None
-    """None with one rank."""
+    """Rates of the all-reduce; None with one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """A line of payload/train/fabric.py."""
+    """A line of output from payload/train/fabric.py."""
 
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
     stage: str | None = checked(None, max_chars=32)
@@ -79,20 +79,20 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Answer of node/mesh.py."""
+    """The answer of node/mesh.py to a trial."""
 
     unreached: Mapping[str, str]
-    """Output of ssh, by worker that the head could not reach."""
+    """Output of ssh for each worker that the head could not reach."""
     status: int | None
-    """The launcher's; None if it was not started or did not end in time."""
+    """Exit status of the launcher; None if it was not started or did not end in time."""
     late: bool
     stdout: str = checked(max_chars=_OUTPUT_CHARS)
     stderr: str = checked(max_chars=_OUTPUT_CHARS)
 
     def records(self) -> list[RankRecord]:
-        """Return the ranks' records, in order of arrival; damaged ones are left out.
+        """Return the valid records of the ranks, in order of arrival.
 
-        A launcher mixes the ranks' lines, so a record may follow another without a line break.
+        A launcher mixes the output of ranks, so there may be no line break between two records.
         """
         found = []
         for part in self.stdout.split(MARK)[1:]:
@@ -103,7 +103,7 @@ class Outcome:
         return found
 
     def result(self) -> Result | None:
-        """Return rank 0's measurements, or None."""
+        """Return the measurements of rank 0, or None."""
         return next((record.result for record in self.records() if record.result is not None), None)
 
 
@@ -116,10 +116,10 @@ def failures(
     launcher: Launcher,
     on_gpus: bool = False,
 ) -> list[Finding]:
-    """Return the findings of the first source that has any: ssh, ranks, launcher, silence.
+    """Return findings from the first source that has some: ssh, ranks, launcher, silent nodes.
 
-    `hostnames` maps the nodes' own hostnames, which begin the lines of mpirun's helpers, to their
-    names. With `on_gpus` the ranks exchanged over NCCL.
+    `hostnames` maps hostnames, which begin the output lines of mpirun's helpers, to node names.
+    With `on_gpus`, the ranks communicated over NCCL.
     """
     if outcome.status == 0 and outcome.result() is not None:
         return []
@@ -206,7 +206,7 @@ def _silent(
     launcher: Launcher,
     on_gpus: bool,
 ) -> Iterator[Finding]:
-    """Name the nodes that made the least progress, if no source has a cause."""
+    """Yield findings about the nodes that made the least progress, if no cause is known."""
     records = outcome.records()
     ports = "Check that all TCP ports are open between the nodes, and that its Python starts."
     stages = [
@@ -259,12 +259,12 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpeed:
-    """One node's measurements, over all of its ranks."""
+    """The measurements of one node, summed over its ranks."""
 
     bf16_flops_per_s: float = checked(low=1)
     fp32_flops_per_s: float = checked(low=1)
     received_bytes_per_s: float | None = checked(low=1)
-    """Rate from the previous node, while all send to the next; None for a single node."""
+    """Receive rate from the previous node while each node sends to the next; None for one node."""
 
     def gain(self) -> float:
         """Return the ratio of the bf16 speed to the fp32 speed."""
@@ -277,21 +277,21 @@ class NodeSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One trial's measurements."""
+    """The measurements of one trial."""
 
     world_size: int = checked(low=1)
     nodes: Mapping[str, NodeSpeed]
-    """In the inventory's order."""
+    """Measurements by node, in the order of the inventory."""
     all_reduce_bytes_per_s: float | None = checked(low=1)
-    """Gradient bytes that all ranks sum per second; None with one rank."""
+    """Gradient bytes that an all-reduce sums per second; None with one rank."""
     latency_s: float | None = checked(low=0)
     """Time of an all-reduce of 4 KiB."""
     on_gpus: bool = False
-    """True if GPUs computed, and NCCL exchanged."""
+    """True if the ranks computed on GPUs and communicated over NCCL."""
 
     @classmethod
     def from_result(cls, result: Result, *, on_gpus: bool = False) -> Measured:
-        """Sum up rank 0's result, see payload/train/fabric.py."""
+        """Return the result of rank 0 summed by node; see payload/train/fabric.py."""
         exchange = result.exchange
         names = [rank.node for rank in result.ranks]
         received = exchange.received_bytes_per_s if exchange else None
@@ -303,7 +303,7 @@ class Measured:
             nodes[name] = NodeSpeed(
                 bf16_flops_per_s=sum(rank.bf16 for rank in own_ranks),
                 fp32_flops_per_s=sum(rank.fp32 for rank in own_ranks),
-                # The neighbour of its first rank is on another node.
+                # Only the first rank of a node receives from a different node.
                 received_bytes_per_s=received[first] if received and others else None,
             )
         return cls(
@@ -315,7 +315,7 @@ class Measured:
         )
 
     def link_bytes_per_s(self) -> float | None:
-        """Return the rate at which one rank sends in an all-reduce while it receives as much."""
+        """Return the rate at which a rank sends in an all-reduce while it receives as much."""
         speed = self.all_reduce_bytes_per_s
         return None if speed is None else speed * sends_per_byte(self.world_size)
 
@@ -327,7 +327,7 @@ class Measured:
         return "bf16" if is_bf16 else "fp32"
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float:
-        """Return the rate of all nodes together, in the dtype that a run would choose."""
+        """Return the matmul rate of all nodes together, in the dtype that a run would choose."""
         if self.dtype(choice) == "bf16":
             return sum(speed.bf16_flops_per_s for speed in self.nodes.values())
         return sum(speed.fp32_flops_per_s for speed in self.nodes.values())
@@ -340,7 +340,7 @@ class Record:
     nodes_sha: str
     """Digest of the nodes in the inventory."""
     code: str
-    """Digest of the payload that was tried."""
+    """Digest of the payload with which the trial was made."""
     time_unix: float
     interfaces: Mapping[str, str]
     """Network interface towards the other nodes, by node."""
@@ -353,12 +353,12 @@ class Record:
         write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def is_of(self, nodes: Sequence[Node]) -> bool:
-        """Return whether these are the nodes that were tried."""
+        """Return whether the trial was made on these nodes."""
         return self.nodes_sha == nodes_sha(nodes)
 
 
 def record_path(root: Path, *, cluster: str) -> Path:
-    """Return the path of the newest trial that `cluster` passed, in the project folder `root`."""
+    """Return the path in the project folder `root` for the newest trial that `cluster` passed."""
     return cluster_path(root, cluster, "trial.json")
 
 
@@ -383,7 +383,7 @@ def known_trial(
 
 
 def nodes_sha(nodes: Sequence[Node]) -> str:
-    """Return a digest of these machines; a rebuilt machine has other host keys."""
+    """Return a digest of these machines; a rebuilt machine has new host keys."""
     known = [
         [node.name, node.address, node.host_keys, node.machine_type, node.physical_cores]
         for node in nodes

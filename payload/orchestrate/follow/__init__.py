@@ -1,1 +1,1 @@
-"""An active run: its live output, its stop, and its result."""
+"""Follows an active run: shows live output, stops the run, and prints the result."""

@@ -1,4 +1,4 @@
-"""Following one run until it ends, stopping it, and printing its result."""
+"""Follows one run until it ends, stops it on request, and prints its result."""
 
 from __future__ import annotations
 
@@ -94,19 +94,19 @@ _SHOWN_STRAGGLERS = 5
 
 
 def _log_with_cause(paths: RunPaths, state: RunState) -> Path:
-    """Return the log with the cause; an error of all ranks is in each rank's log."""
+    """Return the path of the log that shows the cause; an error of all ranks is in every log."""
     if state.failed_rank is not None:
         return paths.rank_log(state.failed_rank)
     is_of_all = state.exit_class in (ExitCode.TRAINING.label, ExitCode.CONFIG.label)
     return paths.rank_log(0) if is_of_all else paths.launcher_log
 
 
-# In addition to the supervisor's timeout for the ranks: time to kill them and to record that.
+# Additional time for the supervisor to kill the ranks after its timeout, and to record that.
 _MARGIN_S = 20.0
 
 
 class StopWait:
-    """Timeout for a run after a stop request: its supervisor's timeout, and a margin."""
+    """Timeout for a run after a stop request: the timeout of the supervisor plus a margin."""
 
     def __init__(self, paths: RunPaths, request: StopRequest) -> None:
         """Start the timer at the time of the stop request."""
@@ -122,12 +122,12 @@ class StopWait:
         self._ends_s = self._began_s + grace_s + _MARGIN_S
 
     def is_over(self) -> bool:
-        """Return whether the timeout is over. Call it often, to detect progress."""
+        """Return whether the timeout is over; call it often, so that progress is detected."""
         now = time.monotonic()
         if self._watch.is_progressing():
             self._ends_s = max(self._ends_s, now + _MARGIN_S)
         if now > self._ends_s and self._final_wait_s and _has_ended(self._paths):
-            # Its supervisor only waits for the store.
+            # The supervisor only waits for the store.
             self._ends_s, self._final_wait_s = now + self._final_wait_s, 0.0
         return now > self._ends_s
 
@@ -150,13 +150,13 @@ def _grace_s(paths: RunPaths) -> float:
 _TICK_S = 0.2
 _END_BYTES = 256
 _LINE_BYTES = 2**20
-"""Longer than any line for a person; limits the memory for a file without line breaks."""
+"""Longer than any readable line; limits the memory for a file without line breaks."""
 _SHOWN_STEPS = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Tail:
-    """New complete lines of a file that another process appends to, replaces or truncates.
+    """Reads new complete lines of a file that a process appends to, replaces or truncates.
 
     The file is identified by its inode and by the last bytes that were read: an offset alone is
     ambiguous once a resumed run has truncated the file and written past it. Lines are printable.
@@ -172,7 +172,7 @@ class Tail:
             self._skip()
 
     def lines(self) -> list[str]:
-        """Return the lines since the last call; a replaced file is read from its start."""
+        """Return the lines since the last call; a replaced file is read from the start."""
         with _opened(self._path) as file:
             if file is None:
                 return []
@@ -189,7 +189,7 @@ class Tail:
         return [_text(line) for line in whole]
 
     def rest(self) -> str:
-        """Return a last line without a line break."""
+        """Return the last line if it has no line break."""
         return _text(self._rest)
 
     def _skip(self) -> None:
@@ -251,7 +251,7 @@ _CONFIRM_S = 3.0
 
 
 class Tails:
-    """Rank 0's log and metrics, from the time of creation on."""
+    """Reads the new lines of rank 0's log and of the metrics, from the time of creation on."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.log = Tail(paths.rank_log(0), from_end=True)
@@ -262,8 +262,8 @@ def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | N
     """Follow a run until it has ended, collect its results, and return its exit code.
 
     If the run outlives this command, the first Ctrl-C detaches, and the run continues. A second one
-    soon after stops it with a checkpoint, a third one immediately. Otherwise the first Ctrl-C
-    requests a stop with a checkpoint, the second an immediate stop. `tails` were created before the
+    soon after stops the run with a checkpoint, a third one immediately. For other runs, the first
+    Ctrl-C requests a stop with a checkpoint, the second an immediate stop. `tails` begin before the
     run was started.
     """
     paths = run.paths
@@ -282,7 +282,7 @@ def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | N
     status = print_run_result(run, options=options, talk=talk)
     summary = last_record(Summary, paths.summary)
     unfinished = summary is None or summary.status != "finished"
-    # In any case of a stop, a script must not treat the run as finished.
+    # After any stop, a script must not treat the run as finished.
     return INTERRUPTED if status == ExitCode.OK and unfinished else status
 
 
@@ -325,7 +325,7 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
 
 
 def print_run_result(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
-    """Print the run's end by its local folder; return the run's exit code."""
+    """Print how the run ended, as recorded in its local folder; return the run's exit code."""
     unrecorded = run.end_without_record()
     if unrecorded is not None:
         code, message = unrecorded
@@ -360,7 +360,7 @@ def _confirms_stop(interrupts: Interrupts, live: LiveLine) -> bool:
 
 
 def ask_to_stop(run: SiteRun, live: LiveLine, *, handled: int) -> int:
-    """Request a stop of the run; return the number of requests that are then handled."""
+    """Request a stop of the run; return the new number of handled requests."""
     if handled == 0:
         live.say("stopping: saving a checkpoint first (Ctrl-C again to stop immediately)")
         run.signal(signal.SIGTERM, StopRequest())
@@ -397,7 +397,7 @@ def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
 def show_stragglers(
     rows: Iterable[Mapping[str, Any]], live: LiveLine, *, paths: RunPaths, news: StragglerNews
 ) -> None:
-    """Report a rank that has become slow by these steps, and one that has recovered."""
+    """Report ranks that became slow or recovered in these steps."""
     for row in rows:
         for slow in news.add(row):
             live.say(straggler_line(slow, paths))
@@ -412,7 +412,7 @@ def read_progress(paths: RunPaths) -> RankProgress | None:
 
 
 def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None) -> None:
-    """Show rank 0's activity, unless it dates from before this command."""
+    """Show the activity of rank 0, unless its heartbeat is older than this command."""
     progress = read_progress(paths)
     live.progress(None if progress == stale else progress)
 
@@ -441,7 +441,7 @@ def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO | None]:
-    """Open a regular file; None for another file type, so that a pipe does not block."""
+    """Open a regular file; yield None for other file types, because a pipe would block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

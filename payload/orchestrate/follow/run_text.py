@@ -1,4 +1,4 @@
-"""Text about plans, runs and results, with a plan's disk space and time."""
+"""Renders text about plans, runs and results, and estimates disk space and time of a plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Estimate:
     """Time, disk space and cost of a run, before it has begun."""
 
     checkpoints: int
-    """Maximum number on disk at the same time."""
+    """Maximum number of checkpoints on disk at the same time."""
     checkpoint_bytes: int
     """Size of one checkpoint."""
     data_bytes: int
@@ -57,7 +57,7 @@ class Estimate:
     seconds: float
     """Time of training and evaluation."""
     basis: str
-    """Source of the time."""
+    """Description of the speed on which the time is based."""
     usd: float | None
     """Cost of the nodes in that time; None without prices."""
     store: str | None = None
@@ -98,9 +98,9 @@ class Estimate:
 def estimate(
     planned: ResolvedPlan, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
 ) -> Estimate:
-    """Estimate a run by its nodes' measured speed, that of earlier runs, or a typical speed.
+    """Estimate a run from the speed of earlier runs, the measured speed, or a typical speed.
 
-    `earlier` are the runs of this machine, the newest first.
+    `earlier` has the runs on this machine, the newest first.
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
     quantized = _quantized(planned, earlier if is_local else ())
@@ -133,7 +133,7 @@ def _speed(
 ) -> tuple[Speed, str]:
     """Return the speed of a run and a description of its source.
 
-    The trial does not dequantise.
+    The trial does not measure dequantisation, so its time is added.
     """
     numbers = planned.plan.arithmetic
     dequantize_s = _dequantize_s(planned, quantized)
@@ -149,7 +149,7 @@ def _speed(
 
 
 def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
-    """Return the speed of typical cores, also for nodes with GPUs, whose speed is unknown."""
+    """Return the speed of typical cores, even for nodes with GPUs, whose speed is unknown."""
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
     device = replace(planned.predicted.device, kind="cpu")
     predicted = replace(planned.predicted, device=device)
@@ -171,7 +171,7 @@ def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed
 
 
 def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> float:
-    """Return the part of a step in which the run dequantises its base."""
+    """Return the time of a step in which the run dequantises its base weights."""
     if quantized is None or planned.config.model.quantize == "none":
         return 0.0
     return quantized.dequantize_s
@@ -180,7 +180,7 @@ def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> flo
 def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
     """Return the monthly price of `size` bytes in the cluster's bucket, if it is known.
 
-    Any other bucket may be in any region.
+    The region of a different bucket is unknown.
     """
     address, head = planned.config.storage.address(), planned.inventory.head
     if address is None or address.bucket is None or address.bucket != planned.inventory.bucket:
@@ -190,7 +190,7 @@ def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
 
 
 def _quantized(planned: ResolvedPlan, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
-    """Return the savings and cost of 4 bits, by the newest run's measured dequantisation.
+    """Return savings and cost of 4-bit weights, from dequantisation measured in the newest run.
 
     Only runs in the same dtype count: fp32 takes longer than bf16.
     """
@@ -211,7 +211,7 @@ def _quantized(planned: ResolvedPlan, earlier: Sequence[RunPaths]) -> QuantizedC
 
 
 def _val_tokens(data: Path) -> int:
-    """Return the tokens of an evaluation of the whole set; 0 without data."""
+    """Return the number of tokens in the validation set; 0 without data."""
     try:
         return load_meta(data).val_tokens
     except DataError:
@@ -294,7 +294,7 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
 
 
 def arithmetic_lines(plan: LaunchPlan) -> list[str]:
-    """Return the lines with the plan's numbers."""
+    """Return the lines with the estimates in the plan."""
     numbers = plan.arithmetic
     sync = (
         f"{_exchanged(numbers)} a step, about {numbers.sync_s:.3f} s to exchange"
@@ -398,7 +398,7 @@ def failure_lines(error: str, *, log: Path) -> list[str]:
 
 
 def straggler_line(slow: SlowRank, paths: RunPaths) -> str:
-    """Return a message about a slow rank: since when, how slow, and the command for its log."""
+    """Return a message about a slow rank, with the command that shows its log."""
     node = None
     with suppress(ConfigError):
         node = next((r.node for r in load_ranks(paths.ranks) if r.rank == slow.rank), None)
@@ -409,7 +409,7 @@ def straggler_line(slow: SlowRank, paths: RunPaths) -> str:
 
 
 def log_tail(log: Path) -> list[str]:
-    """Return a log's last lines; empty if it cannot be read."""
+    """Return the last lines of a log; empty if the log cannot be read."""
     try:
         with open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -442,7 +442,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
 
 
 def ranks_lines(view: RunView, *, width: int) -> list[str]:
-    """Return one run's ranks as lines of at most `width`."""
+    """Return a table of the run's ranks, as lines of at most `width` characters."""
     rows = [
         (
             str(rank.rank),

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: facts about a machine, and the requirements of a run."""
+"""Compares the NVIDIA GPUs of a machine with the requirements of a run."""

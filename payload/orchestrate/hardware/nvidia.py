@@ -1,4 +1,4 @@
-"""CONTRACT: a machine's NVIDIA GPUs, parsed from nvidia-smi, and their faults.
+"""CONTRACT: parses the NVIDIA GPUs of a machine from nvidia-smi, and finds their faults.
 
 Sources: https://docs.nvidia.com/deploy/nvidia-smi (columns and output),
 https://docs.nvidia.com/cuda/cuda-programming-guide, "CUDA Environment Variables" (the effect of
@@ -26,7 +26,7 @@ QUERY = (
     *("index", "uuid", "memory.total", "driver_version", "compute_cap", "mig.mode.current"),
     *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "name"),
 )
-"""Columns of the nvidia-smi query. The name comes last, as it may contain commas."""
+"""Columns of the nvidia-smi query; `name` is last because it may contain commas."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_VISIBLE_CHARS = 4096
 """Maximum length of CUDA_VISIBLE_DEVICES that is read; the UUIDs of 100 GPUs fit."""
@@ -40,7 +40,7 @@ _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
 _PRINTABLE = re.compile(r"[ -~]+")
 _LOG = "See the kernel's log on the node (`dmesg | grep -i nvrm`)"
 
-# Exit statuses are nvmlReturn_t's; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
+# Keys are exit statuses as in nvmlReturn_t; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
 _FIXES = {
     6: f"{_LOG}; a GPU that has fallen off the bus needs a reboot.",
     9: "Load its module: `sudo modprobe nvidia`. Secure Boot loads only a signed one.",
@@ -55,29 +55,29 @@ class SmiOutput:
     """Output of nvidia-smi for QUERY."""
 
     status: int | None
-    """None if it did not end in time."""
+    """Exit status; None if nvidia-smi did not end in time."""
     said: str = checked(max_chars=MOST_CHARS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """The torch that ranks load, by its version.py."""
+    """The build of torch that ranks load, as described in its version.py."""
 
     version: str = checked(pattern=_PRINTABLE, wanted="printable ASCII", max_chars=64)
     cuda: str | None = checked(None, pattern=_PRINTABLE, wanted="such as 13.0", max_chars=64)
-    """None for a build without CUDA."""
+    """CUDA version; None for a build without CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvidiaFacts:
-    """The facts about a machine's GPUs."""
+    """The facts about the GPUs of a machine."""
 
     smi: SmiOutput | None
     """None if nvidia-smi is not on PATH."""
     visible: str | None = checked(None, max_chars=MOST_VISIBLE_CHARS)
     """The beginning of CUDA_VISIBLE_DEVICES; None if it is not set."""
     torch: TorchBuild | None = None
-    """None if it is unknown."""
+    """The build of torch; None if it is unknown."""
 
     def devices(self) -> tuple[GpuDevice, ...]:
         """Return every GPU, visible or not."""
@@ -89,11 +89,11 @@ class NvidiaFacts:
         return tuple(found.values())
 
     def visible_devices(self) -> tuple[GpuDevice, ...]:
-        """Return the GPUs that are visible to a program on the machine, in its order."""
+        """Return the GPUs that are visible to a program, in the order in which it sees them."""
         return visible_gpus(self.devices(), self.visible)
 
     def usable_devices(self) -> tuple[GpuDevice, ...]:
-        """Return the visible GPUs that the machine's torch can use; none with a CPU build."""
+        """Return the visible GPUs that torch on the machine can use; empty with a CPU build."""
         visible = self.visible_devices()
         if not visible or self.torch is None or self.torch.cuda is None:
             return ()
@@ -124,7 +124,7 @@ class NvidiaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDevice:
-    """One row of nvidia-smi's output."""
+    """One GPU, from a row of nvidia-smi's output."""
 
     index: int
     uuid: str
@@ -133,10 +133,10 @@ class GpuDevice:
     driver: str
     capability: str | None
     mig: bool
-    """True if MIG is on, so that a program can use only one instance."""
+    """True if MIG is on, so that a program can use only one MIG instance."""
     ecc: bool
     ecc_errors: int
-    """Uncorrected errors of its memory since the driver was loaded."""
+    """Number of uncorrected memory errors since the driver was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class GpuNeed:
     why: str
     """The setting or the inventory, as the subject of a sentence."""
     ranks_per_node: int | None
-    """Number of ranks on each node; None for one per GPU."""
+    """Number of ranks on each node; None for one rank per GPU."""
 
     def on(self, node: Node) -> int:
         """Return the number of ranks that need a GPU on this node."""
@@ -163,7 +163,7 @@ class GpuNeed:
 
 
 def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
-    """Return a run's need for GPUs; None if its ranks compute on CPUs.
+    """Return which GPUs a run needs; None if its ranks compute on CPUs.
 
     `ResolvedInventory.gpu_need` adds the number of ranks on each node.
     """
@@ -191,7 +191,7 @@ GPU_GUESS = "the predicted step assumes an MFU on GPUs that no run has confirmed
 
 
 def with_gpus(node: Node, facts: NvidiaFacts) -> Node:
-    """Return the node with the GPUs that ranks can use on it, by the smallest of them."""
+    """Return the node with the number of usable GPUs, and the properties of the smallest GPU."""
     found = facts.usable_devices()
     sizes = [gpu.memory_mib for gpu in found if gpu.memory_mib]
     capabilities = [gpu.capability for gpu in found if gpu.capability]
@@ -208,14 +208,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def torch_here() -> tuple[str, str]:
-    """Return the location of version.py of this Python's torch: a folder, and the path in it."""
+    """Return where version.py of the installed torch is: a folder, and the path in it."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
     return str(folder), "version.py"
 
 
 def require_gpus(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> None:
-    """Raise ConfigError with a fix if this machine's GPUs are not fit for a run."""
+    """Raise ConfigError with a fix if the GPUs of this machine are not fit for a run."""
     for fault in gpu_faults(facts, need=need, node=node):
         if fault.severity == "error":
             raise ConfigError(f"{need.why}: this machine: {fault.cause}. {fault.fix}")
@@ -245,7 +245,7 @@ def gpu_faults(
 
 
 def smi_fault(facts: NvidiaFacts) -> Fault | None:
-    """Return why this nvidia-smi shows no GPU; None if it shows any, or is missing."""
+    """Return why nvidia-smi shows no GPU; None if it shows GPUs or is missing."""
     smi = facts.smi
     if smi is None or facts.devices():
         return None
@@ -258,7 +258,7 @@ def smi_fault(facts: NvidiaFacts) -> Fault | None:
 
 
 def _absent_smi(facts: NvidiaFacts, *, need: GpuNeed, has_device: bool | None) -> Iterator[Fault]:
-    """Yield the fault of a machine without nvidia-smi, such as some containers."""
+    """Yield a fault if nvidia-smi is missing, as in some containers."""
     if has_device:
         return
     cause = f"nvidia-smi is missing, but {need.why} requires GPUs"
@@ -269,10 +269,10 @@ def _absent_smi(facts: NvidiaFacts, *, need: GpuNeed, has_device: bool | None) -
 
 
 def visible_gpus(every: Sequence[GpuDevice], visible: str | None) -> tuple[GpuDevice, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in the order of its entries.
 
     Each entry is an index or the prefix of one GPU's UUID. The first invalid entry ends the list,
-    and a repeated entry selects no GPU at all. A MIG instance counts, without its GPU's facts.
+    and with a repeated entry, no GPU is selected. A MIG instance counts as a GPU of unknown memory.
     """
     if visible is None:
         return tuple(every)
@@ -319,7 +319,7 @@ def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[
 
 
 def _driver_faults(facts: NvidiaFacts) -> Iterator[Fault]:
-    """Compare the driver with the CUDA version of torch."""
+    """Yield a fault if the driver does not support the CUDA version of torch."""
     torch, driver = facts.torch, facts.devices()[0].driver
     if torch is None:
         return
@@ -358,7 +358,7 @@ def _device_faults(gpu: GpuDevice, *, node: Node) -> Iterator[Fault]:
 
 
 def _parse(row: str) -> GpuDevice | None:
-    """Return the GPU of a row; None for another line, such as a warning."""
+    """Return the GPU in a row of nvidia-smi; None for any other line, such as a warning."""
     cells = [cell.strip() for cell in printable(row).split(",", len(QUERY) - 1)]
     if len(cells) != len(QUERY) or not _NUMBER.fullmatch(cells[0]):
         return None
@@ -374,7 +374,7 @@ def _parse(row: str) -> GpuDevice | None:
         capability=capability if CAPABILITY.fullmatch(capability) else None,
         mig=mig == "Enabled",
         ecc=ecc == "Enabled",
-        # [N/A] without ECC, or if it is off.
+        # The value is [N/A] if the GPU has no ECC or ECC is off.
         ecc_errors=int(errors) if _NUMBER.fullmatch(errors) else 0,
     )
 

@@ -65,7 +65,7 @@ _TABLE_WIDTH = 180
 _PROBE_S = 15.0
 _MESH_S = 6.0
 _EXPOSED_S = 3.0
-# A port of the rendezvous, and one of the range from which the kernel gives gloo its ports.
+# The rendezvous ports, and the range from which the kernel assigns ports to gloo.
 _PORT_RANGES = (RANK_PORTS, range(33_000, 60_000))
 _REMOTE_TORCH = (str(VENV), "lib/python3.*/site-packages/torch/version.py")
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
@@ -79,7 +79,7 @@ class PreflightRequest:
     ssh_key: Path | None
     config: RunConfig
     is_configured: bool
-    """True if the config is the operator's, so that its ranks must fit."""
+    """True if the operator named a config, so that its ranks must fit on the nodes."""
     quick: bool
     """Skip the trial and its measurements."""
     wait: float
@@ -131,7 +131,7 @@ def preflight(options: PreflightRequest, access: LocalAccess) -> int:
     if options.json:
         out.print(report.to_json())
     else:
-        # A narrow terminal wraps lines; no text is cut off.
+        # A narrow terminal wraps the lines, so no text is truncated.
         out.width = max(out.width, _TABLE_WIDTH)
         out.print(report.table())
         for line in report.lines():
@@ -154,7 +154,7 @@ def _with_store(
     config: RunConfig,
     attempt: Callable[[StoreAddress], None],
 ) -> Report:
-    """Return the report with the result of `attempt` at the store, unless it has errors."""
+    """Return the report with a check of the store, unless the report already has errors."""
     results = resolve_results_address(config.storage.results, bucket=inventory.bucket)
     address = replace(config.storage, results=results).address()
     if address is None or report.exit_code:
@@ -174,13 +174,13 @@ def _with_store(
 
 
 def _try_store_from(head: Connection, address: StoreAddress) -> None:
-    """Try a store from the head, which has the code of the trial."""
+    """Check that the head can use a store, with the code that the trial uploaded."""
     code = this_code()
     try_store(address, head, inspect_node(head, code, venv=VENV), code=code)
 
 
 def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
-    """Remove the keys of runs that never began, as their command was killed; note each."""
+    """Remove the keys of runs whose command was killed before the start; note each key."""
     try:
         notes = [
             f"the stale key {name} was removed from the nodes"
@@ -192,7 +192,7 @@ def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
 
 
 def lock_sha() -> str | None:
-    """Return the lock file's SHA-256, `sha` in node-setup.sh; None for an installed package."""
+    """Return the SHA-256 of the lock file (`sha` in node-setup.sh); None if installed by pip."""
     lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
     return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
 
@@ -206,7 +206,7 @@ def check_cluster(
     mesh_s: float = _MESH_S,
     need: GpuNeed | None = None,
 ) -> Report:
-    """Probe every node over SSH, then their connections to each other for at most `mesh_s`.
+    """Probe every node over SSH, then the connections between nodes for at most `mesh_s`.
 
     `lock_sha` is the SHA-256 of the expected lock file, if known. `need` is the run's need for
     GPUs.
@@ -216,7 +216,7 @@ def check_cluster(
     outcomes = on_every_node(nodes, lambda node: _probe(node, inventory, cluster, state_file))
     for outcome in outcomes.values():
         if isinstance(outcome, ConfigError):
-            raise outcome  # an error of this machine, the same for all nodes
+            raise outcome  # an error on this machine, which is the same for all nodes
     facts = {name: got for name, got in outcomes.items() if isinstance(got, NodeFacts)}
     reachable = [node for node in nodes if node.name in facts]
     errors = [
@@ -259,7 +259,7 @@ def decide(
     lock_sha: str | None,
     need: GpuNeed | None = None,
 ) -> list[Finding]:
-    """Return all findings about nodes that answered, except those between nodes."""
+    """Return the findings about each node that answered, without those about connections."""
     found: list[Finding] = []
     for node in nodes:
         if node.name in facts:
@@ -280,11 +280,11 @@ def decide(
 def check_this_machine(
     inventory: ClusterInventory, access: LocalAccess, *, need: GpuNeed | None = None
 ) -> Report:
-    """Make the checks that apply without SSH and other nodes."""
+    """Make the checks for this machine alone, which need neither SSH nor other nodes."""
     began = time.monotonic()
     node = inventory.head
     raw = probe(_probe_arguments(state_file=BOOTSTRAP_STATE, route_to=None, torch=torch_here()))
-    # The resources that this process may use, fewer than the machine's in a container.
+    # In a container, this process may use only a part of the machine's resources.
     machine = discover()
     facts = replace(
         build(NodeFacts, raw, where="this machine"),
@@ -320,7 +320,7 @@ def check_this_machine(
 
 def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file: str) -> NodeFacts:
     others = [other for other in inventory.nodes if other.name != node.name]
-    # The head's route to itself is the loopback; for workers, `others` begins with the head.
+    # Workers probe the route to the head, and the head probes the route to the first worker.
     arguments = _probe_arguments(
         state_file=state_file, route_to=others[0].address if others else None
     )
@@ -378,9 +378,9 @@ def _try_mesh(
 
 
 def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
-    """Return a warning if this machine reaches a port of the head like the rendezvous' port.
+    """Return a warning if this machine can reach a port of the head in the rendezvous range.
 
-    The rendezvous listens on all interfaces, and so does this check.
+    Like the rendezvous, the check listens on all interfaces of the head.
     """
     head, port, trial = inventory.head, random.choice(_PORT_RANGES[0]), secrets.token_hex(8)
     arguments = {

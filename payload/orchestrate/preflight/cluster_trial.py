@@ -1,4 +1,4 @@
-"""Preflight's trial: the launcher and gloo over all nodes, as in a run, with measurements."""
+"""Runs the trial of preflight: launcher and gloo over all nodes, as in a run, and measures them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from payload.orchestrate.ssh.start_claim import HeadBusyError, claimed
 from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
 
-# mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
-# budgets of some seconds each. The ranks end themselves before this deadline.
+# mpirun starts in a second, torch loads in three seconds on two cores, and the matmuls and the
+# all-reduces take some seconds each. The ranks end by themselves before this deadline.
 DEADLINE_S = 24.0
 _RANKS_END_S = 22
 # torch with CUDA takes longer to load, and NCCL's first all-reduce connects every pair of GPUs.
@@ -71,16 +71,16 @@ def trial_arguments(
     port: int,
     on_gpus: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of node/mesh.py: a run's command with the trial as its program.
+    """Return the arguments of node/mesh.py: the command of a run, with the trial as its program.
 
-    `paths` is the trial's folder on the head; its path identifies the trial's processes.
+    `paths` is the folder of the trial on the head; its path identifies the trial's processes.
     """
     settings = _rank_settings(
         placement,
         profile.interfaces(nodes),
         settings={
             **choice.launcher.rank_settings(nodes=len(nodes)),
-            # Overrides the launcher's values, as the wrapper of a run's rank does.
+            # These override the launcher's values, as the wrapper of a rank does in a run.
             "MASTER_ADDR": nodes[0].address,
             "MASTER_PORT": str(port),
         },
@@ -103,7 +103,7 @@ def trial_arguments(
         "hosts": render_hosts(nodes),
         "argv": command.argv,
         "environment": {**command.settings, **command.environment},
-        # mpirun calls mpiexec.hydra, in the same folder, by its bare name.
+        # mpirun finds mpiexec.hydra, which is in the same folder, through PATH.
         "path": str(PurePath(command.argv[0]).parent),
         "without": FOREIGN_PREFIXES,
         "keeps": choice.launcher.keeps,
@@ -141,8 +141,8 @@ def _rank_settings(
 _MARGIN_S = 20.0
 _ACTION_S = 20.0
 _CPU = DeviceSection(kind="cpu")
-"""On this machine the trial measures cores, unless the run computes on its GPUs."""
-# Ten times a trial's duration; for an operator whose command is killed before it removes the key.
+"""On this machine, the trial measures the CPU cores unless the run computes on GPUs."""
+# The key expires after ten times a trial's duration, if a killed command does not remove it.
 _KEY_LASTS_S = 600
 
 
@@ -157,7 +157,7 @@ class Trial:
     note: str | None = None
     """The reason why there was no trial."""
     on_gpus: bool = False
-    """True if its ranks computed on GPUs and exchanged over NCCL."""
+    """True if the ranks computed on GPUs and communicated over NCCL."""
 
 
 def try_cluster(
@@ -171,8 +171,8 @@ def try_cluster(
 ) -> Trial:
     """Run the trial on nodes that have passed the other checks.
 
-    The head's key for the other nodes is created for the trial, and always removed. `placement` is
-    the placement of a run's ranks, if it exists already.
+    The head gets a key for the other nodes, which is always removed after the trial. `placement` is
+    the placement of the run's ranks, if it is already known.
     """
     launcher = candidates(config.launch.launcher)[0]
     trial = _ClusterTrial(
@@ -216,7 +216,7 @@ def _not_measured(running: str) -> Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ClusterTrial:
-    """A trial on a cluster whose nodes have all its programs."""
+    """A trial on a cluster whose nodes have all required programs."""
 
     nodes: Sequence[Node]
     cluster: Cluster
@@ -226,7 +226,7 @@ class _ClusterTrial:
     on_gpus: bool
 
     def run(self, answers: Answers, *, talk: Console) -> Outcome | str:
-        """Return the program's outcome, or the id of a run that is active on the head.
+        """Run the trial and return its outcome, or return the id of an active run on the head.
 
         Raises HeadBusyError and errors of the connection.
         """
@@ -243,14 +243,14 @@ class _ClusterTrial:
                 if outcome.status != 0:
                     _end_leftovers(self.nodes, cluster, folder)
             except BaseException:
-                with contextlib.suppress(TileforgeError):  # it would hide the first error
+                with contextlib.suppress(TileforgeError):  # it would replace the first error
                     remove_run_key(cluster, claim.name)
                 raise
             remove_run_key(cluster, claim.name)
         return outcome
 
     def _start(self, head: NodeState, code: Code, *, name: str) -> tuple[Outcome, PurePosixPath]:
-        """Return the program's outcome, and the folder that identifies its processes."""
+        """Run the trial; return its outcome and the folder that identifies its processes."""
         node = self.nodes[0]
         if head.port is None:
             raise PreflightError(f"{node.name}: has no free port for the ranks.")
@@ -287,7 +287,7 @@ def try_this_machine(
 ) -> Trial:
     """Try the launcher and gloo on this machine, without ssh; `folder` must be empty.
 
-    `domains` has the cores of the node's NUMA domains, by its name.
+    `domains` maps the name of the node to its NUMA domains and their cores.
     """
     choice = choose_launcher(AUTO, access)
     on_gpus = gpu_need(config, nodes) is not None
@@ -355,7 +355,7 @@ def _missing_programs(
     outcomes: Mapping[str, NodeState | TileforgeError],
     launcher: Launcher,
 ) -> list[Finding]:
-    """Return findings for the nodes that lack the program."""
+    """Return findings about nodes without the required programs or with a different home."""
     found = []
     homes = set()
     for node in nodes:
@@ -376,7 +376,7 @@ def _missing_programs(
 
 
 def _end_leftovers(nodes: Sequence[Node], cluster: Cluster, folder: PurePosixPath) -> None:
-    """Kill what a failed trial has left; a silent node ends it by its own timer."""
+    """Kill the processes of a failed trial; on a silent node, they end after their timeout."""
     arguments = {"action": "left", "run_dir": str(folder), "kill": True}
     on_every_node(
         nodes,

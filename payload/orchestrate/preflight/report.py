@@ -1,4 +1,4 @@
-"""The report of `preflight`: a table, findings with fixes, the trial and its measurements."""
+"""Builds the report of `preflight`: a table, findings with fixes, and trial measurements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from payload.orchestrate.terminal.tables import table
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5
-# Part of the exchange overlaps with the backward pass, which is two thirds of the computing.
+# A part of the all-reduce overlaps with the backward pass, which is two thirds of the compute.
 _MOST_SYNC_SHARE = 0.5
 
 
@@ -54,10 +54,10 @@ class Prediction:
     what: str
     """A description of the run."""
     sync_s: float
-    """Time without any overlap; 0 with one rank."""
+    """Time of the all-reduce without any overlap; 0 with one rank."""
     compute_s: float
     step_s: float
-    """Includes the exchange that the backward pass does not hide, and the update."""
+    """Time of the step, with the update and the part of the all-reduce that does not overlap."""
 
 
 def predict(
@@ -96,7 +96,7 @@ def summary(measured: Measured, prediction: Prediction) -> str:
 
 
 def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Finding]:
-    """Yield nodes without a gain from bf16, and nodes slower than others of their kind."""
+    """Yield findings about nodes that gain nothing from bf16 or are slower than similar nodes."""
     for node in nodes:
         speed = measured.nodes[node.name]
         if speed.gain() < BF16_MIN_GAIN:
@@ -122,7 +122,7 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
 def exchange_findings(
     nodes: Sequence[Node], measured: Measured, prediction: Prediction
 ) -> Iterator[Finding]:
-    """Yield a network that would dominate the step time, or the node with the slow link."""
+    """Yield findings if the network would dominate the step time, about slow links if known."""
     if len(nodes) == 1 or prediction.sync_s <= _MOST_SYNC_SHARE * prediction.compute_s:
         return
     names = [node.name for node in nodes]
@@ -142,9 +142,9 @@ def exchange_findings(
 
 
 def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
-    """Return nodes that both receive and send slowly, if others do not.
+    """Return the nodes that both receive and send more slowly than other nodes.
 
-    Each node receives from the previous one, so a slow receive has its cause in either of them.
+    Each node receives from the previous node, so a slow transfer may be caused by either node.
     """
     received = [measured.nodes[name].received_bytes_per_s for name in names]
     known = [speed for speed in received if speed is not None]
@@ -155,7 +155,7 @@ def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
 
 
 def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return groups of several nodes of the same kind."""
+    """Return the groups of two or more nodes of the same kind."""
     kinds: dict[tuple[str | None, int, int], list[Node]] = {}
     for node in nodes:
         kind = (node.machine_type, node.physical_cores, node.numa_domains)
@@ -190,9 +190,9 @@ class Report:
 
     cluster: str
     checks: Mapping[str, Sequence[str]]
-    """By node: the checks that were made on it."""
+    """Checks that were made on each node."""
     facts: Mapping[str, NodeFacts]
-    """By node, for nodes that answered."""
+    """Facts about each node that answered."""
     findings: Sequence[Finding]
     took_s: float
     measured: Measured | None = None
@@ -201,17 +201,17 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Return 0 if a run can work; warnings do not count."""
+        """Return 0 if no finding is an error; warnings do not count."""
         codes = [finding.exit_code for finding in self.findings if finding.severity == "error"]
         return most_telling(codes) if codes else ExitCode.OK
 
     def failing_nodes(self) -> list[str]:
-        """Return nodes with an error, in the inventory's order."""
+        """Return the names of nodes with an error, in the order of the inventory."""
         failing = {finding.node for finding in self.findings if finding.severity == "error"}
         return [node for node in self.checks if node in failing]
 
     def least_memory_bytes(self) -> int | None:
-        """Return the memory of the node with the least."""
+        """Return the memory of the node that has the least."""
         sizes = [facts.memory_bytes for facts in self.facts.values()]
         return min((size for size in sizes if size is not None), default=None)
 
@@ -243,7 +243,7 @@ class Report:
         return found
 
     def lines(self) -> list[str]:
-        """Return every finding, errors first, each with its log."""
+        """Return the lines of all findings with their logs, errors first, then the notes."""
         lines = []
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
             lines.append(f"{finding.severity}: {finding.line()}")
@@ -299,7 +299,7 @@ def _speeds(measured: Measured | None, node: str) -> list[str]:
 
 _T = TypeVar("_T")
 
-# The state of a machine that boots: no host keys yet, no sshd, no account, no finished bootstrap.
+# While a machine boots, it has no host keys, sshd, account or finished bootstrap.
 _BOOTING_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
 _PAUSE_S = 10.0
 
@@ -314,7 +314,7 @@ class BootWait:
         self._last_reason: str | None = None
 
     def until_found(self, look: Callable[[], _T]) -> _T:
-        """Return the result of `look`. Raises its errors, except those of a booting machine."""
+        """Retry `look` while machines boot and return its result; raise all other errors."""
         while True:
             try:
                 return look()
@@ -323,7 +323,7 @@ class BootWait:
                     raise
 
     def until_ready(self, check: Callable[[], Report]) -> Report:
-        """Return the first report on nodes that have booted, or the last one at the time limit."""
+        """Return the first report after all nodes have booted, or the report at the time limit."""
         while True:
             report = check()
             if not _is_booting(report) or not self._has_paused(_reason(report)):
@@ -352,7 +352,7 @@ def _reason(report: Report) -> str:
 
 
 FRESH_S = 24 * 3600.0
-"""How long `run` accepts a trial of the same payload on the same nodes."""
+"""Maximum age of a trial that `run` accepts for the same payload and nodes."""
 
 
 def try_on_cluster(
@@ -362,7 +362,7 @@ def try_on_cluster(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Return the report on a cluster with a trial, which is stored if it succeeded."""
+    """Run a trial on the cluster, store it if it succeeds, and return the extended report."""
     talk = text_console(stderr=True)
     report = with_trial(
         report,
@@ -383,7 +383,7 @@ def try_if_new(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Try the cluster before a run, unless a trial of this payload and these nodes is recent."""
+    """Run a trial before a run, unless a trial of this payload on these nodes is recent."""
     record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
@@ -391,7 +391,7 @@ def try_if_new(
 
 
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
-    """Return the report with the newest trial of these nodes, of any age, as `plan` uses it."""
+    """Return the report with the newest trial of these nodes, even if it is old, as in `plan`."""
     record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)
 
@@ -409,7 +409,7 @@ def try_on_this_machine(
     *,
     domains: Mapping[str, tuple[Domain, ...]],
 ) -> Report:
-    """Return the report on this machine with a trial."""
+    """Run a trial on this machine and return the extended report."""
     with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
         return with_trial(
             report,
@@ -422,7 +422,7 @@ def try_on_this_machine(
 def with_trial(
     report: Report, nodes: Sequence[Node], config: RunConfig, make: Callable[[], Trial]
 ) -> Report:
-    """Return the report with the trial's findings; nodes that are not fit get no trial."""
+    """Return the report with the findings of a trial; skip the trial if a node is not fit."""
     if report.exit_code:
         note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
         return replace(report, notes=[*report.notes, note])
@@ -440,7 +440,7 @@ def with_trial(
     made = [check for check in tried if check != "gloo" or len(nodes) > 1]
     findings, notes = list(trial.findings), list(report.notes)
     if trial.measured is None:
-        # Later checks were not made after the failed one.
+        # The trial makes no checks after a failed check.
         made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
@@ -477,6 +477,6 @@ def keep(report: Report, nodes: Sequence[Node], root: Path, *, now_unix: float) 
 
 
 def is_fresh(record: Record, *, now_unix: float) -> bool:
-    """Return whether `run` can skip another trial."""
+    """Return whether the trial is recent enough for `run` to skip a new trial."""
     age_s = now_unix - record.time_unix
     return record.code == this_code().digest and 0 <= age_s < FRESH_S

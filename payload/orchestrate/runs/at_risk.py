@@ -1,4 +1,4 @@
-"""Checkpoints that exist only on the head's disk and are lost with its machine."""
+"""Warns about checkpoints that exist only on the head's disk and are lost with that machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _KEEP = "pulumi config set bucket create"
 def loses_checkpoints(source: Source, config: RunConfig) -> bool:
     """Return whether a run's checkpoints are lost with its machines.
 
-    `source` is the inventory's, and `config` has its `storage.results` resolved. Only machines that
-    Pulumi built are deleted.
+    `source` is the source of the inventory, and `storage.results` of `config` is already resolved.
+    Only machines that Pulumi built are deleted.
     """
     return source == "pulumi" and config.storage.address() is None
 
 
 def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
-    """Return the warning of `plan` and `run` for a run without a store; None with a store."""
+    """Return the warning that `plan` and `run` print for a run without a store, or None."""
     if not loses_checkpoints(source, config):
         return None
     return (
@@ -40,9 +40,9 @@ def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
 
 
 def cluster_warning(known: Mapping[str, Any]) -> str | None:
-    """Return the warning of `up` for a cluster without a bucket, by its stack's config.
+    """Return the warning that `up` prints if the stack's config has no bucket.
 
-    None with a bucket. Raises ConfigError for a config that cannot be read.
+    Returns None if the config has a bucket. Raises ConfigError for an unreadable config.
     """
     need = requirements_of(known)
     if need.has_bucket:

@@ -1,4 +1,4 @@
-"""The dtype and the micro-batch that a run's settings resolve to on its machines."""
+"""Resolves the dtype and the micro-batch of a run on its machines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ResolvedDtypes:
     """The resolved dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     peak_flops_per_s: float | None
-    """The total of all nodes; None if it was not measured."""
+    """Matmul speed of all nodes together; None if it was not measured."""
     compute: Dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettledRun:
-    """A run's settings with every `auto` of its batch resolved, and its model's numbers."""
+    """A run's settings with a resolved batch size, and the sizes of its model."""
 
     config: RunConfig
     predicted: RunConfig
@@ -52,7 +52,7 @@ class SettledRun:
 def resolve_dtypes(
     request: PlanRequest, nodes: Sequence[Node], profile: MachineProfile
 ) -> ResolvedDtypes:
-    """Return the dtype that a run is expected to compute in, with the nodes' speeds."""
+    """Return the dtype that a run is expected to compute in, and the speed of its nodes."""
     config = request.config
     on_gpus = for_prediction(config, nodes).device.kind == "cuda"
     choice: DtypeChoice = config.precision.dtype
@@ -64,7 +64,7 @@ def resolve_dtypes(
         on_gpus=on_gpus,
         auto=auto,
         core_flops_per_s={each: _core_flops_per_s(nodes, profile, each) for each in _DTYPES},
-        # The trial measured which dtype is faster on GPUs.
+        # On GPUs, the trial of preflight measured which dtype is faster.
         peak_flops_per_s=profile.peak_flops_per_s(choice if on_gpus else compute),
         compute=compute,
     )
@@ -75,7 +75,7 @@ def _dtype_on_gpus(choice: DtypeChoice) -> Dtype:
 
 
 def _core_flops_per_s(nodes: Sequence[Node], profile: MachineProfile, dtype: Dtype) -> float:
-    """Return the peak of a core: measured on the nodes, otherwise of a typical core."""
+    """Return the measured peak of a core, or the typical peak if it was not measured."""
     measured = profile.peak_flops_per_s(dtype)
     cores = sum(node.physical_cores for node in nodes)
     return measured / cores if measured else profile.core_flops_per_s(dtype)
@@ -91,7 +91,7 @@ def settle_run(
 ) -> SettledRun:
     """Return the settings with a micro-batch that fits. Raises ConfigError.
 
-    `open_settings` have the micro-batch `auto` if no earlier plan fixed it.
+    In `open_settings`, the micro-batch is `auto` unless an earlier plan fixed it.
     """
     config = request.config
     free_bytes = (
@@ -124,7 +124,7 @@ def slow_bf16(
 ) -> list[str]:
     """Return a note if a run computes in bf16 on CPUs that are faster in fp32.
 
-    `kept_dtype` is the dtype of the checkpoint that it resumes, if any.
+    `kept_dtype` is the dtype of the checkpoint that the run resumes from, if any.
     """
     if core_flops_per_s["bf16"] >= core_flops_per_s["fp32"]:
         return []

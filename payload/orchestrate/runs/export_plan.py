@@ -1,4 +1,4 @@
-"""A run in the form of another engine."""
+"""Plans a run that another engine (dstack, SkyPilot, Slurm, Kubeflow) will start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_export(
     image: str | None,
     storage: str | None,
 ) -> tuple[ExportJob, list[str]]:
-    """Return the run in the form of the other engines, and notes for the user; writes nothing.
+    """Return the job to export to another engine, and notes for the user; writes nothing.
 
     Paths in the config are checked on this machine and must also exist in the engine's storage.
     Raises ConfigError and UsageError.

@@ -1,4 +1,4 @@
-"""The launcher that `launch.launcher` resolves to on the machines of a run."""
+"""Resolves `launch.launcher` to a launcher on the machines of a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LauncherChoice:
 
     launcher: Launcher
     executable: str
-    """Its path on the head."""
+    """Path of the launcher's program on the head."""
     refused: Sequence[tuple[str, PreflightError]] = ()
-    """Launchers that `auto` prefers, and why they cannot be used."""
+    """Launchers that `auto` would prefer, each with the reason why it cannot be used."""
 
     def notes(self) -> list[str]:
         """Return a note for each preferred launcher that cannot be used."""

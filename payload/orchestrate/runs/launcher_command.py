@@ -1,4 +1,4 @@
-"""The launcher's command line and its environment, for a run and for the trial of preflight."""
+"""Builds a launcher's command line and environment, for a run or for the trial of preflight."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LaunchCommand:
 
     argv: tuple[str, ...]
     settings: Mapping[str, str]
-    """Variables of the launcher itself."""
+    """Environment variables of the launcher process only."""
     environment: Mapping[str, str]
-    """Variables of every rank."""
+    """Environment variables of every rank."""
     rendezvous: Rendezvous
     reach: Reach
 
@@ -40,9 +40,9 @@ def launch_command(
 ) -> LaunchCommand:
     """Return the command that starts a program on every rank.
 
-    `paths` is the run's folder on every node; on the head it has the hosts file. `rank_arguments`
-    are the arguments of each rank's interpreter. The ranks meet at `port` of the head. Raises
-    PreflightError.
+    `paths` is the run's folder on every node; on the head, it contains the hosts file.
+    `rank_arguments` are passed to the Python interpreter of each rank. `port` is the rendezvous
+    port on the head. Raises PreflightError.
     """
     rendezvous = Rendezvous(
         address=nodes[0].address, port=port, interfaces=profile.interfaces(nodes)

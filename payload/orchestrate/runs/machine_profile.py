@@ -17,7 +17,7 @@ class MachineProfile(Protocol):
 
     @property
     def launcher(self) -> str:
-        """Return the launcher that `launch.launcher = "auto"` resolves to; `auto` for any."""
+        """Return the launcher for `launch.launcher = "auto"`; `auto` if all are allowed."""
 
     @property
     def python(self) -> str:
@@ -25,7 +25,7 @@ class MachineProfile(Protocol):
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Return the expected bandwidth of a gradient exchange."""
+        """Return the expected network bandwidth of the gradient all-reduce."""
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
         """Return the matmul speed of all nodes together; None if it was not measured."""
@@ -37,7 +37,7 @@ class MachineProfile(Protocol):
         """Return the peak of one core, for machines that were not measured."""
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
-        """Return the network interface between the ranks, by node."""
+        """Return by node the network interface that the ranks use."""
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """Return the command line of each rank."""
@@ -52,7 +52,7 @@ class MachineProfile(Protocol):
         """Return the payload package's parent folder; None if the package is installed."""
 
     def tcmalloc(self) -> str:
-        """Return the tcmalloc library. Raises PreflightError with the command that installs it."""
+        """Return the path of tcmalloc. Raises PreflightError with its install command."""
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node with the least; None if it is unknown."""
+        """Return the memory of the node that has the least; None if it is unknown."""

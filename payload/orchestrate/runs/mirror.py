@@ -1,7 +1,7 @@
-"""The local copy of a run on a cluster: kept up to date, and usable without a connection.
+"""Maintains the local copy of a run on a cluster, which is usable without a connection.
 
-A node can only change its own files: a worker its ranks' logs and exit records, the head the run's
-files. Symlinks are neither read nor written through.
+A node can change only its own files. A worker can change the logs and exit records of its ranks,
+and the head can change the run's files. Symlinks are never followed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _RECORDS: Mapping[str, type[_Record]] = {
     NAMES.rank_progress(0).parent.name: RankProgress,
     NAMES.rank_exit(0).parent.name: RankExit,
 }
-"""Type of a small file, by its folder or its name."""
+"""Type of each small file, by the name of the file or of its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Mirrored:
     """True if a supervisor was running."""
     seen_unix: float = checked(low=0, high=_MOST_UNIX)
     ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
-    """Path of the key that the nodes accept."""
+    """Path of the SSH key that the nodes accept."""
     collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
     """Name of the newest checkpoint on the head when results were collected after the run's end;
     empty if the head had no checkpoint, None if results were not collected yet."""
@@ -81,12 +81,12 @@ class Mirrored:
 
 
 def mirror_file(paths: RunPaths) -> Path:
-    """Return the path of the file with a copy's state."""
+    """Return the path of the file that records when and how the remote run was last reached."""
     return paths.root / "mirror.json"
 
 
 def read_mirrored(paths: RunPaths) -> Mirrored | None:
-    """Read mirror.json; None for a run of this machine. Raises ConfigError."""
+    """Read mirror.json; return None for a run on this machine. Raises ConfigError."""
     path = mirror_file(paths)
     again = run_command("attach", paths, "--inventory", "FILE")
     fix = f"Write a new one with: {again}"
@@ -106,7 +106,7 @@ def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
 
 
 def record_contact(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
-    """Record that this is a cluster's run, how to reach it, and whether it is alive now.
+    """Record that the run is on a cluster, how to reach it, and whether it is alive now.
 
     A damaged mirror.json is replaced.
     """
@@ -125,7 +125,7 @@ def record_contact(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
 
 
 def record_collected(paths: RunPaths, checkpoint: Path | None) -> None:
-    """Record that all results are local, with this checkpoint, if the run had ended."""
+    """If the run has ended, record that all results were collected, up to `checkpoint`."""
     with locked(paths, "mirror"):
         mirrored = read_mirrored(paths)
         if mirrored is not None and not mirrored.alive:
@@ -135,9 +135,9 @@ def record_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 
 @contextmanager
 def locked(paths: RunPaths, what: str) -> Iterator[None]:
-    """Lock the copying of `what` against other commands of this machine; waits for the lock.
+    """Prevent other commands on this machine from copying `what`; waits for the lock.
 
-    Raises ConfigError if the copy cannot be written, also for errors within the block.
+    Raises ConfigError if the copy cannot be written, even if the error occurs within the block.
     """
     lock_path = path_in_copy(paths, f".{what}.lock")
     try:
@@ -159,9 +159,9 @@ class FileRequest:
     """Ranks whose exit records the node may add and remove."""
     world_size: int
     whole: tuple[str, ...]
-    """Small files."""
+    """Small files, which are requested in full."""
     known: Mapping[str, tuple[int, str]]
-    """By growing file: the number of local bytes, and the last of them as base64."""
+    """For each growing file, the size of the local copy, and its last bytes as base64."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `read` in node/control.py."""
@@ -169,13 +169,14 @@ class FileRequest:
 
 
 _MOST_FOLLOWED = 64
-"""Maximum number of ranks whose heartbeats come every second. With 512, writing took 0.6 s."""
+"""Maximum number of ranks whose heartbeats are copied every second. With 512 ranks, writing them
+took 0.6 s."""
 
 
 def file_request(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False) -> FileRequest:
-    """Return the files that `node` may send, by its role. Raises ConfigError.
+    """Return the files that `node` may send as the head or a worker. Raises ConfigError.
 
-    `brief` leaves out the heartbeats of all ranks except rank 0 if the run has many ranks.
+    If the run has many ranks, `brief` requests only the heartbeats of rank 0.
     """
     every = load_ranks(paths.ranks)
     own_ranks = frozenset(rank.rank for rank in every if is_head or rank.node == node)
@@ -202,8 +203,9 @@ def file_request(paths: RunPaths, node: str, *, is_head: bool, brief: bool = Fal
 def merge(paths: RunPaths, answer: Part, request: FileRequest) -> list[str]:
     """Merge a node's answer into the local copy.
 
-    Returns a message for each damaged file, whose local copy is unchanged. Raises AnswerError if
-    the node names a file of another node, and ConfigError if the copy cannot be written.
+    Returns a message for each damaged file; the local copies of these files stay unchanged. Raises
+    AnswerError if the node sends a file of another node, and ConfigError if the copy cannot be
+    written.
     """
     require_known(answer.whole, request.whole, node=request.node, what="the file")
     require_known(answer.more, request.known, node=request.node, what="the file")
@@ -244,7 +246,7 @@ def merge(paths: RunPaths, answer: Part, request: FileRequest) -> list[str]:
 
 
 def _log_room(paths: RunPaths) -> int:
-    """Return how many more bytes of logs fit: a node decides how much its ranks print."""
+    """Return how many more bytes of logs may be copied; nodes could send any amount."""
     taken_bytes = 0
     for path in paths.logs.glob("*.log"):
         with suppress(OSError):
@@ -253,9 +255,9 @@ def _log_room(paths: RunPaths) -> int:
 
 
 def merge_hashes(paths: RunPaths, of_head: ManifestHashes) -> ManifestHashes:
-    """Merge the head's hashes into the local ones; return all. Raises OSError.
+    """Merge the head's manifest hashes into the local record; return the result. Raises OSError.
 
-    A replaced head may have fewer.
+    If the head was replaced, it may have fewer hashes than the local record.
     """
     known = known_hashes(paths)
     merged = known.merged(of_head.hashes)
@@ -265,7 +267,7 @@ def merge_hashes(paths: RunPaths, of_head: ManifestHashes) -> ManifestHashes:
 
 
 def _require_own(paths: RunPaths, text: str | None, *, node: str) -> None:
-    """Raise AnswerError if the head has another run with the same id."""
+    """Raise AnswerError if the run on the head is a different run with the same id."""
     found = parse_identity(text or "", where=node)
     own = known_identity(paths).identity
     if found is not None and None not in (own, found.identity) and own != found.identity:
@@ -277,7 +279,7 @@ def _require_own(paths: RunPaths, text: str | None, *, node: str) -> None:
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Return whether the file has this text; reading is much faster than replacing."""
+    """Return whether the file already has this text; comparing is much faster than replacing."""
     try:
         return read_bytes(path) == text.encode()
     except OSError:
@@ -285,7 +287,7 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _content(request: FileRequest, name: str, piece: Piece) -> tuple[int, bytes]:
-    """Return a piece's offset and bytes: it continues the file, or starts it again."""
+    """Return the offset and bytes of a piece that continues the file or restarts it."""
     if piece.offset not in (0, request.known[name][0]):
         raise AnswerError(f"{request.node}: its answer: {name} continues at byte {piece.offset}.")
     try:
@@ -316,10 +318,10 @@ def _problem(paths: RunPaths, name: str, text: str, request: FileRequest) -> str
 
 
 def _removed_exits(paths: RunPaths, answer: Part, request: FileRequest) -> Iterator[Path]:
-    """Yield records of ranks' ends that the node no longer has, as the ranks were restarted.
+    """Yield the exit records that the node no longer has because their ranks were restarted.
 
-    A worker has only its own ranks' records, a living supervisor those of all. A node that was
-    recreated has no records of the run.
+    A worker has the records of the ranks on that worker; a running supervisor has the records of
+    all ranks. A node that was recreated has no records of the run.
     """
     if not answer.begun:
         return

@@ -1,4 +1,4 @@
-"""Resolves a request and the machines into a plan with every decision made."""
+"""Resolves a run request into a complete plan for the given machines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from payload.run_record.run_files import RunPaths
 
 
 def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
-    """Raise ConfigError for a launcher that is unknown, or cannot span the inventory's nodes."""
+    """Raise ConfigError if the launcher is unknown or cannot start ranks on all nodes."""
     if inventory.source == "slurm":
         require_launcher_of_jobs(config, nodes=len(inventory.nodes))
     launcher = candidates(config.launch.launcher)[0]
@@ -63,8 +63,8 @@ def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
 def require_placeable(config: RunConfig, chosen: ResolvedInventory) -> Placement:
     """Return the placement of the ranks.
 
-    Raises ConfigError for an unknown launcher, and for ranks that cannot be placed, would share the
-    batch unevenly, or could not record the requested metrics.
+    Raises ConfigError if the launcher is unknown, if the ranks cannot be placed, or if the batch
+    cannot be split evenly among them.
     """
     require_launcher(config, chosen.inventory)
     placement = chosen.place(config.launch, config.device)
@@ -76,9 +76,9 @@ def require_placeable(config: RunConfig, chosen: ResolvedInventory) -> Placement
 
 
 def resolve_placement(config: RunConfig, chosen: ResolvedInventory) -> ResolvedPlacement:
-    """Return the ranks' placement, their launcher and their time limit.
+    """Return the placement of the ranks, the launcher and the time limit.
 
-    Raises ConfigError like `require_placeable`, and if a limit needs an unknown price.
+    Raises ConfigError like `require_placeable`, and if a cost limit needs a price that is unknown.
     """
     return ResolvedPlacement(
         placement=require_placeable(config, chosen),
@@ -96,11 +96,11 @@ class PlanTarget:
     paths: RunPaths
     """The run's folder on the machines."""
     port: int
-    """The port on the head at which the ranks meet."""
+    """The rendezvous port of the ranks on the head."""
     work_dir: Path = field(default_factory=Path.cwd)
-    """Relative paths of the config start here."""
+    """The folder that relative paths in the config refer to."""
     copies: NodeCopies | None = None
-    """Paths of the data and weights on the machines; None if the run reads the operator's own."""
+    """Paths of the uploaded data and weights; None if the run reads the local files directly."""
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -111,7 +111,7 @@ class PlanTarget:
 def resolve(
     request: PlanRequest, target: PlanTarget, *, placed: ResolvedPlacement | None = None
 ) -> ResolvedPlan:
-    """Make every decision about a run; write and start nothing.
+    """Return the complete plan of a run; write and start nothing.
 
     `placed` is the result of `resolve_placement`, if it was called before. Raises ConfigError and
     PreflightError.
@@ -218,7 +218,7 @@ def _launch_plan(
 def _strategies(
     target: PlanTarget, placement: Placement, dtypes: ResolvedDtypes, settled: SettledRun
 ) -> tuple[StrategyPrediction, ...]:
-    """Return other strategies for the run's ranks, the best first."""
+    """Return predictions for the alternative strategies on the run's ranks, the best first."""
     return compare_strategies(
         settled.predicted,
         spec=settled.spec,

@@ -1,4 +1,4 @@
-"""One run on a cluster: read, signalled, ended and collected over SSH."""
+"""Controls one run on a cluster over SSH: updates its copy, signals it and collects results."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """Result of an update of the local copy; the head's files are up to date."""
+    """Result of an update of the local copy, in which the head's files are now up to date."""
 
     alive: bool
     """True if the run has a living supervisor."""
     missed: Mapping[str, TileforgeError]
     """Errors of the workers whose files are not up to date, by node."""
     damaged: Sequence[str]
-    """Damaged files on the nodes, one message each; their copies are unchanged."""
+    """A message for each damaged file on a node; the local copy of that file is unchanged."""
 
 
 class RemoteRun:
@@ -99,7 +99,7 @@ class RemoteRun:
         key: Path,
         connect: Callable[[], Cluster],
     ) -> None:
-        """`connect` opens the connections, and opens them again after a failure."""
+        """`connect` opens connections to the nodes, also after a failure."""
         self.paths = paths
         self.inventory = inventory
         self.run_dir = run_dir
@@ -128,7 +128,10 @@ class RemoteRun:
             self._cluster = None
 
     def start(self, *, grace_s: float, name: str) -> Begun:
-        """Start the supervisor on the head, which `name` has claimed; see node/control.py."""
+        """Start the supervisor on the head, which the attempt `name` has claimed.
+
+        See node/control.py.
+        """
         plan = LaunchPlan.load(self.paths.plan)
         arguments = ["--run-dir", str(self.run_dir), "--grace", f"{grace_s:g}"]
         return self._act(
@@ -152,16 +155,17 @@ class RemoteRun:
     def update(self, *others: Node, enough: Callable[[], bool] = lambda: False) -> UpdateResult:
         """Update the local copy from the head and, at the same time, from `others`.
 
-        Raises the head's error; the error of a worker does not affect the other nodes. `enough` is
-        called between the pieces of a long file: the rest comes with the next update.
+        Raises an error of the head; an error of a worker does not affect the other nodes. `enough`
+        is called between the pieces of a long file. If it returns True, the next update copies the
+        rest.
         """
         head = self.inventory.head
-        # The head comes last: its record replaces an old one that a worker still has.
+        # The head is last, so that its records replace old ones that a worker still has.
         nodes = [*(node for node in others if node.name != head.name), head]
-        # Before the lock, so that other commands do not wait for a node that does not answer.
+        # Connect before locking, so that other commands do not wait for a node that is down.
         on_every_node(nodes, self.cluster.connect)
         with locked(self.paths, "copy"):
-            # An update from the head locked is one of many by a command that follows the run.
+            # An update from the head alone is one of many by a command that follows the run.
             states, damaged = self._read(nodes, enough=enough, brief=not others)
             alive = states.pop(head.name)
             if isinstance(alive, TileforgeError):
@@ -171,11 +175,11 @@ class RemoteRun:
         return UpdateResult(alive=alive, missed=missed, damaged=damaged)
 
     def note(self, *, alive: bool) -> None:
-        """Record that this is a cluster's run, and how to reach it."""
+        """Record that the run is on a cluster, how to reach it, and whether it is alive."""
         record_contact(self.paths, alive=alive, ssh_key=self._key)
 
     def signal(self, numbers: Sequence[Signals], *, request: StopRequest | None = None) -> bool:
-        """Send signals, and store `request` for the supervisor; return whether it is alive."""
+        """Store `request` for the supervisor and signal it; return whether it is alive."""
         answer = self._act(
             self.inventory.head,
             Signalled,
@@ -194,15 +198,15 @@ class RemoteRun:
     ) -> None:
         """End all processes of a finished run on every node.
 
-        Ranks of a killed supervisor get time to save, as on the head itself, but not with
-        `at_once`. Does nothing to a run that was started again. Raises RankLostError with the
-        processes that do not end, or NodesError with the nodes that could not be checked.
+        Without `at_once`, ranks of a killed supervisor first get time to save. If the run was
+        started again, nothing is killed. Raises RankLostError with the processes that do not end,
+        or NodesError with the nodes that could not be checked.
         """
         gone: dict[str, TileforgeError] = {}
         found: dict[str, list[int]] = {}
 
         def ask(nodes: Sequence[Node], *, kill: bool = False) -> list[Node]:
-            """Return the nodes that have processes."""
+            """Return the nodes that still have processes of the run."""
             for name, answer in self._ask(nodes, Left, action="left", kill=kill).items():
                 if isinstance(answer, TileforgeError):
                     gone[name] = answer
@@ -225,8 +229,7 @@ class RemoteRun:
         if left and self.is_alive():
             return
         if left:
-            # A killed rank with tens of GB exists for seconds, until the kernel has freed its
-            # memory.
+            # The kernel takes seconds to free a killed rank with tens of GB of memory.
             ends = time.monotonic() + _KILL_S
             while (left := ask(left, kill=True)) and time.monotonic() < ends:
                 time.sleep(0.5)
@@ -237,7 +240,7 @@ class RemoteRun:
             raise NodesError(f"checking for processes of run {self.paths.run_id}", gone)
 
     def _grace_period(self) -> GracePeriod | None:
-        """Return the time that ranks of a killed supervisor get; None if it was not killed."""
+        """Return the grace period of the ranks if their supervisor was killed, or None."""
         self.refresh()
         state = read_json(RunState, self.paths.state)
         if state is None or state.exit_class is not None:
@@ -247,14 +250,15 @@ class RemoteRun:
         return GracePeriod(self.paths, grace_s=state.grace_s, stall_timeout_s=stall_timeout_s)
 
     def remove_key(self) -> None:
-        """Remove the keys of this and of other ended runs from all nodes."""
+        """Remove the SSH keys of all ended runs from all nodes."""
         remove_stale_keys(self.cluster)
 
     def collect_checkpoint(self, *, say: Callable[[str], None] = lambda _: None) -> Path | None:
-        """Fetch the newest valid checkpoint; continues an interrupted copy.
+        """Fetch the newest valid checkpoint, resuming an interrupted copy.
 
-        A local copy must match the head's, file by file. A damaged checkpoint is reported, and the
-        one before it is used. Raises the newest one's error if no checkpoint is valid.
+        Every file of the copy must match the file on the head. A damaged checkpoint is reported,
+        and the previous checkpoint is used. If no checkpoint is valid, raises the error of the
+        newest.
         """
         folders = self._remote_checkpoints()
         failures: list[TileforgeError] = []
@@ -272,7 +276,7 @@ class RemoteRun:
         return None
 
     def newest_remote_checkpoint(self) -> str | None:
-        """Return the name of the head's newest checkpoint, valid or not; None without any."""
+        """Return the name of the newest checkpoint on the head, even if damaged, or None."""
         folders = self._remote_checkpoints()
         return folders[-1].name if folders else None
 
@@ -287,9 +291,9 @@ class RemoteRun:
         return sorted((folder / name for name in names), key=checkpoint_step)
 
     def adopt(self) -> None:
-        """Create the local copy of a run that was started elsewhere, completely or not at all.
+        """Create atomically a local copy of a run that another machine started.
 
-        The settings come from the head; the nodes and their host keys from the operator's
+        The settings are read from the head. The nodes and their host keys come from the operator's
         inventory.
         """
         head = self.cluster.connect(self.inventory.head)
@@ -358,7 +362,7 @@ class RemoteRun:
     def _merged(
         self, answer: Part, request: FileRequest, damaged: dict[str, list[str]]
     ) -> Part | AnswerError:
-        """Return the merged answer, or the error for which nothing of it was merged."""
+        """Merge a node's answer and return it; on an error, merge nothing and return the error."""
         try:
             damaged[request.node] = merge(self.paths, answer, request)
         except AnswerError as error:
@@ -392,7 +396,7 @@ def remote_identity(head: Connection, run_dir: PurePosixPath) -> RunIdentity | N
 
 
 def remote_hashes(head: Connection, run_dir: PurePosixPath) -> ManifestHashes:
-    """Return the hashes in the head's folder; empty for a missing or damaged record."""
+    """Return the manifest hashes in the head's folder; empty if their file is unreadable."""
     with suppress(AnswerError, ConfigError):
         text = _remote_record(head, run_dir / HASHES_FILE)
         return parse_hashes(text or b"", where=str(run_dir / HASHES_FILE))
@@ -406,9 +410,9 @@ def _remote_record(head: Connection, path: PurePosixPath) -> bytes | None:
 
 
 def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentity) -> None:
-    """Raise ConfigError if the head's folder has another run that has begun.
+    """Raise ConfigError if a different run has begun in the head's folder.
 
-    The folder of a run of an older version may have no identity.
+    A run that an older version started may have no identity.
     """
     found = remote_identity(head, run_dir) or RunIdentity()
     if found.identity is None and (run.is_older or run.identity is None):
@@ -426,14 +430,17 @@ def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentit
 
 
 def _has_begun(head: Connection, run_dir: PurePosixPath) -> bool:
-    """Return whether a run's folder on the head is more than an aborted start."""
+    """Return whether the run in a folder on the head has begun, not just an aborted start."""
     signs = (NAMES.state, NAMES.checkpoints, NAMES.metrics)
     arguments = [each for sign in signs for each in ("-o", "-e", str(run_dir / sign))]
     return head.run(["test", *arguments[1:]], timeout_s=_ACTION_S).status == 0
 
 
 def planned_run_dir(paths: RunPaths) -> PurePosixPath:
-    """Return the nodes' folder of the run whose local copy is at `paths`. Raises ConfigError."""
+    """Return the folder on the nodes of the run with a local copy at `paths`.
+
+    Raises ConfigError.
+    """
     found = LaunchPlan.load(paths.plan).environment.get(RUN_DIR, "")
     if not FOLDER.fullmatch(found) or PurePosixPath(found).name != paths.run_id:
         raise ConfigError(

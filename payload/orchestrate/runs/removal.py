@@ -1,6 +1,6 @@
-"""CONTRACT: removal of a run's folder, but never of an active run or one that others need.
+"""CONTRACT: removes a run's folder, unless the run is active or another run needs it.
 
-Callers pass the state of a copy, as this module queries no cluster.
+This module queries no cluster: callers pass the last known state of a run on a cluster.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from payload.run_record.run_repair import has_own_record, known_config
 
 _HOLDER_PREFIX = ".removing-"
 _HOLDER_RECORD = "removal.json"
-"""A file in the holder folders of this program; the folder of another program lacks it."""
-# Ranks of a killed supervisor may still be saving; they send heartbeats more often than this.
+"""This file marks the holder folders that this program created."""
+# Ranks of a killed supervisor may still be saving. Their heartbeats are at most this far apart.
 _ALIVE_S = 60.0
 
 
 def is_own_run(paths: RunPaths) -> bool:
     """Return True if only this program can have created the folder.
 
-    `hosts`, `inventory.json` or `state.json` alone may be another program's files.
+    `hosts`, `inventory.json` or `state.json` alone prove nothing: other programs use these names.
     """
     has_config = paths.config.is_file()
     marks = (paths.lock, mirror_file(paths))
@@ -48,11 +48,11 @@ def refuse_to_remove(
     may_lose: bool,
     is_forced: bool,
 ) -> None:
-    """Raise UsageError for a run that is active, needed by another, or not fully collected.
+    """Raise UsageError for a run that is active, needed by another run, or not fully collected.
 
-    Also for a folder that is not a run. `is_alive` is the last known state of a copy's run.
-    `may_lose`: the cluster may have results that were not collected. With `is_forced`, neither that
-    nor another run's adapter prevents the removal.
+    A folder that is not a run is an error as well. `is_alive` is the last known state of a run on a
+    cluster. `may_lose` is True if the cluster may have uncollected results. With `is_forced`,
+    neither such results nor an adapter of another run prevent the removal.
     """
     if paths.root.is_symlink():
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
@@ -96,7 +96,7 @@ def _may_be_saving(paths: RunPaths) -> bool:
 
 
 def needs(other: RunPaths, paths: RunPaths) -> bool:
-    """Return whether a run is an adapter on weights in the folder of another run."""
+    """Return whether run `other` trains an adapter on weights in the folder at `paths`."""
     return known_config(other).adapter.is_on() and _starts_from(other, paths)
 
 
@@ -106,7 +106,7 @@ def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
 
 
 def remove_run(paths: RunPaths) -> None:
-    """Rename the run's folder, then delete it; an interrupted removal is completed later."""
+    """Rename the run's folder, then delete it; a later command completes an interrupted removal."""
     try:
         # Locked, so that no other command resumes it.
         with start_lock(paths), RunLock(paths):
@@ -128,7 +128,7 @@ def finish_removals(runs_dir: Path) -> None:
 
 
 def _finish(holder: Path) -> None:
-    """Remove the run in a holder folder, then the folder, if this program created it.
+    """Remove a holder folder that this program created, and the run in it.
 
     Raises OSError, and ConfigError for a record of another program.
     """

@@ -1,4 +1,4 @@
-"""A run with every decision made: placement of the ranks, settings, files and launcher."""
+"""The complete plan of a run: placement of the ranks, settings, files and launcher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResolvedPlacement:
     launcher: Launcher
     """The first launcher that `launch.launcher` allows."""
     time_limit: TimeLimit | None
-    """None without limits."""
+    """None if no limit is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class NodeCopies:
 
     data_dir: str
     init: str | None = None
-    """The initial weights; None if they are not a folder of the operator's."""
+    """Path of the initial weights; None if they are not a local folder of the operator."""
 
     def apply_to(self, config: RunConfig) -> RunConfig:
-        """Return the config with the copies' paths instead of the operator's."""
+        """Return the config with the paths on the nodes instead of the operator's local paths."""
         config = replace(config, data=replace(config.data, dir=self.data_dir))
         if self.init is not None:
             config = replace(config, model=replace(config.model, init=self.init))
@@ -50,12 +50,12 @@ class NodeCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlan:
-    """All decisions about a run before its start; a site only carries them out."""
+    """All decisions about a run before its start; a site only executes them."""
 
     paths: RunPaths
-    """The run's folder on its nodes."""
+    """The run's folder on the nodes."""
     config: RunConfig
-    """The settings with the operator's own paths."""
+    """The settings with the operator's local paths."""
     copies: NodeCopies | None
     inventory: ClusterInventory
     placement: Placement
@@ -67,11 +67,11 @@ class ResolvedPlan:
     auto_dtype: Dtype
     """The resolved compute dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
-    """GEMM peak of a core by dtype, measured or typical."""
+    """GEMM peak of a core for each dtype: measured if possible, otherwise typical."""
     strategies: tuple[StrategyPrediction, ...] = ()
-    """Other strategies for the run's ranks, the best first."""
+    """Predictions for the alternative strategies on the run's ranks, the best first."""
     free_memory_bytes: int | None = None
-    """Memory of the node with the least."""
+    """Free memory of the node that has the least."""
 
     def notes(self) -> list[str]:
         """Return the notes for the operator before the start, one per line."""
@@ -93,11 +93,11 @@ class ResolvedPlan:
         )
 
     def files(self) -> dict[str, str]:
-        """Return every file's text by its name; plan.json last, as a supervisor waits for it."""
+        """Return the text of every file by name, plan.json last: a supervisor waits for it."""
         return self._files(self.config)
 
     def files_on_nodes(self) -> dict[str, str]:
-        """Return the texts for the nodes, where run.toml has the paths of the nodes' copies."""
+        """Return the text of every file for the nodes: run.toml has the paths on the nodes."""
         copies = self.copies
         return self._files(self.config if copies is None else copies.apply_to(self.config))
 

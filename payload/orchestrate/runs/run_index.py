@@ -1,4 +1,4 @@
-"""The runs folder: run ids, the newest run, and the state of each run."""
+"""Reads the runs folder: run ids, the newest run, and the state of each run."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class RankView:
     step: int | None
     phase: str | None
     age_s: float | None
-    """Time since its last heartbeat."""
+    """Time since the rank's last heartbeat."""
     exit_code: int | None
-    """None while it runs."""
+    """None while the rank runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
 
 @contextmanager
 def room_for(paths: RunPaths) -> Iterator[None]:
-    """Turn an OSError of the disk into an error with a fix."""
+    """Convert an OSError, such as a full disk, into a PreflightError with a fix."""
     try:
         yield
     except OSError as error:
@@ -179,7 +179,7 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     for paths in runs:
         if paths.run_id == run_id:
             return paths
-    # Its checkpoints alone are sufficient for a resume.
+    # A folder with only checkpoints is sufficient for a resume.
     bare = RunPaths(runs_dir / run_id)
     if RUN_ID.fullmatch(run_id) and bare.newest_checkpoint() is not None:
         return bare
@@ -188,9 +188,9 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
 
 
 def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> RunView:
-    """Read the state of a run, leaving out unreadable files.
+    """Read the state of a run, ignoring unreadable files.
 
-    `alive` comes from the run's site; with None, the run's lock decides.
+    `alive` is the state that the run's site reports; without it, the run's lock decides.
     """
     state = known_state(paths)
     config, config_errors = _config(paths)
@@ -225,14 +225,14 @@ def running_here(runs_dir: Path) -> list[str]:
 
 
 def is_copy(paths: RunPaths) -> bool:
-    """Return whether a run is on a cluster, and the local folder only its copy."""
+    """Return whether the local folder is only a copy of a run on a cluster."""
     with suppress(ConfigError):
         return not ClusterInventory.load(paths.inventory).access.shares_folder
     return mirror_file(paths).exists()
 
 
 def _folders(runs_dir: Path) -> Iterator[RunPaths]:
-    """Yield every folder with a run of this program; no single file is required."""
+    """Yield every folder that has at least one of a run's files."""
     if not runs_dir.is_dir():
         return
     for folder in runs_dir.iterdir():
@@ -277,10 +277,10 @@ def _damaged(paths: RunPaths) -> Iterator[str]:
 def _status(
     paths: RunPaths, state: RunState | None, *, now_unix: float, alive: bool | None
 ) -> tuple[RunStatus, str | None, str | None]:
-    """Return status, exit class and error; a run whose supervisor is gone has failed."""
+    """Return status, exit class and error; a run whose supervisor is gone counts as failed."""
     has_ended = state is not None and state.status not in ("starting", "running")
     if alive:
-        # A scheduler may have queued an ended run's job again, or it waits for the store.
+        # The scheduler may have requeued the job of an ended run, or the run waits for the store.
         is_new = state is None or (has_ended and not is_supervised(paths))
         return ("starting" if state is None or is_new else state.status), None, None
     if state is not None and has_ended:
@@ -330,11 +330,11 @@ def resumable_run(
     env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[RunPaths, Sequence[str]]:
-    """Return the run that `--resume` names, from the runs folder or fetched from its store.
+    """Return the run that `--resume` names; if it is not local, fetch it from its store.
 
-    Also returns the overrides that keep the store of a fetched run and the path of its data. A
-    given config file (`has_config`) names its own data. `settings` returns the command's settings
-    without the run's. Raises UsageError and ConfigError.
+    Also returns the overrides with which a fetched run keeps its store and the path of its data. A
+    config file on the command line (`has_config`) names its own data. `settings` returns the
+    settings of the command, not of the run. Raises UsageError and ConfigError.
     """
     if is_address(named):
         address = run_address(named)
@@ -360,7 +360,7 @@ def resumable_run(
     except (StoreError, StoreRefusedError) as error:
         if not is_local:
             raise
-        # The machine that runs it restores from the store, and compares then.
+        # The machine that executes the run restores from the store, and then compares them.
         say(f"warning: {error} The run in {paths.root} is not compared with the store's.")
     if not is_local:
         say(f"run {paths.run_id} is fetched from {address}")
@@ -370,7 +370,7 @@ def resumable_run(
 def _data_of(paths: RunPaths) -> list[str]:
     """Return an override of `data.dir` if run.toml names a folder that is not on this machine.
 
-    On a head, run.toml has the folder of that node. plan.json has the operator's own path.
+    On a head, run.toml has the path on that node; plan.json has the operator's local path.
     """
     with suppress(ConfigError):
         named = operators_data(paths.plan)
@@ -384,15 +384,15 @@ def collect_from_store(
 ) -> Path | None:
     """Fetch a run's records and newest valid checkpoint; return the checkpoint's path, if any.
 
-    The user has named `store`, and a resume may write to it from then on. Existing local files
-    stay, except records of a run that is further in the store. Raises ConfigError if the store has
-    another run or none under that id, UsageError for a run of this machine, and StoreError.
+    The user has named `store`, so a later resume may write to it. Existing local files stay, except
+    records of a run that has progressed further in the store. Raises ConfigError if the store has
+    no run or a different run under that id, UsageError for a run on this machine, and StoreError.
     """
     if not paths.root.exists():
         fetch_run_atomically(store, paths)
     elif not has_run(store):
         raise ConfigError(f"{store.address}: contains no run.")
-    # Also for a folder that was missing a moment ago: a run with that id may have begun.
+    # Checked even if the folder was just created: a run with that id may have begun since.
     _require_copy(store, paths)
     own = known_identity(paths)
     require_own_store(store, own, place=str(paths.root), fix=_OTHER_FOLDER)
@@ -413,7 +413,7 @@ def _require_copy(store: StoreReader, paths: RunPaths) -> None:
 
 
 def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> None:
-    """Fetch the missing records, or all records if the store's run is further."""
+    """Fetch the missing records, or all records if the run has progressed further in the store."""
     gone = {path.name for path in (NAMES.identity, NAMES.inventory, NAMES.hosts, NAMES.ranks)}
     names = [each.name for each in store.entries() if each.name not in gone]
     record_approved(paths, {"storage.results": str(store.address.parent())})
@@ -427,7 +427,7 @@ def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], N
 
 
 def _reach(paths: RunPaths) -> tuple[int, int, bool]:
-    """Return a run's progress by its records: steps, attempts, and whether it has ended."""
+    """Return a run's recorded progress: steps, attempts, and whether it has ended."""
     state = last_record(RunState, paths.state)
     if state is None:
         return last_step(paths.metrics), 0, False
@@ -437,7 +437,7 @@ def _reach(paths: RunPaths) -> tuple[int, int, bool]:
 def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
-    """Fetch the newest checkpoint if it is newer; return the newest local one."""
+    """Fetch the newest checkpoint unless a local one is as new; return the newest local one."""
     path_in_copy(paths, paths.checkpoints.name)
     known = known_hashes(paths)
     here = newest_valid(paths.checkpoints)

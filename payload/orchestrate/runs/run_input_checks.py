@@ -31,7 +31,7 @@ from payload.weights.adapter_files import has_adapter
 from payload.weights.hub import require_weights_on_hub
 from payload.weights.source import SCRATCH, find_source, pinned_name_of, spec_on_hub
 
-# nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
+# 6e-4, nanoGPT's learning rate for GPT-2 from scratch, made the pretrained weights of GPT-2 worse.
 _MOST_FINE_TUNING_RATE = 3e-4
 _GIB = 2**30
 
@@ -39,8 +39,8 @@ _GIB = 2**30
 def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
     """Return the vocabulary size of a data folder whose files have the recorded sizes.
 
-    Raises DataError with the command that makes the folder, and ConfigError for a folder that was
-    prepared for another task or length.
+    Raises DataError with the command that prepares the folder, and ConfigError if the folder was
+    prepared for a different task or sequence length.
     """
     meta = load_meta(folder)
     require_task(folder, meta, task=task)
@@ -55,9 +55,10 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
-    """Return the model's numbers before it is loaded, and a note if they are incomplete.
+    """Return the sizes of the model before it is loaded, and a note if they are incomplete.
 
-    `vocab_size` is the data's, for a model from scratch; None selects the preset's own.
+    `vocab_size` is the vocabulary size of the data, which a model from scratch gets; None selects
+    the size in the preset.
     """
     sequence_length, init = config.data.sequence_length, config.model.init
     configured = config.model.spec(sequence_length=sequence_length, vocab_size=vocab_size)
@@ -69,7 +70,7 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
         weights = source.spec()
         name = HubName.parse(init) if source.kind == "hub" else None
         if weights is None and name is not None and name.commit():
-            # `settle_initial` has already fetched it into the cache.
+            # `settle_initial` has already fetched config.json into the cache.
             weights = spec_on_hub(name, setting="model.init")
     if weights is not None:
         return weights.with_sequence_length(sequence_length), weights.note()
@@ -116,14 +117,14 @@ def settle_initial(
 def require_known_sizes(config: RunConfig) -> None:
     """Raise CheckpointError for a local model whose sizes are unknown.
 
-    The plan would otherwise count another model's.
+    Otherwise the plan would use the sizes of a different model.
     """
     if config.model.init != SCRATCH and home_path(config.model.init).exists():
         find_source(config.model.init, setting="model.init", verify=False).spec()
 
 
 def _spec_on_hub(init: str) -> ModelSpec:
-    """Return the numbers of a pinned hub model, after a check that its weights can be loaded."""
+    """Return the sizes of a pinned hub model after checking that its weights can be loaded."""
     name = HubName.parse(init)
     assert name is not None, "pinned() returns a name on the hub"
     require_weights_on_hub(name, setting="model.init")
@@ -135,16 +136,16 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _require_sound(folder: Path, spec: ModelSpec) -> None:
-    """Compare the weights of a folder from another program; checkpoints have a manifest."""
+    """Check the weights in a folder without a manifest, which another program wrote."""
     if has_adapter(folder) or (folder / MANIFEST_FILE).exists():
         return
     require_weights(spec, folder)
 
 
 def rate_warning(config: RunConfig) -> str | None:
-    """Return a warning if trained weights would be trained at a rate for new ones, or None.
+    """Return a warning if the learning rate is too high for pretrained weights, or None.
 
-    An adapter's weights are always new, so such a rate suits them.
+    The weights of an adapter are always new, so a high rate suits them.
     """
     rate, init = config.optimizer.lr, config.model.init
     if init == SCRATCH or config.adapter.is_on() or rate <= _MOST_FINE_TUNING_RATE:
@@ -156,10 +157,10 @@ def rate_warning(config: RunConfig) -> str | None:
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return the bytes that the ranks of a node share on its GPUs, for the node with the least.
+    """Return the GPU memory in bytes for the ranks of a node, for the node that has the least.
 
-    Each of the `ranks` of a node has a GPU. None if they compute on CPUs, or if a node's GPU memory
-    is unknown.
+    Each of the `ranks` of a node has one GPU. Returns None if the ranks compute on CPUs, or if the
+    GPU memory of a node is unknown.
     """
     sizes = [node.gpu_memory_gib for node in nodes if node.gpus and node.gpu_memory_gib]
     if device.kind == "cpu" or not nodes or len(sizes) < len(nodes):
@@ -168,7 +169,7 @@ def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> 
 
 
 def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
-    """Raise ConfigError for `precision.fp8 = "on"` and a node whose GPUs lack 8-bit matmuls."""
+    """Raise ConfigError if `precision.fp8 = "on"` and the GPUs of a node lack 8-bit matmuls."""
     if precision.fp8 != "on":
         return
     for node in nodes:

@@ -1,4 +1,4 @@
-"""A run as a command requests it, and the part of the request that planning needs."""
+"""The request to start or resume a run, and the part of it that planning needs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PlanRequest:
 
     config: RunConfig
     vocab_size: int | None
-    """The data's; None if it is unknown."""
+    """Vocabulary size of the data; None if it is unknown."""
     resumes: bool = False
     auto_size: int | None = None
-    """The micro-batch that the last plan chose for `auto`. It is kept if the ranks can share the
-    batch evenly with it, so that a resume computes the same bits."""
+    """The micro-batch that the last plan chose for `auto`. If the ranks can still share the batch
+    evenly, it is kept, so that a resume computes the same bits."""
     kept_dtype: Dtype | None = None
-    """The newest checkpoint's dtype, which a resume keeps under `auto`."""
+    """The dtype of the newest checkpoint, which a resume keeps under `auto`."""
 
     @classmethod
     def of_run(
@@ -67,16 +67,17 @@ class RunRequest:
     env: Mapping[str, str]
     talk: Console
     held: ExitStack
-    """Closed when other commands may start the run again."""
+    """Locks and ports of the run; it is closed when other commands may start the run again."""
     identity: str = field(default_factory=new_identity)
     """The identity for a run that has no identity yet."""
     named: Mapping[str, str] | None = None
-    """Settings with effects outside the run that a user has named; None for all such settings."""
+    """Settings with effects outside the run, such as its store, that the user has approved; None
+    for all such settings of the config."""
     placed: ResolvedPlacement | None = None
-    """Decisions of the site's check; None if the nodes are unknown before the start."""
+    """Result of `Site.check`; None if the nodes are unknown before the start."""
 
     def to_plan(self) -> PlanRequest:
-        """Return the run to plan, with its local records."""
+        """Return the request to plan the run, with the records in its local folder."""
         return PlanRequest.of_run(
             self.paths, self.config, vocab_size=self.vocab_size, resumes=self.resumes
         )
@@ -85,8 +86,8 @@ class RunRequest:
     def folder(self) -> Iterator[RunPaths]:
         """Create the run's folder and write run.toml; the block writes the other files.
 
-        A TileforgeError in the block removes a new run's folder, and restores run.toml of a resumed
-        run. Raises ConfigError and PreflightError.
+        After a TileforgeError in the block, the folder of a new run is removed, and run.toml of a
+        resumed run is restored. Raises ConfigError and PreflightError.
         """
         paths, is_created = self.paths, False
         with room_for(paths):
@@ -121,7 +122,7 @@ class RunRequest:
 
 
 def _text_of(path: Path) -> str | None:
-    """Return a file's text; None if it cannot be read, so that it is not overwritten."""
+    """Return a file's text; None if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -32,7 +32,7 @@ from payload.run_record.suggested_run_commands import run_command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPoll:
-    """Result of polling a run, whose new data is then in the local run folder."""
+    """Result of polling a run; polling also fetches new data into the local run folder."""
 
     alive: bool
     """True if the run is active, or waits for its nodes."""
@@ -45,32 +45,32 @@ class CollectResult:
     """Result of collecting a run."""
 
     alive: bool
-    """True if the run is active, or was started again: its processes stay."""
+    """True if the run is active or was started again, so its processes were not ended."""
     checkpoint: Path | None = None
-    """The newest checkpoint that was fetched; None if there was nothing to fetch."""
+    """The newest fetched checkpoint; None if there was nothing to fetch."""
     left: RankLostError | None = None
-    """Error with the processes that do not end."""
+    """Error that lists processes of the run that do not end."""
 
 
 class SiteRun(ABC):
     """One run at its site, for the commands that follow, stop and collect it."""
 
     paths: RunPaths
-    """Its local folder, or its local copy."""
+    """The run's folder on this machine, or the local copy of it."""
     nodes: int
-    """Number of its nodes."""
+    """Number of the run's nodes."""
     where: str
-    """For messages, such as `job 12 on 2 node(s)`."""
+    """Text for messages, such as `job 12 on 2 node(s)`."""
     every_s: ClassVar[float] = 1.0
     """Interval of polling."""
     outlives_us: bool = True
-    """True if it continues without a command that follows it, so that Ctrl-C first detaches."""
+    """True if the run continues when the command that follows it ends: Ctrl-C first detaches."""
     was_running: bool = False
-    """True if `start` found it running, so that even `run --detach` follows it."""
+    """True if `start` found the run active. In this case even `run --detach` follows the run."""
     has_job: ClassVar[bool] = True
-    """True if a scheduler knows the run's state better than its files."""
+    """True if the state in the scheduler is more reliable than the run's files."""
     is_copied: ClassVar[bool] = False
-    """True if its local folder is a copy, so that even an ended run has results to fetch."""
+    """True if the local folder is a copy, so that even an ended run may have results to fetch."""
     force_s: ClassVar[float] = math.inf
     """Time that a forced stop may take before the run is `overdue`."""
 
@@ -81,36 +81,37 @@ class SiteRun(ABC):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Fetch new data; a site that has to wait for a connection waits until interrupted."""
+        """Fetch new data and poll the run, waiting for a connection unless `interrupted()`."""
 
     @abstractmethod
     def signal(self, number: Signals, request: StopRequest) -> bool:
-        """Request a stop by SIGTERM, or force it by FORCE_SIGNAL; return True if the run lives."""
+        """Request a stop (SIGTERM) or force it (FORCE_SIGNAL); return whether the run is alive."""
 
     @abstractmethod
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Collect results and end remaining processes; with `at_once`, ranks may not save."""
+        """Collect results and end remaining processes; with `at_once`, without time to save."""
 
     def start_line(self) -> str | None:
         """Return the line that `run` prints after the start; None if the site has printed it."""
         return f"run {self.paths.run_id}: {self.where}; everything in {self.paths.root}"
 
     def detached(self) -> str | None:
-        """Return the message of a command that leaves the run; None if the run has ended."""
+        """Return the message of a command that detaches from the run; None if the run has ended."""
         return f"detached; {how_to_attach(self.paths)}"
 
     @contextmanager
     def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
         """Yield a function that fetches new data and returns whether the run is alive.
 
-        `node` is the node, in addition to the head, whose files are needed; None for all nodes.
+        The files of `node` are fetched in addition to the files of the head; with None, the files
+        of all nodes.
         """
         printed: set[str] = set()
         yield lambda: poll_alive(self, printed)
 
     @contextmanager
     def followed(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Run the background work of a command that follows the run, until the exit."""
+        """Run background work while a command follows the run, until the block ends."""
         yield
 
     def end_text(self) -> str:
@@ -118,7 +119,7 @@ class SiteRun(ABC):
         return f": {self.where} has ended"
 
     def result_line(self) -> str | None:
-        """Return a stopped run's result as one line; None for the full result table."""
+        """Return the result of a stopped run in one line, or None to print the result table."""
         return None
 
     def end_without_record(self) -> tuple[int, str] | None:
@@ -126,7 +127,7 @@ class SiteRun(ABC):
         return None
 
     def abandon(self) -> str:
-        """End a run that does not stop on request; return a message about what was done."""
+        """Force the end of a run that does not stop on request; return a message about it."""
         self.signal(FORCE_SIGNAL, StopRequest())
         return "it was ended by force"
 
@@ -162,18 +163,18 @@ FindActiveRun = Callable[[], SiteRun | None]
 
 
 class Site(ABC):
-    """A place where runs execute: one file of `payload/orchestrate/sites` with a subclass."""
+    """A place where runs execute; each subclass has its own file in `payload/orchestrate/sites`."""
 
     uses_this_environment: ClassVar[bool] = False
     """True if ranks use the packages and the model cache of this process."""
 
     @property
     def name(self) -> str:
-        """Return the name of its file, which `--site` takes."""
+        """Return the name of the site's source file, which is also the value of `--site`."""
         return file_name(self)
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> ResolvedPlacement | None:
-        """Return the decisions before the start; None if the nodes are not known yet.
+        """Return the placement of the ranks; None if the nodes are not known before the start.
 
         Raises ConfigError or PreflightError for settings that would fail on the nodes.
         """
@@ -184,8 +185,8 @@ class Site(ABC):
     ) -> None:
         """Keep other commands from starting the run until `held` is closed.
 
-        Raises ConfigError if another command has started it, or if the run is on another site.
-        `find_active_run` returns the run if a site has its record.
+        Raises ConfigError if another command has started the run, or if the run is at a different
+        site. `find_active_run` returns the run if its folder has the record of a site.
         """
         _refuse_to_resume(paths, find_active_run)
         with room_for(paths):
@@ -198,9 +199,9 @@ class Site(ABC):
 
 
 class NamedSite(Site):
-    """A site that `--site` names and that has no inventory. Its file has the object `SITE`.
+    """A site that `--site` selects and that has no inventory; its file defines the object `SITE`.
 
-    Its runs have a record, job.json, with the site's name and the site's number of the run.
+    Each of its runs has a record, job.json, with the name of the site and the id of the job.
     """
 
     @abstractmethod
@@ -209,7 +210,7 @@ class NamedSite(Site):
 
 
 def _refuse_to_resume(paths: RunPaths, find_active_run: FindActiveRun) -> None:
-    """Raise ConfigError for a run that is active, or that only a cluster has."""
+    """Raise ConfigError for a run that is active, or whose checkpoints only a cluster has."""
     if is_copy(paths):
         if known_config(paths).storage.address() is None:
             raise ConfigError(
@@ -257,7 +258,7 @@ class InventorySite(Site):
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
     ) -> ResolvedPlan:
-        """Return the plan of a run that is not started; `placed` is the result of `check`.
+        """Return the plan of a run without starting it; `placed` is the result of `check`.
 
         Raises ConfigError and PreflightError.
         """

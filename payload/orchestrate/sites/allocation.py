@@ -1,7 +1,7 @@
-"""The nodes of a Slurm job as a cluster, and the start of a run in the job.
+"""Finds the nodes of a Slurm job, and starts a run in the job.
 
-As a program (`python -m payload.orchestrate.sites.allocation --run-dir DIR`) it is the program of a
-job of `run --site slurm`. It plans the run on the job's nodes and becomes its supervisor.
+Jobs of `run --site slurm` execute `python -m payload.orchestrate.sites.allocation --run-dir DIR`.
+That program plans the run on the nodes of the job and becomes the supervisor of the run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ JOB_ID = "SLURM_JOB_ID"
 _COMMAND_S = 30.0
 _REPORT_S = 120.0
 _RECORD_S = 60.0
-"""A job may begin before the submitting command has read its number from sbatch."""
+"""A job may begin before the submitting command has read the job id from sbatch."""
 _POLL_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
-"""10 Gbit/s, a guess: the network between the nodes was not measured."""
+"""10 Gbit/s, assumed because the network between the nodes is not measured."""
 _EXAMPLE = "for example with slurm.extra = '--gpus-per-node=1'"
 
 
@@ -61,10 +61,10 @@ class NodeReport:
 
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     domains: tuple[Domain, ...]
-    """NUMA domains with the cores that the job may use on the node."""
+    """NUMA domains of the node, with the cores that the job may use."""
     memory_bytes: int = checked(low=0)
     interface: str | None
-    """Its network interface towards the other nodes."""
+    """Network interface of the node towards the other nodes."""
     missing: tuple[str, ...] = ()
     """Folders of the run that the node cannot access."""
     nvidia: NvidiaFacts | None = None
@@ -76,7 +76,7 @@ class NodeReport:
 class SlurmAccess(LocalAccess):
     """The nodes of the job that this process is in.
 
-    The head is this machine in a batch script. salloc's shell may be on a login node.
+    In a batch script, this machine is the head. The shell of salloc may be on a login node.
     """
 
     launcher = LAUNCHER.name
@@ -91,7 +91,7 @@ class SlurmAccess(LocalAccess):
         return {node.name: self._reports[node.name].interface or LOOPBACK for node in nodes}
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node with the least."""
+        """Return the memory of the node that has the least."""
         return min(report.memory_bytes for report in self._reports.values())
 
     def executable(self, launcher: Launcher) -> str:
@@ -108,12 +108,15 @@ class SlurmAccess(LocalAccess):
         return super().executable(launcher)
 
     def supervisor_words(self) -> list[str]:
-        """Return the option with the job's end, before which the run saves. Raises SlurmError."""
+        """Return the supervisor option with the time at which the job ends. Raises SlurmError.
+
+        The run saves before that time.
+        """
         ends_unix = job_ends_unix(self._env)
         return [] if ends_unix is None else ["--job-ends", f"{ends_unix:.0f}"]
 
     def reach(self) -> Reach:
-        """Return srun as the way to the nodes; for a run on this machine alone, loopback."""
+        """Return how the nodes are reached: with srun, or by loopback on this machine alone."""
         off_head = self._is_off_head()
         if len(self._reports) == 1 and not off_head:
             return Reach(interface=LOOPBACK)
@@ -135,7 +138,7 @@ class SlurmAccess(LocalAccess):
 def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()) -> _Allocation:
     """Return the nodes of the job that this process is in.
 
-    Every node needs access to `folders`. Raises ConfigError outside of a job, and PreflightError.
+    Raises ConfigError outside of a job, and PreflightError if a node cannot access `folders`.
     """
     job_id, nodelist = env.get(JOB_ID), env.get("SLURM_JOB_NODELIST")
     if not job_id or not nodelist:
@@ -186,7 +189,7 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Allocation:
-    """A job's nodes, and the access to them for planning and starting."""
+    """The nodes of a job, and their profile for planning and starting a run."""
 
     chosen: ResolvedInventory
     access: SlurmAccess
@@ -207,10 +210,10 @@ def _node(name: str, fact: Mapping[str, str], report: NodeReport) -> Node:
 
 
 def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[str, ...]:
-    """Return why no GPU is counted on nodes whose nvidia-smi shows none.
+    """Return notes that explain why no GPU is counted on nodes whose nvidia-smi shows none.
 
-    `has_gpus` selects nodes with or without GPUs in the job: Slurm may hide a node's GPUs from a
-    job that requested none.
+    `has_gpus` selects the nodes with or without GPUs in the job: Slurm may hide the GPUs of a node
+    from a job that did not request GPUs.
     """
     notes = []
     for report in reports.values():
@@ -224,7 +227,7 @@ def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[st
 
 
 def fields(line: str) -> dict[str, str]:
-    """Return the `Name=value` fields of a line of scontrol."""
+    """Return the `Name=value` fields of a line that scontrol printed."""
     return dict(each.split("=", 1) for each in line.split() if "=" in each)
 
 
@@ -240,7 +243,10 @@ def require_program(name: str, env: Mapping[str, str]) -> str:
 
 
 def run_slurm(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float = _COMMAND_S) -> str:
-    """Return the output of a Slurm command. Raises PreflightError with its last line."""
+    """Return the output of a Slurm command.
+
+    If the command fails, raises PreflightError with the last line of its output.
+    """
     program = require_program(argv[0], env)
     try:
         done = subprocess.run(
@@ -252,7 +258,7 @@ def run_slurm(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float =
             timeout=timeout_s,
             check=False,
             env=dict(env),
-            # Ctrl-C is meant for this program, not for Slurm's command.
+            # Ctrl-C must not reach the Slurm command.
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
@@ -309,12 +315,12 @@ def inspect_nodes(
 
 
 def _own_name(env: Mapping[str, str]) -> str:
-    """Return Slurm's name of this machine, or the hostname of a login node."""
+    """Return the node name that Slurm gave this machine; on a login node, the hostname."""
     return env.get("SLURMD_NODENAME") or hostname()
 
 
 def report_of_this_node(request: str, env: Mapping[str, str]) -> NodeReport:
-    """Return this node's report: the resources that the job has on it."""
+    """Return a report on the resources that the job has on this node."""
     raw = json.loads(request)
     name = _own_name(env)
     target = raw["targets"].get(name)
@@ -334,13 +340,13 @@ def report_of_this_node(request: str, env: Mapping[str, str]) -> NodeReport:
 
 
 def _has_gpus(env: Mapping[str, str]) -> bool:
-    """Return whether Slurm gave this step GPUs: it reports their number, or their indices."""
+    """Return whether Slurm gave GPUs to this step, by their number or their indices."""
     listed = any(env.get(name) for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
     return listed or env.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
 
 
 def _first_cores(domains: Sequence[Domain], most: int) -> tuple[Domain, ...]:
-    """Return the domains, restricted to the number of cores that the job has on this node."""
+    """Return the domains, limited to their first `most` cores in total."""
     found = []
     for domain in domains:
         cores = domain.cores[:most]
@@ -358,7 +364,7 @@ def job_ends_unix(env: Mapping[str, str]) -> float | None:
 
 
 def time_left_s(text: str) -> float | None:
-    """Return the seconds of `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`; None for UNLIMITED."""
+    """Convert `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS` to seconds; return None for UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if found is None:
         return None
@@ -367,7 +373,7 @@ def time_left_s(text: str) -> float | None:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run as a job's program, or print one node's report."""
+    """Supervise a run as the program of a job, or print the report of one node."""
     parser = argparse.ArgumentParser(prog="payload.orchestrate.sites.allocation")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run-dir", type=Path, metavar="DIR")
@@ -386,7 +392,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _own_record(paths: RunPaths, job_id: str | None) -> RunJob:
-    """Return the job's record, which the submitting command writes when the number is known.
+    """Wait for the job's record, which the submitting command writes, and return it.
 
     Raises UsageError if the record does not appear.
     """
@@ -403,7 +409,7 @@ def _own_record(paths: RunPaths, job_id: str | None) -> RunJob:
 
 
 def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> int:
-    """Plan the run on the job's nodes, then become its supervisor."""
+    """Plan the run on the nodes of the job, then become the run's supervisor."""
     job = _own_record(paths, env.get(JOB_ID))
     config = load_run_config(paths.config)
     summary = known_summary(paths)
@@ -435,7 +441,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     )
     arguments = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
     arguments += found.access.supervisor_words()
-    # The supervisor unblocks and handles them once it is ready.
+    # The supervisor unblocks and handles these signals once it is ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
     program = module_command("payload.supervise", *arguments)
     os.execve(program[0], program, code_environment(env))

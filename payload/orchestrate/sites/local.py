@@ -1,4 +1,4 @@
-"""This machine as a site: the runs whose supervisor is on it."""
+"""The site for this machine: starts, follows and stops runs whose supervisor is local."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _START_S = 30.0
 
 
 def require_one_machine(chosen: ResolvedInventory) -> None:
-    """Raise ConfigError for nodes that are neither this machine alone nor a Slurm job's."""
+    """Raise ConfigError unless the inventory is this machine alone or a Slurm job."""
     inventory = chosen.inventory
     access = inventory.access
     if not access.shares_folder or (access.is_this_machine and len(inventory.nodes) > 1):
@@ -66,7 +66,7 @@ def require_disk(planned: ResolvedPlan) -> None:
 
 
 class Local(InventorySite):
-    """The machine that the command runs on, or the Slurm job that it is in."""
+    """The machine on which the command runs, or the Slurm job around the command."""
 
     uses_this_environment = True
 
@@ -83,10 +83,10 @@ class Local(InventorySite):
         self._access = access
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
-        """Raise ConfigError for a setting whose packages or device this machine lacks."""
+        """Raise ConfigError for a setting that needs a package or device this machine lacks."""
         inventory, gpus = self._chosen.inventory, self._chosen.nvidia
         need = self._chosen.gpu_need(config)
-        # Without nvidia-smi, as in some containers, the device itself decides.
+        # Without nvidia-smi, as in some containers, torch finds out whether the GPU works.
         if need is not None and gpus is not None and gpus.smi is not None:
             require_gpus(gpus, need=need, node=inventory.head)
         require_packages_here(config)
@@ -99,7 +99,7 @@ class Local(InventorySite):
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
     ) -> ResolvedPlan:
-        """Return the plan of a run that is not started."""
+        """Return the plan of a run without starting it."""
         request = PlanRequest.of_run(paths, config, vocab_size=vocab_size)
         with self._access.reserve_port() as holder:
             return resolve(request, self._target(paths, port=port_of(holder)), placed=placed)
@@ -124,7 +124,7 @@ class Local(InventorySite):
         for note in planned.notes():
             talk.print(note)
         with request.folder():
-            # The run moves to this machine: from a site's job that has ended, or from a store.
+            # The run moves to this machine, from an ended job or from a store.
             paths.job.unlink(missing_ok=True)
             mirror_file(paths).unlink(missing_ok=True)
             planned.write(paths)
@@ -153,7 +153,7 @@ class LocalRun(SiteRun):
 
     every_s = 0.2
     has_job = False
-    # After a forced stop, a supervisor kills for at most ten seconds.
+    # After a forced stop, a supervisor needs at most ten seconds to kill its processes.
     force_s = 15.0
 
     def __init__(
@@ -164,7 +164,7 @@ class LocalRun(SiteRun):
         supervisor: subprocess.Popen[bytes] | None = None,
         nodes: int = 1,
     ) -> None:
-        """`supervisor` is the child that this command has started, so the run ends with it."""
+        """`supervisor` is a child process of this command, so the run ends with the command."""
         self.paths, self.nodes, self.where = paths, nodes, "on this machine"
         self.outlives_us = supervisor is None
         self.held = ExitStack()
@@ -183,7 +183,7 @@ class LocalRun(SiteRun):
         return RunPoll(alive=self._supervisor.poll() is None)
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
-        """Signal the supervisor, with the request that names the sender."""
+        """Store the stop request and signal the supervisor; return whether it is alive."""
         if self._supervisor is None:
             return self._access.signal_supervisor(self.paths, [number], request=request)
         with suppress(OSError):
@@ -192,7 +192,7 @@ class LocalRun(SiteRun):
         return self._supervisor.poll() is None
 
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Return that the run has ended: its files are local."""
+        """Report an ended run; there is nothing to fetch because its files are local."""
         return CollectResult(alive=False)
 
     def start_line(self) -> str | None:
@@ -200,13 +200,13 @@ class LocalRun(SiteRun):
         return None
 
     def detached(self) -> str | None:
-        """Return a message once the supervisor has begun; None if it has ended before."""
+        """Wait until the supervisor has begun, then return a message; None if it ended first."""
         supervisor, deadline = self._supervisor, time.monotonic() + _START_S
         assert supervisor is not None, "this command has started the run"
         while time.monotonic() < deadline and supervisor.poll() is None:
             state = last_record(RunState, self.paths.state)
             if state is not None and state.supervisor_pid == supervisor.pid:
-                # It outlives this process on purpose, which does not wait for it.
+                # The supervisor outlives this process. A return code silences Popen's warning.
                 supervisor.returncode = 0
                 look = run_command("status", self.paths)
                 return f"detached. See its state with: {look}; also: logs -f, stop"
@@ -219,12 +219,12 @@ class LocalRun(SiteRun):
         return f": {view.status} after step {view.step}"
 
     def result_line(self) -> str | None:
-        """Return the run's status, its step and its error."""
+        """Return the run's status, step and error."""
         view = view_run(self.paths, now_unix=time.time())
         return f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else "")
 
     def end_without_record(self) -> tuple[int, str] | None:
-        """Return how the supervisor ended if it could not record that in the run folder."""
+        """Return how the supervisor ended if the run folder does not record it."""
         if self._supervisor is None:
             return None
         paths, status = self.paths, self._supervisor.wait()
@@ -239,7 +239,7 @@ class LocalRun(SiteRun):
                 f"({signal.Signals(-status).name}); the ranks save and stop"
             )
         state = last_record(RunState, paths.state)
-        # A state of another supervisor belongs to the last attempt.
+        # The state of a different supervisor belongs to an earlier attempt.
         began = state is not None and state.supervisor_pid == self._supervisor.pid
         if began and last_record(Summary, paths.summary) is not None:
             return None
@@ -248,7 +248,7 @@ class LocalRun(SiteRun):
         return status or ExitCode.TRAINING, f"{message}\nlog: {paths.supervisor_log}"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
-        """Kill the run's processes after a forced stop: its supervisor may be frozen."""
+        """Kill the run's processes if a forced stop had no effect: its supervisor may be frozen."""
         paths = self.paths
         if not force:
             raise RankLostError(

@@ -1,4 +1,4 @@
-"""Local copies of a run's newest checkpoint, made while a command follows the run."""
+"""Downloads a run's newest checkpoint regularly while a command follows the run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from payload.orchestrate.runs.at_risk import COPY_EVERY_S
 from payload.orchestrate.runs.remote_run import RemoteRun
 
 _CHECK_S = 60.0
-"""Time between two checks for a checkpoint if the last check found no new one."""
+"""Time until the next check for a checkpoint if the last check found no new one."""
 _MIN_PAUSE_RATIO = 9.0
-"""Minimum pause between copies, relative to a copy's duration: they share the head's network."""
+"""Minimum pause after a copy, as a multiple of the time it took: the ranks need the network."""
 _END_S = 5.0
 
 
 class CheckpointCopies:
-    """Copies the newest checkpoint in a thread, over separate connections.
+    """Copies the newest checkpoint regularly in a thread, over separate connections.
 
-    It removes its older copies, as each may have gigabytes. A failed copy is reported once and
-    retried; `collect_results` copies at the run's end.
+    The thread removes its older copies, because each may take gigabytes. A failed copy is reported
+    once and retried. At the end of the run, `collect_results` copies the last checkpoint.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CheckpointCopies:
         check_s: float = _CHECK_S,
         every_s: float = COPY_EVERY_S,
     ) -> None:
-        """Start the thread: first check after `check_s`, then a copy at most every `every_s`."""
+        """Start a thread that first checks after `check_s` and copies at most every `every_s`."""
         self._run = run.apart()
         self._say = say
         self._look_s = check_s
@@ -46,7 +46,7 @@ class CheckpointCopies:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; an interrupted copy continues with the next collect."""
+        """Stop the thread; the next `collect` resumes an interrupted copy."""
         self._ended.set()
         self._run.close()
         self._thread.join(_END_S)
@@ -68,7 +68,7 @@ class CheckpointCopies:
         self._run.close()
 
     def _copied(self) -> bool:
-        """Copy the newest checkpoint; return whether it is a new one."""
+        """Copy the newest checkpoint; return whether it was new."""
         newest = self._run.newest_remote_checkpoint()
         if newest is None or (self._last is not None and newest == self._last.name):
             return False
@@ -84,7 +84,7 @@ class CheckpointCopies:
         return True
 
     def _remove(self, checkpoint: Path) -> None:
-        """Rename and then delete an older copy: a partial one must not look like a checkpoint."""
+        """Rename an older copy, then delete it: a partial copy must not look like a checkpoint."""
         aside = checkpoint.with_name(f".{checkpoint.name}.collecting")
         checkpoint.rename(aside)
         shutil.rmtree(aside)

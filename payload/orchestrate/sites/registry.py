@@ -1,4 +1,4 @@
-"""The registry of the sites that `--site` names, and the site of a run."""
+"""The registry of the sites that `--site` selects."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def find_site(name: str) -> NamedSite:
 
 
 def run_at_site(paths: RunPaths, env: Mapping[str, str]) -> SiteRun | None:
-    """Return the run by the record in its folder; None without a record."""
+    """Return the run that the record in its folder describes; None without a record."""
     job = last_record(RunJob, paths.job)
     return None if job is None else find_site(job.site).run_of(paths, job, env)

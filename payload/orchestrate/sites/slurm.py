@@ -1,6 +1,6 @@
-"""Slurm from a login node: a run becomes a job, which local commands follow and stop.
+"""The site for Slurm: submits a run as a job, which commands on the login node follow and stop.
 
-The run folder is on a file system that login node and nodes share, so nothing is copied.
+The run folder is on a file system that the login node and the nodes share, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ class Job:
     state: str
     """For example PENDING; UNKNOWN if Slurm no longer lists the job."""
     reason: str = ""
-    """Why it is pending, or why it ended."""
+    """Why the job is pending, or why it ended."""
     exit_code: int = 0
     nodes: str = ""
     name: str = ""
     script: str = ""
-    """The path of its batch script, as it was submitted."""
+    """The path of the submitted batch script."""
 
     @property
     def alive(self) -> bool:
-        """Return whether it is running or pending."""
+        """Return whether the job is running or pending."""
         return self.state in _WAITING or self.state in _ACTIVE
 
 
 class Slurm(NamedSite):
-    """The cluster whose login node this is."""
+    """The Slurm cluster; this machine is a login node."""
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
         """Raise ConfigError or PreflightError for settings that would fail in the queued job."""
@@ -99,14 +99,14 @@ class Slurm(NamedSite):
         return self.run_of(paths, job, request.env)
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:
-        """Return the run in that job."""
+        """Return the run of a job record."""
         return SlurmRun(paths, job.job_id, env)
 
 
 def render_script(
     paths: RunPaths, config: RunConfig, *, access: LocalAccess, grace_s: float
 ) -> str:
-    """Return the batch script: the job's options, and the program that plans and supervises.
+    """Return the batch script: the options of the job, and the program that supervises the run.
 
     Raises ConfigError for a folder with a line break or another control character in its name:
     sbatch and the shell would read the rest of the name as a new line of the script.
@@ -151,7 +151,7 @@ def render_script(
 
 
 def _pattern(path: Path) -> str:
-    """Return a path as an option of sbatch, in which % starts a placeholder."""
+    """Escape a path for an option of sbatch, in which % starts a placeholder."""
     return str(path).replace("%", "%%")
 
 
@@ -170,13 +170,16 @@ def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
 
 
 def _without_job_options(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without another job's options, which sbatch would apply to ours."""
+    """Return the environment without the options of a surrounding job.
+
+    sbatch would apply these options to the new job.
+    """
     prefixes = ("SLURM_JOB", "SLURM_STEP", "SLURM_TASK", "SLURM_MEM", "SLURM_CPU", "SBATCH_")
     return {name: value for name, value in env.items() if not name.startswith(prefixes)}
 
 
 def _refusal(text: str, config: RunConfig, env: Mapping[str, str]) -> str:
-    """Return an error for sbatch's refusal that names the responsible setting."""
+    """Return an error that names the setting for which sbatch refused the job."""
     slurm, message = config.slurm, text.removeprefix("Batch job submission failed: ")
     lowered = message.lower()
     if "partition" in lowered and "node" not in lowered:
@@ -220,10 +223,10 @@ class SlurmRun(SiteRun):
                 run_slurm(["scontrol", "show", "job", "-o", self.job_id], self._env)
             )
         except SlurmError as error:
-            # An unreachable controller gives no information about the job.
+            # Other errors, such as an unreachable controller, give no information about the job.
             if "invalid job id" not in error.message.lower():
                 raise
-            # scontrol forgets a job some minutes after it ends; accounting does not.
+            # scontrol forgets a job some minutes after it ends; the accounting database does not.
             return self._of_accounting()
 
     def _of_accounting(self) -> Job:
@@ -254,7 +257,7 @@ class SlurmRun(SiteRun):
         return RunPoll(alive=self._job.alive, news=_messages(self.job_id, self._job))
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
-        """Have the job's supervisor save and stop; a pending job is cancelled."""
+        """Signal the supervisor of the job to save and stop, or cancel a pending job."""
         try:
             job = self.job()
         except PreflightError:
@@ -277,8 +280,8 @@ class SlurmRun(SiteRun):
     def _cancel(self, *options: str) -> None:
         """Call scancel for the run's job.
 
-        Raises ConfigError if the job with that id is not this run's: job.json may be a copy or
-        another user's, and Slurm reuses ids.
+        Raises ConfigError if the job with that id belongs to a different run: job.json may have
+        been copied, and Slurm reuses ids.
         """
         job, script = self.job(), self.paths.root / _SCRIPT
         if job.name != self.paths.run_id or Path(job.script).resolve() != script.resolve():
@@ -296,16 +299,17 @@ class SlurmRun(SiteRun):
         return f"job {self.job_id} was cancelled; the last checkpoint is unchanged"
 
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Return whether the job is active; its files need no copy."""
+        """Return whether the job is active; nothing is copied because the folder is shared."""
         try:
             return CollectResult(alive=self.job().alive)
         except PreflightError:
             return CollectResult(alive=False)  # `look` has seen the job end
 
     def _has_recorded_end(self) -> bool:
-        """Return whether the supervisor's record shows the run's end, so Slurm need not confirm it.
+        """Return whether the supervisor has recorded the end of the run.
 
-        A lost rank does not count: Slurm may have queued the job again.
+        After such an end, Slurm need not be queried. A lost rank does not count: Slurm may have
+        requeued the job.
         """
         record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
         if record is None or state is None or record.pid is None:
@@ -314,7 +318,7 @@ class SlurmRun(SiteRun):
         return is_own and state.exit_class not in (None, ExitCode.RANK_LOST.label)
 
     def end_without_record(self) -> tuple[int, str] | None:
-        """Return the job's end if it ended before its supervisor could write a record."""
+        """Return how the job ended if its supervisor could not record the end."""
         record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
         pid = None if record is None else record.pid
         if pid is not None and state is not None and state.supervisor_pid == pid:

@@ -1,4 +1,4 @@
-"""Clusters over SSH as a site: a run is checked, copied to the nodes and started on the head."""
+"""The site for clusters over SSH: checks a run, uploads its inputs and starts it on the head."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Ssh(InventorySite):
         self._quick = quick
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> ResolvedPlacement:
-        """Return the decisions before the start; devices are checked on the nodes.
+        """Return the placement of the ranks; devices are checked later on the nodes.
 
         Raises ConfigError for settings that would fail on the cluster.
         """
@@ -104,7 +104,7 @@ class Ssh(InventorySite):
     def hold_to_resume(
         self, paths: RunPaths, find_active_run: FindActiveRun, held: ExitStack, talk: Console
     ) -> None:
-        """Raise ConfigError for another cluster's run; the head prevents a second start."""
+        """Raise ConfigError for a run of a different cluster; the head prevents a second start."""
         with room_for(paths), start_lock(paths):  # the head has no record of a local start
             refuse_active(paths, find_active_run)
         _refuse_another_cluster(paths, self._inventory, talk=talk)
@@ -117,7 +117,7 @@ class Ssh(InventorySite):
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
     ) -> ResolvedPlan:
-        """Return the plan of a run that is not started; no node is contacted."""
+        """Return the plan of a run without starting it or contacting a node."""
         return plan_dry_run(
             paths.run_id,
             config,
@@ -129,10 +129,10 @@ class Ssh(InventorySite):
         )
 
     def start(self, request: RunRequest) -> SiteRun:
-        """Check the cluster, copy what it lacks, and start the supervisor on its head.
+        """Check the cluster, upload missing files, and start the supervisor on the head.
 
-        Reconnects once if a connection breaks while the run is staged on the nodes, but not during
-        the checks, and not at the start itself. Returns the active run if the cluster has one.
+        If a connection breaks while files are uploaded, reconnects once; a break during the checks
+        or the start is an error. If a run is already active on the cluster, returns that run.
         """
         placed, local = request.placed, LocalFiles.of(request)
         assert placed is not None, "the request has the decisions of `check`"
@@ -146,7 +146,7 @@ class Ssh(InventorySite):
                 staged = stage(cluster)
             except (ConnectionLostError, NodesError) as error:
                 talk.print(f"note: {lost_connections(error)}. Reconnecting.")
-                # Uploaded files stay, except for the key: the second attempt may fail early.
+                # Uploaded files stay, but the key is removed: the second attempt may fail early.
                 held.close()
                 cluster = held.enter_context(self._connect(key))
                 remove_key(cluster, name, talk)
@@ -158,7 +158,7 @@ class Ssh(InventorySite):
         return self._active_run(other_paths, home=staged.home, key=key)
 
     def _active_run(self, other_paths: RunPaths, *, home: PurePosixPath, key: Path) -> ClusterRun:
-        """Return the run that is active on the cluster, if it can be followed from here."""
+        """Return the run that is active on the cluster, if this machine has a copy of it."""
         run_id = other_paths.run_id
         if not is_copy_of(other_paths, self._inventory):
             raise ConfigError(
@@ -184,10 +184,10 @@ class Ssh(InventorySite):
         held: ExitStack,
         lost: TileforgeError | None = None,
     ) -> _Staged:
-        """Claim the head until `held` is closed, and copy what the nodes lack.
+        """Claim the head until `held` is closed, and upload the files that the nodes lack.
 
-        `name` is the attempt's. Can be repeated with a new connection after the first was `lost`.
-        Copies nothing if a run is active.
+        `name` is the name of the attempt. After a `lost` connection, this can be repeated with a
+        new one. If a run is active, nothing is uploaded.
         """
         inventory = self._inventory
         answers = inspect_nodes(
@@ -210,7 +210,7 @@ class Ssh(InventorySite):
         found = _other_run(answers[inventory.head.name], request)
         if found is not None:
             return _Staged(run=run, home=home, claim=Claim(name=name, running=found))
-        # Before anything is written or installed: two commands that resume one run must not mix.
+        # Claim before anything is written, so that two commands cannot resume the same run.
         claim = held.enter_context(
             claimed(
                 cluster,
@@ -282,9 +282,9 @@ class Ssh(InventorySite):
         answers: Answers,
         name: str,
     ) -> None:
-        """Copy code, data, key and run folder to every node; nothing is started yet.
+        """Upload code, data, key and run folder to every node; nothing is started yet.
 
-        `name` is the attempt's, which has the claim on the head.
+        `name` is the name of the attempt that has claimed the head.
         """
         inventory, talk, code = self._inventory, self._talk, this_code()
         head = answers[inventory.head.name]
@@ -304,7 +304,7 @@ class Ssh(InventorySite):
             planned = resolve(request.to_plan(), target, placed=placed)
             _write(planned, request, run, cluster, talk=talk)
         except BaseException:
-            # Also at Ctrl-C: no later command would remove the key.
+            # Even at Ctrl-C, because no later command would remove the key.
             remove_key(cluster, name, talk)
             raise
         for note in planned.notes():
@@ -345,7 +345,7 @@ class _Staged:
 def _access_of(
     report: Report, answers: Answers, *, head: Node, code: Code, run_key: RunKey
 ) -> ClusterAccess:
-    """Return the machine profile of the cluster, from its nodes' answers."""
+    """Return the machine profile of the cluster, from the report and the answers of its nodes."""
     libraries = {answer.tcmalloc for answer in answers.values()}
     return ClusterAccess(
         interface_of={name: facts.interface for name, facts in report.facts.items()},
@@ -362,7 +362,10 @@ def _access_of(
 def _write(
     planned: ResolvedPlan, request: RunRequest, run: RemoteRun, cluster: Cluster, *, talk: Console
 ) -> None:
-    """Write the run folder on the nodes and locally. Raises ConfigError if it is another run's."""
+    """Write the run folder on the nodes and locally.
+
+    Raises ConfigError if the folder belongs to a different run.
+    """
     with request.folder() as paths:
         own = known_identity(paths)
         head = cluster.connect(cluster.inventory.head)
@@ -378,7 +381,7 @@ def _write(
 
 
 def _refuse_another_cluster(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
-    """Raise ConfigError for a run of another cluster, unless it has ended and is in a store."""
+    """Raise ConfigError for a run of a different cluster, unless it has ended and has a store."""
     has_store = known_config(paths).storage.address() is not None
     try:
         was = ClusterInventory.load(paths.inventory)
@@ -399,7 +402,7 @@ def _refuse_another_cluster(paths: RunPaths, inventory: ClusterInventory, *, tal
 
 
 def _other_run(answer: NodeState, request: RunRequest) -> str | None:
-    """Return the run that is active on the head. Raises ConfigError for an id that is in use."""
+    """Return the id of the active run on the head. Raises ConfigError if a new id is in use."""
     if answer.running is None and not request.resumes:
         require_new(request.paths)
     return answer.running

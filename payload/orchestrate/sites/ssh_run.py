@@ -1,4 +1,4 @@
-"""A run on a cluster over SSH, for the local commands that follow, stop and collect it.
+"""Follows, stops and collects a run on a cluster over SSH.
 
 Following survives broken connections, and does not lock the run.
 """
@@ -59,7 +59,7 @@ class ClusterRun(SiteRun):
         self.paths, self.nodes = run.paths, len(run.inventory.nodes)
         self.where = f"on {run.inventory.cluster}"
         self._reported: set[str] = set()
-        """Damage on the nodes that was reported."""
+        """Messages about damaged files that were already printed."""
         self._run = run
         self._talk = talk
 
@@ -69,14 +69,14 @@ class ClusterRun(SiteRun):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Update the copy; raises SshUnreachableError if that takes too long."""
+        """Update the local copy of the run, with retries; finally raise SshUnreachableError."""
         update = update_with_retries(self._run, say=say, interrupted=interrupted)
         fresh = [problem for problem in update.damaged if problem not in self._reported]
         self._reported.update(fresh)
         return RunPoll(alive=update.alive, news=[f"warning: {problem}" for problem in fresh])
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
-        """Signal the supervisor; retry once on a broken connection, as a repeat is harmless."""
+        """Signal the supervisor; retry once on an error, because a second signal is harmless."""
         try:
             return self._run.signal([number], request=request)
         except TileforgeError:
@@ -90,7 +90,7 @@ class ClusterRun(SiteRun):
                 ) from None
 
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Fetch the newest checkpoint and every node's logs, and remove the run's key."""
+        """Fetch the newest checkpoint and the logs of every node, and remove the run's key."""
         return collect_results(self._run, talk=self._talk, at_once=at_once)
 
     def start_line(self) -> str | None:
@@ -98,7 +98,7 @@ class ClusterRun(SiteRun):
         return None
 
     def detached(self) -> str | None:
-        """Update the copy once, so that it shows the start; return the message for the user."""
+        """Update the copy once so that it shows the start, and return the message for the user."""
         with suppress(TileforgeError):  # it has started, and continues without us
             self._run.refresh()
         return super().detached()
@@ -107,7 +107,7 @@ class ClusterRun(SiteRun):
     def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
         """Yield a function that fetches new data over one connection.
 
-        A run that has ended is not polled again.
+        A run that had ended at the last contact is not polled.
         """
         mirrored = read_mirrored(self.paths)
         if mirrored is None or not mirrored.alive:
@@ -118,7 +118,7 @@ class ClusterRun(SiteRun):
 
     @contextmanager
     def followed(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Copy the newest checkpoint regularly if it would be lost with its machine."""
+        """Copy the newest checkpoint regularly if it would be lost with the head's machine."""
         if not loses_checkpoints(self._run.inventory.source, known_config(self.paths)):
             yield
             return
@@ -126,7 +126,7 @@ class ClusterRun(SiteRun):
             yield
 
     def end_text(self) -> str:
-        """Return an empty text: collecting prints the details."""
+        """Return an empty text, because `collect` prints the details."""
         return ""
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
@@ -142,7 +142,7 @@ class ClusterRun(SiteRun):
 
 
 class EndedCopy(SiteRun):
-    """The copy of a run that has ended, too damaged to find the cluster; it can only be read."""
+    """The read-only copy of an ended run, so damaged that its cluster cannot be determined."""
 
     has_job = False
     is_copied = True
@@ -150,7 +150,7 @@ class EndedCopy(SiteRun):
     where = "on a cluster"
 
     def __init__(self, paths: RunPaths, error: ConfigError) -> None:
-        """`error` is the reason why its cluster cannot be reached."""
+        """`error` is the reason why the cluster of the run cannot be reached."""
         self.paths = paths
         self._error = error
 
@@ -209,7 +209,7 @@ def update_with_retries(
 def run_of_copy(
     paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str], talk: Console
 ) -> SiteRun:
-    """Return the run whose copy is at `paths`; connections are opened when they are needed.
+    """Return the run with a copy at `paths`; connections are opened when they are needed.
 
     Raises ConfigError for a damaged copy of a run that was alive.
     """
@@ -222,7 +222,7 @@ def run_of_copy(
 
 
 def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -> RemoteRun:
-    """Return the run over SSH whose copy is at `paths`. Raises ConfigError."""
+    """Return the access over SSH to the run with a copy at `paths`. Raises ConfigError."""
     inventory = ClusterInventory.load(paths.inventory)
     if inventory.access.shares_folder:
         raise ConfigError(
@@ -232,7 +232,7 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
     key = Path(mirrored.ssh_key)
 
     def connect() -> Cluster:
-        # Read again: another command, or a failure before this one, may have changed it.
+        # Read the inventory again: another command or an earlier retry may have changed it.
         now = ClusterInventory.load(paths.inventory)
         return Cluster(
             now,
@@ -246,7 +246,7 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
 
 
 def update_head_address(paths: RunPaths, env: Mapping[str, str]) -> str:
-    """Update the address of a run's head in its copy; return a message about a change, or ''."""
+    """Update the head's address in the copy of a run; return a message if it changed, or ''."""
     # Google's libraries take a second to import.
     from payload.orchestrate.clouds.gcp.head_address import update_head_address
 
@@ -262,10 +262,10 @@ def adopted(
     connect: Callable[[], Cluster],
     talk: Console,
 ) -> ClusterRun:
-    """Return a run on the head, with a local copy of it.
+    """Return a run on the head; create its local copy if it does not exist.
 
-    Raises ConfigError if the local folder has other files, or if the head has another run with that
-    id.
+    Raises ConfigError if the local folder is not a copy of a run on this cluster, or if the run on
+    the head is a different run with the same id.
     """
     exists = paths.root.exists() or paths.root.is_symlink()
     if exists and not is_copy_of(paths, inventory):
@@ -299,7 +299,7 @@ def is_copy_of(paths: RunPaths, inventory: ClusterInventory) -> bool:
 
 
 class Watch:
-    """Repeated updates from a run that was alive at the last contact."""
+    """Repeatedly updates the copy of a run that was alive at the last contact."""
 
     def __init__(self, run: RemoteRun, nodes: Sequence[Node], *, seen_unix: float) -> None:
         self._run = run
@@ -312,8 +312,8 @@ class Watch:
     def __call__(self) -> bool:
         """Update the copy; return whether the run is alive, by the last known state.
 
-        If the head does not answer the first time, the copy is used as it is. Later updates retry,
-        and finally raise SshUnreachableError.
+        If the head does not answer the first update, the old copy is shown. Later updates retry and
+        finally raise SshUnreachableError.
         """
         if self._due_s is None:
             self._due_s = time.monotonic()
@@ -340,13 +340,13 @@ class Watch:
 
 
 def collect_results(run: RemoteRun, *, talk: Console, at_once: bool = False) -> CollectResult:
-    """Fetch every node's logs and the newest checkpoint; remove an ended run's key.
+    """Fetch the logs of every node and the newest checkpoint; remove the key of an ended run.
 
-    Ranks of a killed supervisor may save first, but not with `at_once`. A worker's failure is
-    reported and does not affect the other nodes' results. Raises the head's own error.
+    Without `at_once`, ranks of a killed supervisor may save first. A failure of a worker is
+    reported and does not affect the results of the other nodes. Raises an error of the head.
     """
     try:
-        # Quick steps first: during the rest, another command may start the run again.
+        # End processes first: during the slow copies, another command may start the run again.
         alive, failed = _end_processes(run, talk=talk, at_once=at_once)
         missed, unfit = _fetch_records(run, talk=talk)
         checkpoint = run.collect_checkpoint(say=talk.print)
@@ -369,9 +369,9 @@ def collect_results(run: RemoteRun, *, talk: Console, at_once: bool = False) -> 
 def _fetch_records(
     run: RemoteRun, *, talk: Console
 ) -> tuple[Mapping[str, TileforgeError], ConfigError | None]:
-    """Fetch logs and records; return the nodes' errors, and the error of an unwritable copy.
+    """Fetch logs and records; return errors by node, and the error if the copy is not writable.
 
-    A copy that cannot be written does not prevent the fetch of a checkpoint.
+    The caller can still fetch a checkpoint if the copy is not writable.
     """
     try:
         update = run.update_all()
@@ -389,14 +389,14 @@ def _end_processes(
 ) -> tuple[bool, list[TileforgeError]]:
     """End the processes of a run that has ended and remove its key.
 
-    Returns whether the run is alive after all, and what failed.
+    Returns whether the run is alive after all, and the errors.
 
-    Ctrl-C is delayed until it is done: an interrupted command would leave the key behind.
+    Ctrl-C is deferred until this function returns: otherwise the key could be left behind.
     """
     failed: list[TileforgeError] = []
     with Interrupts() as interrupts:
         for act in (partial(run.end_leftovers, at_once=at_once, say=talk.print), run.remove_key):
-            # Checked before each step, as a run that was started again needs both.
+            # Checked before each step: a run that was started again needs its processes and key.
             if run.is_alive():
                 return True, failed
             try:

@@ -1,4 +1,4 @@
-"""The start of a run on a cluster over SSH: its files on the nodes, and its supervisor."""
+"""Starts a run on a cluster over SSH: writes its files on the nodes and starts its supervisor."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestH
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity
 
-# Machines that we create run for 30 days at most. On others a run without a limit may run longer,
-# and needs the key again only to restart a lost rank.
+# Machines that this program creates run for at most 30 days. On other machines, a run without a
+# limit may run longer; it then needs the key only to restart a lost rank.
 _KEY_LASTS_S = 30 * 86_400.0
-# The limit counts the run's own time; waits for a node may come in addition.
+# The time limit does not include the time that a run waits for a node.
 _KEY_MARGIN_S = 86_400.0
 
 
 class ClusterNotReadyError(TileforgeError):
-    """A run was not started; the exit code is that of the check or program that failed."""
+    """A run was not started; its exit code comes from the check or program that failed."""
 
     def __init__(self, cause: str, code: int) -> None:
         super().__init__(cause)
@@ -64,7 +64,7 @@ class LocalFiles:
     def of(cls, request: RunRequest) -> LocalFiles:
         """Return the files that a run needs. Raises ConfigError.
 
-        A resumed run starts from its checkpoint, so its initial weights may be gone.
+        A resumed run starts from its checkpoint, so its initial weights may be missing.
         """
         init = request.config.model.init
         is_gone = request.resumes and not can_see(home_path(init))
@@ -83,7 +83,7 @@ class LocalFiles:
 
 
 def lost_connections(error: TileforgeError) -> str:
-    """Return which connections broke, and why. Raises `error` if it has other causes too."""
+    """Return which connections broke, and why. Raises `error` if it also has other causes."""
     failures = list(error.failures.values()) if isinstance(error, NodesError) else [error]
     if not all(isinstance(each, ConnectionLostError) for each in failures):
         raise error
@@ -91,7 +91,7 @@ def lost_connections(error: TileforgeError) -> str:
 
 
 def stale_records(paths: RunPaths) -> Iterator[Path]:
-    """Yield records of an earlier attempt, which the copy must not show as this attempt's."""
+    """Yield records of an earlier attempt, which must not appear as records of this attempt."""
     yield paths.summary
     yield paths.state
     yield paths.job
@@ -99,7 +99,7 @@ def stale_records(paths: RunPaths) -> Iterator[Path]:
 
 
 def key_lasts_s(limit: TimeLimit | None) -> float:
-    """Return the time for which the nodes accept the run's key, if it is not removed."""
+    """Return the time after which the run's key expires on the nodes."""
     return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
 
 
@@ -113,7 +113,7 @@ def write_on_nodes(
 ) -> None:
     """Write the run folder on every node; moves non-regular files aside.
 
-    `own` is the run's identity; `hashes` lets the head recognise the checkpoints in the store.
+    `own` is the identity of the run. With `hashes`, the head can verify checkpoints in the store.
     """
     files = {planned.paths.identity.name: own.to_json()}
     if hashes.hashes:
@@ -142,7 +142,7 @@ def start_supervisor(
     try:
         begun = run.start(grace_s=grace_s, name=name)
     except (KeyboardInterrupt, TileforgeError):
-        # It runs in its own session on the head, and may begin although this command ends.
+        # The supervisor has its own session on the head, so it may begin after this command ends.
         talk.print(f"it is unknown whether the run has begun; if so, {how_to_attach(run.paths)}")
         run.close()
         raise
@@ -155,13 +155,13 @@ def start_supervisor(
 
 
 def _failure_code(begun: Begun) -> int:
-    """Return the supervisor's exit code; PREFLIGHT for a signal, and instead of 0."""
+    """Return the supervisor's exit code, or PREFLIGHT if it exited with 0 or was killed."""
     known = [int(code) for code in ExitCode if code != ExitCode.OK]
     return next((code for code in known if code == begun.status), ExitCode.PREFLIGHT)
 
 
 def remove_key(cluster: Cluster, name: str, talk: Console) -> None:
-    """Revoke an attempt's key; report a failure without hiding an earlier error."""
+    """Revoke the key of an attempt; print a failure instead of raising it over an earlier error."""
     try:
         remove_run_key(cluster, name)
     except TileforgeError as error:

@@ -1,1 +1,1 @@
-"""Output on the operator's terminal: progress, questions, tables, remaining time."""
+"""Writes to the operator's terminal: progress, questions, tables, remaining time."""

@@ -1,4 +1,4 @@
-"""Output of commands: safe text, questions to the operator, and the live line.
+"""Writes the output of commands: safe text, questions to the operator, and the live line.
 
 Text from other machines cannot control the terminal or end a run.
 """
@@ -149,9 +149,9 @@ _PHASE_NAMES = {
 
 
 class LiveLine:
-    """Phase, step, micro-step, elapsed time, ETA, loss and speed in one line of any width.
+    """Shows phase, step, micro-step, elapsed time, ETA, loss and speed in one line of any width.
 
-    It is redrawn several times a second on a terminal, otherwise printed every 30 s.
+    On a terminal, the line is redrawn several times a second; otherwise, it is printed every 30 s.
     """
 
     def __init__(self, console: Console, *, train: TrainSection, nodes: int) -> None:
@@ -192,7 +192,7 @@ class LiveLine:
         self._console.print(line)
 
     def log(self, line: str) -> None:
-        """Print a line of rank 0's log; hold back its error, as the run's error can repeat it."""
+        """Print a line of rank 0's log, but hold back an error that the run's error may repeat."""
         self.print_held_error()
         if line.startswith(_ERROR_PREFIX):
             self._held_error = line
@@ -212,7 +212,7 @@ class LiveLine:
             self.say(text)
 
     def status(self, state: str) -> None:
-        """Show the state of the run; frequent calls also print the lines without a terminal."""
+        """Show the state of the run; without a terminal, also print a status line when due."""
         self._view = replace(self._view, status=state)
         if self._live is None and time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
             self.say(self._now().line(self._console.width))

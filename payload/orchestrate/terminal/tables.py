@@ -1,4 +1,4 @@
-"""Tables for the terminal: rich tables without borders, two spaces between columns."""
+"""Renders tables for the terminal with rich, without borders, with two spaces between columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(*names: str, wrapped: Collection[str] = (), right: Collection[str] = (
 def table_lines(
     names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None
 ) -> list[str]:
-    """Return the lines of a table; if it is wider than `width`, one indented block for each row."""
+    """Return the lines of a table, or an indented block per row if it is wider than `width`."""
     whole = table(*names)
     for row in rows:
         whole.add_row(*row)

@@ -1,4 +1,4 @@
-"""CONTRACT: the remaining time, evaluations and checkpoints of a run."""
+"""CONTRACT: predicts the remaining time, evaluations and checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Eta:
         self._since_s = time.monotonic()
 
     def progress(self, progress: RankProgress) -> None:
-        """Add a heartbeat; the duration of a phase is measured by rank 0's clock."""
+        """Add a heartbeat; the durations of phases are measured by the clock of rank 0."""
         last, self._last = self._last, progress
         if last is not None and last.phase == progress.phase:
             return

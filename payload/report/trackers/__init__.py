@@ -1,1 +1,1 @@
-"""Trackers that a run's numbers are sent to: one module per tracker, found by name."""
+"""Trackers to which the metrics of a run are sent; each tracker is a module with its name."""

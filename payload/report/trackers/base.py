@@ -1,4 +1,4 @@
-"""The interface between a run folder and a tracker."""
+"""The interface of a tracker, which receives the metrics of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class About:
 
     run_id: str
     name: str
-    """The setting run.name, which runs of one project share."""
+    """The setting `run.name`, which is the same for all runs of a project."""
     folder: Path
     """The tracker's folder in the run folder."""
     config: Mapping[str, Any]
@@ -25,7 +25,7 @@ class About:
 
 
 class Tracker(Protocol):
-    """One tracker of one run. Its first exception is logged and disables it."""
+    """A tracker for one run; its first exception is logged and disables it."""
 
     starts_over: ClassVar[bool]
     """True if the tracker discards its data and needs all rows again when a run is resumed."""
@@ -37,4 +37,4 @@ class Tracker(Protocol):
         """Log rows in chronological order."""
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log the results and the page, and close. With an empty summary the run continues."""
+        """Log results and report page, and close; an empty summary means that the run continues."""

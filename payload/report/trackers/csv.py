@@ -1,4 +1,4 @@
-"""metrics.csv, for spreadsheets."""
+"""The tracker that writes metrics.csv for spreadsheets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CsvTracker:
                 file.write(self._lines(rows, head=False))
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Write the results. The page is already in the run folder."""
+        """Write the results; the report page is already in the run folder."""
         del report
         if summary:
             write_whole(self._folder / "summary.json", json.dumps(dict(summary), indent=2) + "\n")

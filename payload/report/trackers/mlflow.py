@@ -1,4 +1,4 @@
-"""MLflow: a file store in the run folder, unless MLFLOW_TRACKING_URI is set to a server."""
+"""The tracker MLflow, with a file store in the run folder unless MLFLOW_TRACKING_URI is set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RUN = re.compile(r"([0-9a-f]{32})(?: ([0-9a-f]{64}))?")
 
 
 class MlflowTracker:
-    """Logs to a file store or a server. A password for the server stays in the environment."""
+    """Logs to a file store or a server; a server password is read only from the environment."""
 
     starts_over: ClassVar[bool] = False
 
@@ -34,7 +34,7 @@ class MlflowTracker:
 
     def start(self, about: About) -> None:
         """Create or continue the experiment and the run."""
-        # The file store is deprecated but still works, and is the only one without a database.
+        # The file store is deprecated, but it is the only store that needs no database.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -73,7 +73,7 @@ class MlflowTracker:
             self._client.log_batch(self._run, metrics=metrics[first : first + _MOST_AT_ONCE])
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log the results as tags and the page as an artifact, and close the run."""
+        """Log the results as tags and the report page as an artifact, and close the run."""
         for name, value in summary.items():
             self._client.set_tag(self._run, f"summary.{name}", str(value)[:500])
         if report is not None:
@@ -86,8 +86,8 @@ class MlflowTracker:
     def _require_own_store(self) -> None:
         """Raise ConfigError if the file store would put the report elsewhere.
 
-        The store's files contain the location of a run's artifacts, which may be another folder or
-        a server.
+        Files in the store name the location of a run's artifacts, which might be a different folder
+        or a server.
         """
         if self._store is None:
             return
@@ -104,7 +104,7 @@ def _known_run(known: Path, *, server: str | None) -> str:
     """Return the id of the run to continue; empty for a new run.
 
     On a server, only a run that this user's tracker created is continued: an untrusted run folder
-    could contain the id of any other run there.
+    could contain the id of any other run on that server.
     """
     try:
         found = _RUN.fullmatch(read_bytes(known).decode(errors="replace").strip())

@@ -1,4 +1,4 @@
-"""Construction of trackers by name."""
+"""Creates trackers by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from payload.report.trackers.base import Tracker
 
 
 def make_tracker(name: str) -> Tracker:
-    """Return a new tracker; its module has the tracker's name."""
+    """Return a new tracker from the module with this name."""
     assert name in TRACKERS, "run.toml was checked"
     module = import_module(f"payload.report.trackers.{name}")
     made: Tracker = module.make()

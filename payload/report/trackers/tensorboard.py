@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, without TensorFlow or torch."""
+"""The tracker that writes event files for TensorBoard, without TensorFlow or torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.report.trackers.base import About, Row, Tracker
 
 
 class TensorboardTracker:
-    """Writes new event files, so that steps repeated after a resume do not appear twice."""
+    """Rewrites the event files at each start, so that repeated steps do not appear twice."""
 
     starts_over: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""trackio: a local database and dashboard, by Hugging Face."""
+"""The tracker trackio, a local database and dashboard by Hugging Face."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TrackioTracker:
             self._trackio.log(values, step=int(row["step"]))
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log the results as numbers of the last step, and the page as an artifact."""
+        """Log the results as metrics of the last step, and the report page as an artifact."""
         numbers = {
             f"summary/{name}": value
             for name, value in summary.items()

@@ -1,4 +1,4 @@
-"""Weights & Biases: offline unless WANDB_MODE is set; `wandb sync` uploads the run later."""
+"""The tracker Weights & Biases, offline unless WANDB_MODE is set; upload with `wandb sync`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.report.trackers.base import About, Row, Tracker
 
 
 class WandbTracker:
-    """Writes wandb's offline files in the run folder; API keys stay in the environment or netrc."""
+    """Writes offline files of wandb into the run folder, and never stores an API key."""
 
     starts_over: ClassVar[bool] = False
 
@@ -24,7 +24,7 @@ class WandbTracker:
         """Open or continue the run."""
         about.folder.mkdir(parents=True, exist_ok=True)
         folder = about.folder.absolute()
-        # A file wandb/settings in the current folder could send the API key to another server.
+        # A file wandb/settings in the current folder could send the API key to a wrong server.
         with chdir("/"):
             import wandb
 
@@ -53,7 +53,7 @@ class WandbTracker:
             self._run.log(values, step=int(row["step"]))
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log the results and the page, and close the run."""
+        """Log the results and the report page, and close the run."""
         self._run.summary.update(dict(summary))
         if report is not None:
             self._run.save(str(report), base_path=str(report.parent), policy="now")
