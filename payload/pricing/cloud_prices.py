@@ -3,8 +3,8 @@
 Prices come from Google's billing catalog if it was read within a week (a Catalog), otherwise from
 the packaged tables.
 
-prices/*.csv: facts of pricing.yml of Cyclenerd/google-cloud-pricing-cost-calculator (Apache-2.0)
- at commit fd66b26, generated from Google's billing catalog on READ_ON.
+prices/*.csv has the facts of pricing.yml in Cyclenerd/google-cloud-pricing-cost-calculator
+(Apache-2.0) at commit fd66b26, which was generated from Google's billing catalog on READ_ON.
 """
 
 from __future__ import annotations
