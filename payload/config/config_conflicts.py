@@ -22,7 +22,7 @@ from payload.optimizers.registry import find as find_optimizer
 def schedule_conflicts(
     optimizer: OptimizerSection, schedule: ScheduleSection, train: TrainSection, *, decay_steps: int
 ) -> list[str]:
-    """Return conflicts between learning rates, or between parts of the schedule."""
+    """Return the conflicts between learning rates, and between settings of the schedule."""
     found = []
     if optimizer.min_lr > optimizer.lr:
         found.append(
@@ -58,7 +58,7 @@ def batch_conflicts(batch: BatchSection) -> list[str]:
 
 
 def backend_conflicts(distributed: DistributedSection, device: DeviceSection) -> list[str]:
-    """Return a conflict if the backend cannot transfer this device's tensors."""
+    """Return a conflict if the backend cannot transfer tensors of the configured device."""
     if device.kind != "cpu" or distributed.backend != "nccl":
         return []
     return [
@@ -162,7 +162,7 @@ def _split_conflicts(
 
 
 def _optimizer_conflicts(optimizer: OptimizerSection, setting: str, *, splits: Split) -> list[str]:
-    """Return a conflict if the optimizer does not support the weights split by `setting`."""
+    """Return a conflict if the optimizer cannot update weights that `setting` splits."""
     conflict = find_optimizer(optimizer.name).conflict(setting, splits=splits)
     return [] if conflict is None else [conflict]
 
@@ -174,7 +174,7 @@ def quantize_conflicts(
     engine: EngineSection,
     distributed: DistributedSection,
 ) -> list[str]:
-    """Return the conflicts with 4-bit weights."""
+    """Return the conflicts between 4-bit weights and other settings."""
     if model.quantize == "none":
         return []
     found, setting = [], f'model.quantize = "{model.quantize}"'
@@ -205,7 +205,7 @@ def fp8_conflicts(
     engine: EngineSection,
     distributed: DistributedSection,
 ) -> list[str]:
-    """Return the conflicts with 8-bit matmuls."""
+    """Return the conflicts between 8-bit matmuls and other settings."""
     if precision.fp8 == "off":
         return []
     found, setting = [], f'precision.fp8 = "{precision.fp8}"'
@@ -265,7 +265,7 @@ def adapter_conflicts(
     engine: EngineSection,
     distributed: DistributedSection,
 ) -> list[str]:
-    """Return the conflicts with training an adapter."""
+    """Return the conflicts between an adapter and other settings."""
     if not adapter.is_on():
         return []
     found, kind = [], adapter.kind

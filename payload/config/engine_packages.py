@@ -23,7 +23,7 @@ FP8_MODULE = "torchao"
 _FP8_INSTALL = "pip install torchao==0.18.0"
 
 DEEPSPEED_MODULE = "deepspeed"
-# Only a source distribution exists. Its build must see the installed torch.
+# DeepSpeed is distributed only as source, and the build must import the installed torch.
 _DEEPSPEED_INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
 
 _CCL_INSTALL = (
@@ -57,7 +57,7 @@ def require_compiler(settings: EngineSection) -> None:
 
 
 def require_packages_here(config: RunConfig) -> None:
-    """Raise ConfigError, with the fix, for a package or device that this machine lacks."""
+    """If this machine lacks a required package or device, raise ConfigError with the fix."""
     if config.device.kind == "cuda" and not has_nvidia_device():
         raise ConfigError(
             "device.kind = 'cuda': this machine has no CUDA device. Install its driver, or use "
@@ -78,7 +78,7 @@ def require_packages_here(config: RunConfig) -> None:
 
 
 def require_fp8_package(settings: PrecisionSection) -> None:
-    """Raise ConfigError, with the command that installs it, if fp8's package is missing."""
+    """If the package for fp8 is missing, raise ConfigError with the command that installs it."""
     if settings.fp8 != "off" and importlib.util.find_spec(FP8_MODULE) is None:
         raise ConfigError(
             f"precision.fp8 = {settings.fp8!r} needs torchao (not installed). Install it with: "
@@ -87,7 +87,7 @@ def require_fp8_package(settings: PrecisionSection) -> None:
 
 
 def ipex_missing(reason: object) -> ConfigError:
-    """Return the error for engine.kind = 'ipex' without its package."""
+    """Return the error for a missing package of engine.kind = 'ipex'."""
     return ConfigError(
         f"engine.kind = 'ipex' needs intel-extension-for-pytorch ({reason}). Install it with: "
         f"{IPEX_INSTALL} (or use engine.kind = 'native')."
@@ -95,7 +95,7 @@ def ipex_missing(reason: object) -> ConfigError:
 
 
 def ccl_missing(reason: object) -> ConfigError:
-    """Return the error for distributed.backend = 'ccl' without its package."""
+    """Return the error for a missing package of distributed.backend = 'ccl'."""
     return ConfigError(
         f"distributed.backend = 'ccl' needs oneccl_bind_pt ({reason}). Install it with: "
         f"{_CCL_INSTALL} (or use gloo)."
@@ -103,7 +103,7 @@ def ccl_missing(reason: object) -> ConfigError:
 
 
 def bitsandbytes_missing(reason: object) -> ConfigError:
-    """Return the error for model.quantize = 'nf4' without its package."""
+    """Return the error for a missing package of model.quantize = 'nf4'."""
     return ConfigError(
         f"model.quantize = 'nf4' needs bitsandbytes ({reason}). Install it with: "
         f"{_QUANTIZER_INSTALL} (or use model.quantize = 'none')."
@@ -111,7 +111,7 @@ def bitsandbytes_missing(reason: object) -> ConfigError:
 
 
 def deepspeed_missing(reason: object) -> ConfigError:
-    """Return the error for distributed.strategy = 'zero3' without its package."""
+    """Return the error for a missing package of distributed.strategy = 'zero3'."""
     return ConfigError(
         f"distributed.strategy = 'zero3' needs deepspeed ({reason}). Install it with: "
         f"{_DEEPSPEED_INSTALL} (or use strategy = 'shard')."

@@ -13,7 +13,7 @@ from payload.core.validation.fields import checked
 from payload.machines.rank_mesh import Mesh, make_mesh
 
 TRACKERS = ("trackio", "tensorboard", "wandb", "mlflow", "csv")
-"""Files of `payload/report/trackers`."""
+"""Names of the trackers; each is a file in `payload/report/trackers`."""
 AUTO_TRACKER = "trackio"
 
 
@@ -31,22 +31,24 @@ class DistributedSection:
     """[distributed]"""
 
     backend: Literal["auto", "gloo", "ccl", "nccl"] = "auto"
-    """auto: nccl between CUDA devices, otherwise gloo. `ccl` needs the extra `ccl`, `nccl` CUDA."""
+    """auto: nccl between CUDA devices, otherwise gloo. `ccl` needs the extra `ccl`; `nccl` needs
+    CUDA."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients in the all-reduce and reduce-scatter."""
     strategy: Literal["replicate", "shard", "zero3"] = "replicate"
     """`replicate`: each rank holds the whole model. `shard`: each rank holds a shard of the
-    weights, gradients and optimizer state, and gathers a layer's weights when it needs them
-    (FSDP2). `zero3`: the same with DeepSpeed's ZeRO stage 3; needs the extra `deepspeed`."""
+    weights, gradients and optimizer state, and gathers the weights of a layer before it computes
+    the layer (FSDP2). `zero3`: the same with DeepSpeed's ZeRO stage 3; needs the extra `deepspeed`.
+    """
     shard_size: int | None = checked(None, low=1, high=2**20)
-    """shard: ranks that hold one copy of the model, or of a tensor or pipeline part of it.
-    Gradients are averaged over these groups. none = all ranks."""
+    """shard: number of ranks that together hold one copy of the model, or of one tensor or pipeline
+    part. Gradients are averaged over these groups. none = all ranks."""
     tensor_parallel: int = checked(1, low=1, high=2**10)
-    """Ranks that compute each layer together on the same data. Each has a part of the heads, the
-    MLP and the vocabulary. They share a node."""
+    """Ranks that compute each layer together on the same data. Each rank has a part of the heads,
+    the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10)
-    """Stages, each with some of the layers. The remaining ranks are data parallel: replicas, or
-    shards with `strategy = "shard"`."""
+    """Number of pipeline stages, each with some of the layers. The remaining ranks are data
+    parallel: replicas, or shards with `strategy = "shard"`."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, and a stage keeps the
     activations of at most one micro-batch per stage. `gpipe`: all forward passes come first."""
@@ -54,7 +56,10 @@ class DistributedSection:
     """Longest wait of one rank for another."""
 
     def mesh(self, world_size: int) -> Mesh:
-        """Return the mesh of `world_size` ranks. Raises ConfigError if the ranks do not divide."""
+        """Return the mesh of `world_size` ranks.
+
+        Raises ConfigError if a dimension of the mesh does not divide `world_size`.
+        """
         return make_mesh(
             world_size,
             shards=self.strategy != "replicate",
@@ -64,15 +69,18 @@ class DistributedSection:
         )
 
     def shards(self, world_size: int) -> int:
-        """Return the number of shards of a weight. Raises ConfigError if ranks do not divide."""
+        """Return the number of shards of each weight.
+
+        Raises ConfigError if a dimension of the mesh does not divide `world_size`.
+        """
         return self.mesh(world_size).shard
 
     def longest_wait_s(self) -> float:
-        """Return the longest time without progress in any phase, before ranks time out."""
+        """Return the longest allowed time without progress in any phase: 0.9 * `timeout_s`."""
         return 0.9 * self.timeout_s
 
     def splits_model(self) -> bool:
-        """Return True if ranks split a model by tensor or pipeline parallelism."""
+        """Return True if tensor or pipeline parallelism splits the model between ranks."""
         return self.tensor_parallel > 1 or self.pipeline_parallel > 1
 
 
@@ -110,9 +118,9 @@ class LaunchSection:
     """[launch]"""
 
     launcher: str = "auto"
-    """`mpirun`, `torchrun`, or `auto`: mpirun on x86-64 Linux, where Intel MPI runs, otherwise
+    """`mpirun`, `torchrun`, or `auto`: mpirun on x86-64 Linux, which Intel MPI supports, otherwise
     torchrun. Both start ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`; a
-    job of several nodes also supports `torchrun`, but not `mpirun`. The run logs its launcher."""
+    job of several nodes also supports `torchrun`, but not `mpirun`. The run logs the launcher."""
     ranks_per_node: int | None = checked(None, low=1, high=4096)
     """none = one per GPU if the inventory lists GPUs, otherwise one per NUMA domain. On this
     machine and in a Slurm job, `nvidia-smi` counts the GPUs in `CUDA_VISIBLE_DEVICES`."""
@@ -130,8 +138,8 @@ class LimitsSection:
 
     hang_timeout_s: float = checked(120.0, low=1.0)
     """Time without progress of any rank after which the run counts as hung; at least ten times the
-    median step. Loading, compiling and saving have nine tenths of distributed.timeout_s, which is
-    also the upper bound of this limit."""
+    median step. Loading, compiling and saving may take nine tenths of distributed.timeout_s, which
+    is also the highest value of this setting."""
     max_restarts: int = checked(3, low=0)
     """Restarts from the last checkpoint after a lost rank, a lost node or a hang, as long as each
     attempt completes at least one more step; 0 = none."""
@@ -139,7 +147,7 @@ class LimitsSection:
     """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
     checkpoint and stops."""
     max_usd: float | None = checked(None, above=0.0)
-    """Highest cost of the run, enforced as `max_hours`; the inventory needs hourly_usd for every
+    """Highest cost of the run, enforced like `max_hours`; the inventory needs hourly_usd for every
     node."""
 
 
@@ -155,7 +163,7 @@ class StorageSection:
     """Longest wait for the store at the end of a run; training never waits for it."""
 
     def address(self) -> StoreAddress | None:
-        """Return the store's address, or None without a store. Raises ConfigError."""
+        """Return the address of the store, or None if the run has no store. Raises ConfigError."""
         if self.results in (AUTO, NO_STORE):
             return None
         return parse_store_address(self.results)

@@ -19,8 +19,8 @@ def require_fit(
 ) -> None:
     """Raise CheckpointError if the run cannot start from these weights.
 
-    `vocab_size` and `tokenizer` describe the data's tokenizer; None if there is no data yet. The
-    model may have more embedding rows, as vocabularies are often padded.
+    `vocab_size` and `tokenizer` describe the tokenizer of the data; pass None without data.
+    The model may have more embedding rows than tokens, because vocabularies are often padded.
     """
     init, sequence_length = config.model.init, config.data.sequence_length
     reason = spec.why_not_quantized()
@@ -71,7 +71,8 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
     """
     headers = tensor_headers(folder)
     for name, shape in spec.tensor_shapes():
-        # Some GPT-2 files are of the module without its head.
+        # Some GPT-2 files were saved from the module without the head, so their names lack the
+        # prefix.
         header = headers.get(name) or headers.get(name.removeprefix("transformer."))
         if header is None:
             raise CheckpointError(
@@ -91,7 +92,7 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
 
 
 def unused_settings(spec: ModelSpec, config: RunConfig) -> str | None:
-    """Return a note on [model] settings that the weights' own sizes override, or None.
+    """Return a note on [model] settings that the sizes of the weights override, or None.
 
     Settings with the default value are left out, as the user may not have set them.
     """

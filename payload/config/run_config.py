@@ -119,13 +119,13 @@ class RunConfig:
         return "fp32" if self.precision.dtype == "fp32" else "bf16"
 
     def computing_in(self, dtype: Dtype) -> RunConfig:
-        """Return the config with `dtype` as the resolved compute dtype; with fp8 it stays bf16."""
+        """Return the config with `dtype` as the resolved compute dtype; fp8 always needs bf16."""
         if self.wants_bf16():
             return self
         return replace(self, precision=replace(self.precision, dtype=dtype))
 
     def wants_bf16(self) -> bool:
-        """Return True if a setting requires bf16: fp8."""
+        """Return True if a setting requires bf16, as fp8 does."""
         return self.precision.fp8 != "off"
 
     def bf16_setting(self) -> str | None:
@@ -137,7 +137,7 @@ class RunConfig:
     def typical_mfu(self, spec: ModelSpec, *, core_flops_per_s: float | None = None) -> float:
         """Estimate the MFU of a step's forward and backward passes.
 
-        `core_flops_per_s` is the peak of one core; by default a typical core's.
+        `core_flops_per_s` is the peak of one core; None means the peak of a typical core.
         """
         if self.device.kind == "cuda":
             return GPU_MFU
@@ -157,13 +157,13 @@ class RunConfig:
         return self.engine
 
     def passes(self, world_size: int) -> int:
-        """Return the micro-batches of a step on each rank. Raises ConfigError for uneven shares."""
+        """Return the micro-batches per step on each rank. Raises ConfigError for uneven shares."""
         return self.batch.grad_accum_steps(self.distributed.mesh(world_size).data_ranks)
 
     def require_even(self, world_size: int) -> None:
         """Raise ConfigError if the ranks cannot share the batch in whole micro-batches.
 
-        Also if no rank would record the step to profile.
+        Also raises ConfigError if no rank would record the step to profile.
         """
         self.batch.require_even(self.distributed.mesh(world_size).data_ranks)
         self.train.require_profiled(world_size)
@@ -205,14 +205,14 @@ class RunConfig:
         return "sharded" if self.distributed.strategy == "shard" else "lean"
 
     def recomputation(self) -> float:
-        """Return the factor on a step's FLOPs: 4/3 with activation checkpointing."""
+        """Return the factor of recomputation on the FLOPs: 4/3 with activation checkpointing."""
         return 4 / 3 if self.memory.activation_checkpointing == "on" else 1.0
 
     def adapted(self, spec: ModelSpec) -> ModelSpec:
         """Return `spec` as it is trained: as a classifier, with an adapter, or both.
 
-        The number of labels is known only from the data, so a classifier is counted with two.
-        Raises ConfigError for an adapter.target that the model does not have.
+        The number of labels is known only from the data, so the sizes are those of a classifier
+        with two labels. Raises ConfigError for an adapter.target that the model does not have.
         """
         if self.task.data() == "classify":
             spec = ClassifierSpec.of(spec, num_labels=2)
@@ -247,7 +247,7 @@ class RunConfig:
         )
 
     def to_toml(self) -> str:
-        """Return the TOML text that `parse_run_config` reads as an equal config."""
+        """Return TOML text from which `parse_run_config` builds an equal config."""
         return render_sections(self)
 
 

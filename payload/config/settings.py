@@ -88,7 +88,7 @@ def _short(override: str) -> str:
 
 
 def render_sections(config: object) -> str:
-    """Return the TOML text that `parse_sections` reads as an equal `config`."""
+    """Return TOML text from which `parse_sections` builds an equal `config`."""
     lines: list[str] = []
     for section in dataclasses.fields(config):  # type: ignore[arg-type]  # a dataclass
         lines.append(f"[{section.name}]")
@@ -167,7 +167,7 @@ def _apply_override(
 ) -> str | None:
     """Apply an override to `tables` and record it in `overridden`; return its problem, or None.
 
-    `texts` has each `section.key` whose type is text, where a number needs no quotes.
+    `texts` lists each `section.key` of type text; a number given for such a key needs no quotes.
     """
     path, equals, text = override.partition("=")
     section, dot, key = (part.strip() for part in path.partition("."))

@@ -28,7 +28,7 @@ _OWN_OPTIONS = (
 """Options of sbatch that the run sets itself. Source: https://slurm.schedmd.com/sbatch.html"""
 _OWN_LETTERS = frozenset("AaDehJMNnopqtVW")
 _LETTERS_WITHOUT_VALUE = frozenset("HkOQsuv")
-"""Letters without a value; further letters can follow in the same argument."""
+"""Letters of sbatch's options without a value; more letters can follow in the same argument."""
 _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
@@ -38,7 +38,7 @@ class SlurmSection:
 
     nodes: int = checked(1, low=1, high=4096)
     partition: str | None = None
-    """none = the cluster's default; also for the next three."""
+    """none = the cluster's default; the same holds for the next three settings."""
     account: str | None = None
     qos: str | None = None
     time: str | None = None

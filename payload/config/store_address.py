@@ -31,8 +31,11 @@ class StoreAddress:
     path: str
     """The prefix without leading and trailing slashes, or the folder's absolute path."""
     num_below: int = field(default=0, compare=False)
-    """Number of the path's last parts that are below the configured folder. Other users who can
-    write to it could replace them with symlinks, so they are opened without following links."""
+    """Number of trailing parts of the path that are below the configured folder.
+
+    Other users with write access to that folder could replace these parts with symlinks, so they
+    are opened without following links.
+    """
 
     def under(self, name: str) -> StoreAddress:
         """Return the address of `name` below this one."""
@@ -89,7 +92,7 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
 
 
 def resolve_results_address(results: str, *, bucket: str | None) -> str:
-    """Resolve `auto` for a cluster with this bucket, or without one."""
+    """Resolve `auto` for a cluster with this results bucket; None means no bucket."""
     if results != AUTO:
         return results
     return NONE if bucket is None else str(StoreAddress(bucket, RUNS_PREFIX))

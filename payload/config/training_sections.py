@@ -53,7 +53,8 @@ class DataSection:
         if not is_bucket_address(self.dir):
             return Path(self.dir)
         address = parse_store_address(self.dir, setting="data.dir")
-        # All copies are siblings: an address below another one must not be inside its copy.
+        # The copies are siblings, because the copy of one address must not contain the copy of
+        # another.
         mark = hashlib.sha256(str(address).encode()).hexdigest()[:16]
         name = f"{address.last() or address.bucket}-{mark}"
         return Path.home() / ".cache" / "tileforge" / "data" / name
@@ -64,23 +65,24 @@ class ModelSection:
     """[model]"""
 
     preset: Preset = "gpt2"
-    """Sizes of a model from scratch; the weights of `init` have their own sizes."""
+    """Sizes of a model that is trained from scratch; a model from `init` has its own sizes."""
     init: str = "scratch"
     """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
     quantize: Quantize = "none"
-    """`nf4`: the layers' linears in 4 bits, with an adapter; needs the extra `quant`."""
+    """`nf4`: the linears of the layers are stored in 4 bits; needs an adapter and the extra
+    `quant`."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Biases of a model from scratch."""
     n_layer: int | None = checked(None, low=1, high=1000)
-    """Layers; none = the preset's; also for the next two."""
+    """Number of layers; none = the preset's; the same holds for the next two settings."""
     n_head: int | None = checked(None, low=1, high=1000)
     n_embd: int | None = checked(None, low=1, high=2**16)
 
     def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
-        """Return the spec of a model from scratch: the preset's, with this section's sizes.
+        """Return the spec of a model from scratch: the preset with the sizes of this section.
 
-        A `vocab_size` of None means the preset's.
+        A `vocab_size` of None means the vocabulary size of the preset.
         """
         return from_scratch(
             self.preset,
@@ -110,7 +112,8 @@ class TaskSection:
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
     `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
-    """preference: DPO's beta; higher keeps the model closer to the reference. TRL's is 0.1 too."""
+    """preference: DPO's beta; higher keeps the model closer to the reference. 0.1 is TRL's default.
+    """
     class_weights: str = "none"
     """classify: `none`; `balanced`, so that all labels have the same weight in the loss; or a
     weight for each label, in order: `1,2.5`."""
@@ -158,8 +161,9 @@ class BatchSection:
     global_batch_size: int = checked(32, low=1, high=10**9)
     """Sequences per step over all ranks."""
     micro_batch_size: int | Literal["auto"] = checked(4, low=1, high=10**6)
-    """Sequences per rank per micro-batch; lower it if memory runs out. `auto`: the largest that
-    fits the memory estimate, chosen when the ranks are placed; run.toml then has the number."""
+    """Sequences per rank per micro-batch; lower it if memory runs out. `auto`: the largest number
+    with which the estimated memory fits, chosen when the ranks are placed and then written to
+    run.toml."""
 
     def micro_batch(self) -> int:
         """Return `micro_batch_size` as a number; planning or rank 0 must have resolved `auto`."""
@@ -167,7 +171,7 @@ class BatchSection:
         return self.micro_batch_size
 
     def per_pass(self, world_size: int) -> int:
-        """Return the sequences of a micro-batch of all ranks; a whole step while `auto`."""
+        """Return the sequences of one micro-batch over all ranks; with `auto`, of a whole step."""
         if self.micro_batch_size == AUTO:
             return max(1, self.global_batch_size // world_size) * world_size
         return self.micro_batch_size * world_size
@@ -205,15 +209,15 @@ class OptimizerSection:
     name: str = checked(DEFAULT, choices=names)
     """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
     lr: float = checked(3e-5, above=0.0)
-    """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""
+    """Highest learning rate. nanoGPT uses 3e-5 to fine-tune GPT-2."""
     min_lr: float = checked(3e-6, low=0.0)
     """Learning rate at the end of the decay."""
     weight_decay: float = checked(0.1, low=0.0)
-    """For matrices and embeddings only."""
+    """Applied only to matrices and embeddings."""
     beta1: float = checked(0.9, low=0.0, high=0.9999)
     beta2: float = checked(0.95, low=0.0, high=0.99999)
     grad_clip: float = checked(1.0, low=0.0)
-    """Highest gradient norm; 0 = no clipping."""
+    """Gradient norm above which gradients are clipped; 0 = no clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +228,8 @@ class ScheduleSection:
     """`wsd`: warm up, stay constant, decay linearly over the last `decay_steps`."""
     warmup_steps: int = checked(0, low=0)
     decay_steps: int | None = checked(None, low=1)
-    """cosine: the step at which min_lr is reached; none = the last. wsd: length of the final decay;
-    none = a fifth of the run."""
+    """cosine: the step at which min_lr is reached; none = the last step. wsd: length of the final
+    decay; none = a fifth of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +253,7 @@ class TrainSection:
     profile_step: int | None = checked(None, low=1)
     """Step that the torch profiler records on one rank; `run --profile STEP` sets it."""
     profile_rank: int = checked(0, low=0)
-    """The rank that records."""
+    """Rank on which `profile_step` is recorded."""
 
     def require_profiled(self, world_size: int) -> None:
         """Raise ConfigError if no rank would record the step to profile.
@@ -294,8 +298,8 @@ class EngineSection:
     """auto: the project's own kernels if they can be built, but not with `compile` or `ipex`.
     `off`: only stock torch."""
     deterministic: bool = False
-    """On CUDA: only deterministic algorithms, so that a resume is bitwise identical; slower. On
-    CPUs a resume is always bitwise identical."""
+    """On CUDA, use only deterministic algorithms, which are slower, so that a resume is bitwise
+    identical. On CPUs a resume is always bitwise identical."""
 
     def wants_kernels(self) -> bool:
         """Return whether this engine uses the project's kernels."""

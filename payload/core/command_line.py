@@ -51,7 +51,7 @@ def from_arguments(kind: type[_T], arguments: argparse.Namespace) -> _T:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps lines at spaces only, so that options stay whole; keeps a text that has line breaks."""
+    """Wraps lines only at spaces, to keep options whole; does not wrap text with line breaks."""
 
     def add_argument(self, action: argparse.Action) -> None:
         """Add an action; argparse forgets the indent of verbs in the width of the column."""
@@ -166,7 +166,7 @@ class CommandParser(argparse.ArgumentParser):
         return "%(prog)s" + (" " if fits else "\n         ") + rest.replace("%", "%%")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # `--he` stays an abbreviation of `--help`.
+        # `--he` remains an abbreviation of `--help` alone.
         found: list[Any] = super()._get_option_tuples(option_string)
         return found if len(found) < 2 else [each for each in found if each[1] != "--help-all"]
 

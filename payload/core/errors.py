@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
 
     @property
     def label(self) -> str:
-        """Return the name that state.json and summary.json have as `exit_class`."""
+        """Return the value of `exit_class` in state.json and summary.json."""
         return self.name.lower()
 
 
@@ -43,10 +43,10 @@ class TileforgeError(Exception):
     exit_code = ExitCode.TRAINING
 
     def __init__(self, cause: str, *, fix: str = "") -> None:
-        """`cause` names the problem and the value, `fix` the remedy.
+        """Take the `cause`, which names the problem and the value, and the `fix`.
 
-        `cause` and `fix` stay available as fields, for programs that show them separately. A
-        message may also have its fix in `cause`.
+        `cause` and `fix` stay available as fields, for programs that show them separately. The fix
+        can also be a part of `cause`.
         """
         super().__init__(f"{cause.rstrip('.')}. {fix}" if fix else cause)
         self.cause = cause
@@ -167,7 +167,7 @@ class NodesError(TileforgeError):
     """One action failed on some nodes. Each failure is listed; the most specific sets the code."""
 
     def __init__(self, what: str, failures: Mapping[str, TileforgeError]) -> None:
-        """`failures` are by node; each message begins with its node's name."""
+        """Take the failures by node; each message begins with the name of the node."""
         assert failures, "at least one failure is required"
         lines = "".join(f"\n  {error}" for error in failures.values())
         super().__init__(f"{what} failed on {len(failures)} node(s):{lines}")

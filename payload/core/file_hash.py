@@ -19,7 +19,7 @@ _MOST_FILES = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Identity and state of a file; it differs for every other file and after every change."""
+    """Identity and state of a file, different for each file and after each change."""
 
     device: int
     inode: int

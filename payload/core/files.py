@@ -1,4 +1,4 @@
-"""Atomic writes, moving unexpected files aside, and free disk space."""
+"""Write files atomically, move unexpected files aside, and query the free disk space."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from payload.core.printable_text import one_line, printable
 
 
 def printable_line(text: str) -> str:
-    """Return the text without terminal control sequences, each line break as a space."""
+    """Return the text with line breaks as spaces, and without terminal control sequences."""
     return printable(text).replace("\n", " ")
 
 

@@ -1,4 +1,4 @@
-"""Plug-ins of a package: its files, each with one object."""
+"""Find the plug-ins of a package: each of its files defines one object."""
 
 from __future__ import annotations
 

@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
-"""The variable for `-P`, for a launcher that writes the ranks' command lines itself."""
+"""Equivalent of `-P` as a variable, for launchers that build the ranks' command lines themselves.
+"""
 
 
 def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
     """Return the command line that runs a module.
 
     Without `-P`, Python searches the current folder first. A folder `payload` or a file `json.py`
-    there would replace this package or the standard library. With `-P`, the process needs
+    in that folder would replace this package or the standard library. With `-P`, the process needs
     `code_environment`, unless this package is installed.
     """
     return [python, "-P", "-m", module, *arguments]

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_FILE_BYTES = 64 * 2**20
-"""Larger than any JSON file of Tileforge, except metrics.jsonl."""
+"""Default size limit of a file. Every JSON file of Tileforge except metrics.jsonl is smaller."""
 
 
 def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
     """Open a regular file for reading.
 
-    Raises OSError also for a folder, a pipe or a device, so that reading cannot block, and for a
+    Raises OSError for a folder, a pipe or a device, because reading these could block, and for a
     link unless `follows`.
     """
     link = 0 if follows else os.O_NOFOLLOW

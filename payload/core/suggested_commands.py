@@ -46,7 +46,7 @@ def program_name() -> str:
 def command(program: str, *arguments: str) -> str:
     """Return the command line that starts `payload.<program>` from the user's current folder.
 
-    If the user typed `tileforge`, the command uses it too. Otherwise it is `python -m
+    The command begins with `tileforge` if the user typed that. Otherwise it is `python -m
     payload.<program> ...`, with the interpreter's path, PYTHONPATH or `cd` added if needed.
     """
     if CONSOLE in os.environ and program in _SUBCOMMANDS:
@@ -84,7 +84,7 @@ def _python_command_from(
 
 
 def _interpreter(executable: str, *, cwd: Path, path: str) -> str:
-    """Return `python` if that is this interpreter, otherwise its shortest path from `cwd`."""
+    """Return `python` if that starts this interpreter, otherwise its shortest path from `cwd`."""
     # The link itself is not resolved: a virtual environment's python is a link.
     folder = Path(executable).parent.resolve()
     on_path = shutil.which("python", path=path)

@@ -16,7 +16,7 @@ class TrainingTask:
     """One value of `task.kind` in run.toml."""
 
     data: TaskKind
-    """The task of its data, as in `prepare --task`."""
+    """The task that the data is prepared for, as in `prepare --task`."""
     loss: str
     """Name of the loss: a file of `payload/train/losses`."""
     splits_model: bool = False

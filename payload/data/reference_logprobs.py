@@ -1,7 +1,8 @@
 """Stored log-probabilities of a preference folder's answers under the model before training.
 
-They are next to the data. reference.json names the model, and a file for each matmul dtype holds
-two float64 numbers a pair, the training pairs first. A folder holds the values of one model.
+They are stored in the data folder. reference.json names the model. A file for each matmul dtype
+holds two float64 numbers for each pair, the training pairs first. A folder holds the values of one
+model.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ReferenceModel:
         return f"{self.source}@{self.revision}" if self.revision else self.source
 
     def is_same(self, other: ReferenceModel) -> bool:
-        """Return True if both models compute the same, wherever their files are."""
+        """Return True if both models give the same results, wherever their files are."""
         configs = {self.config_sha256, other.config_sha256} - {None}
         same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
         return same_weights and len(configs) <= 1

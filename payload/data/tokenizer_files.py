@@ -42,9 +42,9 @@ def tokenizer_files(
 ) -> Mapping[str, bytes]:
     """Return the tokenizer files of a checkpoint by name; empty for an unknown vocabulary.
 
-    The first of these that applies: the files in `source`, the folder of the initial model; the
-    files in the data folder `data`; generated files of GPT-2. `source` applies only if it has a
-    tokenizer.json with the same tokens as the data, and the special tokens that the task needs.
+    Returns the first of these that applies: the files in `source`, the folder of the initial model;
+    the files in the data folder `data`; generated files of GPT-2. `source` applies only if it has a
+    tokenizer.json with the same tokens as the data, and has the special tokens that the task needs.
     `context` is the maximum context of the model in tokens.
 
     Raises CheckpointError and DataError for files that cannot be read.
@@ -57,8 +57,8 @@ def tokenizer_files(
         is_whole = makes_declared_tokens(files, folder=source, error=CheckpointError)
         if is_whole and _has_trained_special_tokens(own, meta, data):
             return {**files, **template}
-        # Otherwise transformers would use other tokens, or other special tokens for ends, padding
-        # or turns.
+        # Otherwise transformers would use different tokens, or different special tokens for ends,
+        # padding or turns.
     if meta.tokenizer_files:
         return {**_data_files(meta, data), **_template(meta, data)}
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
@@ -69,8 +69,9 @@ def tokenizer_files(
 def _has_trained_special_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) -> bool:
     """Return True if the model's special tokens are those that the data was made with.
 
-    A chat template can use any of them. The other tasks need only the tokens for ends and padding.
-    GPT-2 has only one special token; data folders of older versions may not record them.
+    For data with a chat template, all special tokens are compared, because a template can use any
+    of them. The other tasks need only the tokens for ends and padding. GPT-2 has only one special
+    token; data folders of older versions may not record it.
     """
     if not meta.tokenizer_files:
         return True
@@ -84,8 +85,8 @@ def _has_trained_special_tokens(own: Mapping[str, str], meta: DataMeta, data: Pa
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
     """Return the chat template that the conversations were rendered with.
 
-    In folders of older versions it is in tokenizer_config.json. Raises DataError if the folder
-    lacks it.
+    In folders of older versions, the template is in tokenizer_config.json. Raises DataError if the
+    folder has no template.
     """
     record = meta.chat or meta.preference
     if record is None:

@@ -88,7 +88,7 @@ def require_same_tokens(
 ) -> None:
     """Raise `error` if the tokenizer of the model in `folder` differs from the data's.
 
-    The arguments are those of `require_same_tokenizer`.
+    The arguments have the same meaning as in `require_same_tokenizer`.
     """
     require_same_tokenizer(
         meta, data=data, folder=folder, init=init, settings=settings, error=error
@@ -111,7 +111,8 @@ def _produce_same_tokens(
 ) -> bool:
     """Return True if both tokenizers produce the same tokens of the packaged text.
 
-    Also True if the data's tokenizer is unavailable: not in the folder, and not GPT-2's.
+    Also returns True if the tokenizer of the data is unavailable: not in the folder, and not
+    GPT-2's.
     """
     path = folder / TOKENIZER_FILE
     model = read_bytes(path)
@@ -130,7 +131,7 @@ def _produce_same_tokens(
 def backend_encode(
     content: bytes, path: Path, *, error: type[TileforgeError] = DataError
 ) -> Encode:
-    """Return a function that encodes texts by a tokenizer.json, with special tokens around them."""
+    """Return a function that encodes texts with a tokenizer.json, and adds special tokens."""
     backend = build_backend(content, path, error=error)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -141,6 +142,6 @@ def backend_encode(
 
 
 def gpt2_encode() -> Encode:
-    """Return a function that encodes texts by the packaged GPT-2 tokenizer."""
+    """Return a function that encodes texts with the packaged GPT-2 tokenizer."""
     encoding = gpt2_encoding()
     return lambda texts: [encoding.encode_ordinary(text) for text in texts]

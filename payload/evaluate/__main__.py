@@ -145,7 +145,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
 
 
 def _default_length(folder: Path, *, context: int) -> int:
-    """Return the length that the data was packed for, or a default within the model's context."""
+    """Return the length that the data was packed for, or a default that fits the context."""
     from payload.formats.data_folder import load_meta
 
     chat = load_meta(folder).chat

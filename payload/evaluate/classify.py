@@ -26,7 +26,7 @@ _BATCH_TEXTS = 32
 def open_texts(
     folder: Path, meta: DataMeta, model: Classifier, *, sequence_length: int | None
 ) -> LabelledTexts:
-    """Return the validation texts. Raises DataError, and ConfigError for a length too long."""
+    """Return the validation texts. Raises DataError, and ConfigError for too long a length."""
     if meta.classify is None or meta.classify.labels != model.labels:
         found = ", ".join(meta.classify.labels[:8]) if meta.classify else "none"
         raise DataError(
@@ -42,7 +42,7 @@ def open_texts(
         )
     length = sequence_length or context
     texts = open_labelled(folder / VAL_NAME, meta=meta, sequence_length=length)
-    # The model locates the end of a text by its own padding token.
+    # The model finds the end of a text by the model's padding token.
     return replace(texts, pad_token=model.pad_token)
 
 

@@ -76,10 +76,7 @@ def _export(arguments: argparse.Namespace) -> Path:
 
 
 def _weights_folder(folder: Path, *, merges: bool) -> Path:
-    """Return the folder with the whole weights: the base of an adapter, otherwise `folder`.
-
-    Raises CheckpointError for an adapter without --merge, and for --merge without an adapter.
-    """
+    """Return the folder with the complete weights: for an adapter its base, otherwise `folder`."""
     if not has_adapter(folder):
         if merges:
             raise CheckpointError(
@@ -104,7 +101,7 @@ def _weights(folder: Path, weights_at: Path) -> WeightFiles:
 
 
 def _name_of(folder: Path) -> str:
-    """Return run id and step for a run's checkpoint, otherwise the folder's name."""
+    """Return the run id and step of a run's checkpoint, otherwise the folder's name."""
     folder = folder.resolve()
     if folder.parent.name == CHECKPOINTS_NAME:
         return f"{folder.parents[1].name}-{folder.name}"

@@ -70,7 +70,8 @@ def write_gguf(
             writer.add_tensor_info(
                 entry.target,
                 entry.shape,
-                # Not entry.kind: this dtype determines how the shape is read.
+                # The dtype of the shape is always float32: it determines how the reader interprets
+                # the shape.
                 _float32(),
                 _nbytes(entry.shape, entry.kind),
                 raw_dtype=entry.kind,

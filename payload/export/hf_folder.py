@@ -1,4 +1,4 @@
-"""Writes a model in the Hugging Face layout; 16-bit weights take half the size of a checkpoint."""
+"""Writes a model in the Hugging Face layout; 16-bit weights take half the space of a checkpoint."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class WeightFiles:
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """Entries of config.json for a merged classifier, which the config of its base lacks."""
+        """Entries of config.json for a merged classifier, which the base's config.json lacks."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, without reading it."""
@@ -47,7 +47,7 @@ class InMemoryWeights(WeightFiles):
         *,
         labels: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the tensors by transformers' names; `folder` appears in messages."""
+        """Take the tensors, named as in transformers; `folder` appears in messages."""
         self._folder = folder
         self._held = tensors
         self.labels = labels or {}

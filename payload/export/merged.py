@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base, one tensor at a time."""
+"""Merges a LoRA adapter into its base model, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def merged_weights(base: Path, adapter: Path) -> WeightFiles:
     """Return the weights of a base with an adapter merged into it.
 
-    A model that transformers converts while loading is held in memory whole. Raises CheckpointError
-    for models that training rejects.
+    A model that transformers converts while loading is held completely in memory. Raises
+    CheckpointError for models that training rejects.
     """
     from payload.train.models.loading import plan_adapter
     from payload.train.models.lora import merge_adapter
@@ -34,10 +34,11 @@ def merged_weights(base: Path, adapter: Path) -> WeightFiles:
 
 
 def dequantized_weights(adapter: Path) -> WeightFiles:
-    """Return the weights of a merged model whose base was quantised during training.
+    """Return the merged weights of an adapter whose base was quantised during training.
 
-    The adapter was trained on the quantised weights, so these are dequantised and merged. The whole
-    model is in memory, in fp32. Raises CheckpointError, and ConfigError without bitsandbytes.
+    The adapter was trained on the quantised weights, so the base is dequantised, then merged. The
+    complete model is in memory, in fp32. Raises CheckpointError, and ConfigError without
+    bitsandbytes.
     """
     from payload.train.models.loading import load
 
@@ -56,13 +57,13 @@ class MergedWeights(WeightFiles):
         *,
         labels: Mapping[str, Any],
     ) -> None:
-        """Take the adapter's model and the base's files, as `plan_adapter` returns them."""
+        """Take the model with the adapter, and the base's files, as `plan_adapter` returns them."""
         from payload.train.models.lora import LoraLinear
 
         super().__init__(adapter, tensors, labels=labels)
         self._is_transposed = model.transposes_linears()
         self._whole = model.trained_beside_adapter()
-        """The head of a classifier, which is trained as a whole."""
+        """Parameters that are trained in full beside the adapter: the head of a classifier."""
         self._linears = {
             self._base_name(f"{model.hf_name(path)}.weight"): linear
             for path, linear in model.named_modules()
@@ -71,7 +72,7 @@ class MergedWeights(WeightFiles):
         """Linears with an adapter, by the name of the base's tensor."""
 
     def _base_name(self, name: str) -> str:
-        """Return a tensor's name in the base; old files omit the prefix of the model."""
+        """Return a tensor's name in the base; old files omit the model's prefix."""
         return name if name in super().shapes() else name.partition(".")[2]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Converts a tokenizer.json to the vocabulary of a GGUF file.
 
-llama.cpp has the regular expressions of pre-tokenizers in its code, by name. So only tokenizers
-with one of these expressions can be written.
+A GGUF file has only the name of a pre-tokenizer; the regular expressions are in llama.cpp's code.
+So only tokenizers with one of these expressions can be written.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _AddedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Template:
-    """One of several chat templates."""
+    """One of several named chat templates."""
 
     name: str = checked(pattern=re.compile(r"[A-Za-z0-9_-]{1,64}"), wanted="a plain name")
     template: str
@@ -98,7 +98,7 @@ class _Template:
 def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
     """Return the tokenizer of `folder` for a model with `rows` rows in its embedding.
 
-    `eos` is the eos token of the model's config.json, used if the tokenizer defines no other.
+    `eos` is the eos token in the model's config.json, used if the tokenizer defines no eos token.
     Raises CheckpointError for a tokenizer that is missing, damaged or not supported by llama.cpp.
     """
     path = own_file(folder, _TOKENIZER)
@@ -177,7 +177,7 @@ def _tokens(
     for token in added:
         if kinds[token.id] is not TokenKind.UNKNOWN:
             kinds[token.id] = TokenKind.CONTROL if token.special else TokenKind.USER_DEFINED
-        # llama.cpp matches these in the original text, before spaces become U+2581.
+        # llama.cpp matches these tokens in the original text, before spaces become U+2581.
         is_text = model.byte_fallback and not token.special
         texts[token.id] = token.content.replace(_WORD_START, " ") if is_text else token.content
     return texts, kinds
@@ -186,7 +186,8 @@ def _tokens(
 def _scores(model: _Model, texts: Sequence[str]) -> list[float]:
     """Return the score of each token: minus the index of the first merge that produces it.
 
-    llama.cpp applies the merge with the highest score first, tokenizer.json the first in its list.
+    llama.cpp applies the merge with the highest score first; a tokenizer.json applies merges in the
+    order of its list.
     """
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(model.merges):
@@ -259,8 +260,9 @@ _Around = tuple[tuple[int, ...], tuple[int, ...]]
 def _special_tokens(
     folder: Path, texts: Sequence[str], *, eos: int | None
 ) -> tuple[dict[str, int], _Around, Mapping[str, Any]]:
-    """Return bos, eos, unk and pad as in `prepare`, the tokens around a text, and the config.
+    """Return the special tokens, the tokens around a text, and the parsed config.
 
+    The special tokens are bos, eos, unk and pad, determined as in `prepare`.
     Raises DataError.
     """
     files = read_tokenizer_files(folder, error=DataError)
@@ -285,7 +287,7 @@ def _adds_special_tokens(
 ) -> tuple[bool, bool]:
     """Return whether bos precedes a text, and whether eos follows it.
 
-    Raises CheckpointError for other tokens around a text, which a GGUF file cannot express.
+    Raises CheckpointError for any different tokens around a text: a GGUF file cannot express these.
     """
     places = (("bos", "before"), ("eos", "after"))
     for (name, place), found in zip(places, around, strict=True):

@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _finetune(arguments)
     except UsageError as error:
-        # The flags were chosen from the data, so a usage error of `prepare` is a config error here.
+        # The flags were chosen from the data, so a usage error of `prepare` is reported as a config
+        # error.
         return _print_error(error, ExitCode.CONFIG)
     except TileforgeError as error:
         return _print_error(error, error.exit_code)
@@ -87,7 +88,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     write_whole(decided.config, decided.run_toml)
     more = ["--detach"] if arguments.detach else []
     more += ["--samples"] if decided.is_sampled and not arguments.no_samples else []
-    # Replaces this process, so that the run gets its signals and sets its exit code.
+    # The run replaces this process, so that it receives the signals and sets the exit code.
     program = module_command("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
 
@@ -100,7 +101,7 @@ def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _require_unedited(config: Path, text: str, *, force: bool) -> None:
-    """Raise ConfigError if a different run.toml would be replaced."""
+    """Raise ConfigError if a run.toml with different contents would be replaced."""
     if force or not config.exists() or config.read_text(encoding="utf-8") == text:
         return
     raise ConfigError(
@@ -131,14 +132,14 @@ def _run_for_json(arguments: Sequence[str]) -> Any:
 
 
 def _run_to_end(arguments: Sequence[str]) -> int:
-    """Run a program of the project, forward signals to it, and return its exit code."""
+    """Run a program of the project, forward signals to it, and return the program's exit code."""
     process = subprocess.Popen(module_command(*arguments), env=code_environment(os.environ))
 
     def forward(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)
 
     before = {each: signal.signal(each, forward) for each in (signal.SIGTERM, signal.SIGHUP)}
-    # The terminal sends Ctrl-C to the program as well, which then prints how to resume.
+    # The terminal also sends Ctrl-C to the program, which then prints how to resume.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         status = process.wait()

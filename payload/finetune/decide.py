@@ -1,8 +1,8 @@
 """Decides the commands and the run.toml of a fine-tuning run from data, model and machine.
 
 The order of the decisions: task and columns, sequence length, method (the first that fits into
-memory: full, LoRA, LoRA with a 4-bit base), batch size, steps, learning rate. Settings of `--set`
-are used as given.
+memory: full, LoRA, LoRA with a 4-bit base), batch size, steps, learning rate. Settings from `--set`
+are not changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SAMPLED_PARAMS = 1_000_000_000
 _DEDICATED_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
 
 RunForJson = Callable[[Sequence[str]], Any]
-"""Runs a program of the project, given the arguments of `python -m`, and returns its JSON."""
+"""Runs a program of the project and returns its JSON; takes the arguments of `python -m`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class FinetuneRequest:
     steps: int | None
     overrides: tuple[str, ...]
     run_arguments: tuple[str, ...]
-    """Options of plan and run: the inventory, the folder of the runs."""
+    """Options of plan and run, such as the inventory and the folder of the runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class FinetunePlan:
     run_toml: str
     config: Path
     is_sampled: bool
-    """True if the base and the result can write samples in little time."""
+    """True if the base and the result can generate samples in little time."""
 
     def commands(self) -> tuple[str, str]:
         """Return both commands, ready to type."""
@@ -84,7 +84,7 @@ class FinetunePlan:
 
 
 def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
-    """Decide everything without writing. Raises TileforgeError."""
+    """Make all decisions without writing any file. Raises TileforgeError."""
     user_settings = _parse_overrides(request.overrides)
     spec = _spec(request.model)
     found = detect_data(request.data, request.data_options)
@@ -262,7 +262,7 @@ def _choose_method(
         in_fp32 = planned["dtype"] == "fp32"
         room = None if free is None else USED * free / planned["plan"]["ranks_per_node"]
         fits = room is None or need <= room
-        # Activation checkpointing costs a third of the time, an adapter costs nothing.
+        # Activation checkpointing costs a third of the time, but an adapter costs no time.
         if fits and not (checkpoints and method == "full" and len(candidates) > 1):
             return _FittingMethod(
                 method=method,
@@ -394,7 +394,10 @@ def _plan(
     *,
     without: tuple[str, ...] = (),
 ) -> Any:
-    """Return the plan of a run with these and the user's settings, except sections `without`."""
+    """Return the plan of a run with these and the user's settings.
+
+    Sections in `without` are left out.
+    """
     own = [each for each in request.overrides if not each.strip().startswith(without or ("-",))]
     sets = [word for each in (*settings, *own) for word in ("--set", each)]
     return run_for_json(("payload.orchestrate", "plan", "--json", *request.run_arguments, *sets))

@@ -46,7 +46,7 @@ _COLUMNS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions:
-    """Options of the command line about the data; None means detected."""
+    """Command-line options about the data; None means that the value is detected."""
 
     task: TaskKind | None = None
     text_column: str | None = None
@@ -61,7 +61,7 @@ class DetectedData:
     source: SourceKind
     input: str
     reason: str
-    """Reason for the task, for messages."""
+    """Reason why the task was chosen, for messages."""
     text_column: str | None = None
     label_column: str | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
@@ -152,7 +152,7 @@ def _first_rows(given: str, source: SourceKind) -> list[Mapping[str, Any]]:
 def _detect_task(
     given: str, rows: Sequence[Mapping[str, Any]], options: DataOptions
 ) -> tuple[TaskKind, str]:
-    """Return the task by the names of the columns, and the reason."""
+    """Detect the task from the names of the columns; return it with the reason."""
     columns = list(rows[0])
     if all(name in columns for name in _PREFERENCE_COLUMNS):
         for kind in TASK_KINDS:

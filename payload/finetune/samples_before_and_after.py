@@ -90,7 +90,7 @@ def find_prompts(folder: Path) -> list[str]:
 def _conversation_prompts(folder: Path, meta: DataMeta) -> list[str]:
     """Return the starts of the first conversations, up to the assistant's first answer."""
     tokenizer = _tokenizer(folder)
-    # `payload.generate` puts this token before every prompt, if the tokenizer has one.
+    # `payload.generate` adds this token before every prompt, if the tokenizer has such a token.
     first = tokenizer.decode(tokenizer.encode("").ids, skip_special_tokens=False)
     found = []
     for number in range(min(_SEARCHED_CONVERSATIONS, meta.val_documents)):
@@ -104,7 +104,7 @@ def _conversation_prompts(folder: Path, meta: DataMeta) -> list[str]:
 
 
 def _document_prompts(folder: Path, meta: DataMeta) -> list[str]:
-    """Return the starts of the first documents, at most half of each."""
+    """Return the starts of the first documents, each at most half of its document."""
     tokens: npt.NDArray[np.generic] = np.fromfile(
         folder / VAL_NAME, dtype=np.dtype(meta.dtype).newbyteorder("<"), count=_SEARCHED_TOKENS
     )

@@ -1,4 +1,4 @@
-"""Chooses every setting of a fine-tuning run, with its reason, from numbers."""
+"""Chooses every setting of a fine-tuning run from numbers, and gives the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNTRUNCATED_SHARE = 0.99
 _MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
-"""Maximum tokens per step, common for LoRA and full fine-tuning of small models."""
+"""Highest number of tokens per step; common for LoRA and full fine-tuning of small models."""
 _TARGET_STEPS = 100
 _MIN_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
 """Two annealed epochs at 1e-4 reached 81.8 % on 8,000 labelled texts.
@@ -110,7 +110,7 @@ def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice
 def steps(task: TaskKind, found: DataSize, *, batch_size: int, requested: int | None) -> Choice:
     """Return train.steps: the fewest epochs, one to three, with at least a hundred steps.
 
-    Labelled texts get at least two epochs.
+    With labelled texts, the run has at least two epochs.
     """
     steps_per_epoch = max(1, found.sequences // batch_size)
     if requested is not None:
@@ -165,7 +165,7 @@ def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
 def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> list[Choice]:
     """Return the settings of warm-up, decay, evaluation and checkpoints."""
     every = max(1, num_steps // _EVALUATIONS)
-    # Rounded, as division by ten leaves digits: 2.9999999999999997e-05.
+    # Rounded, because division by ten leaves digits such as 2.9999999999999997e-05.
     last, what = float(f"{lr / 10:g}"), "a tenth of the highest rate"
     if task == "classify":
         last, what = 0.0, "zero, as in the recipe classify.toml"
@@ -188,7 +188,7 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
 
 
 def render(choices: Iterable[Choice], *, head: Sequence[str]) -> str:
-    """Return run.toml: sections in order of appearance, each setting with its reason."""
+    """Render run.toml: sections in order of appearance, each setting with its reason."""
     sections: dict[str, list[Choice]] = {}
     for each in choices:
         sections.setdefault(each.key.partition(".")[0], []).append(each)

@@ -1,4 +1,4 @@
-"""A checkpoint on a node or in a store: its manifest, and its download to a local folder."""
+"""Read the manifest of a checkpoint on a node or in a store, and download it to a local folder."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def complete_copy(
     *,
     bring: Callable[[Path, ManifestEntry], None],
 ) -> Path:
-    """Download the missing files of a checkpoint to `staging`, rename it to `target`; return that.
+    """Download the missing files of a checkpoint to `staging`, then rename `staging` to `target`.
 
-    `bring` writes one file with its entry's size and hash, or raises. The file that identifies the
-    run is the first, as the others can be large. Files of an earlier attempt are kept. An existing
-    target is replaced once all files are complete. Raises OSError, and the errors of `bring`.
+    `bring` downloads one file and checks it against the size and hash of its entry, or raises. The
+    file that identifies the run is the first, because the others can be large. Files of an earlier
+    attempt are kept. An existing target is replaced once all files are complete. Returns `target`.
+    Raises OSError, and the errors of `bring`.
     """
     for name in sorted(manifest.files, key=lambda name: name != TRAINER_FILE):
         path, entry = staging / name, manifest.files[name]

@@ -29,9 +29,9 @@ TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""Files of an adapter's checkpoint; they replace `MODEL_FILES`."""
+"""Files of a checkpoint with an adapter; they replace `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
-"""The other files that a resume needs. Tokenizer files are for other programs."""
+"""Files that a resume needs in addition to the weights. It needs no tokenizer files."""
 CHECKPOINTS_NAME = "checkpoints"
 """Name of a run's folder of checkpoints."""
 BEST_NAME = "best"
@@ -44,7 +44,7 @@ FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
 """Name of a checkpoint's folder, with the step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that do not change results. The dtype is the run's, not the config's."""
+"""Keys of config.json that do not change results; the run sets the dtype, not this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """manifest.json: all other files of a checkpoint."""
+    """Contents of manifest.json: the size and hash of each other file of a checkpoint."""
 
     files: Mapping[str, ManifestEntry]
     schema_version: int = SCHEMA_VERSION
@@ -96,7 +96,7 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
 
 
 def _named_folders(checkpoints: Path) -> list[Path]:
-    """List paths with a checkpoint's name; none if `checkpoints` is a link out of the run."""
+    """List paths with a checkpoint's name; empty if `checkpoints` is a link out of the run."""
     try:
         require_own(checkpoints)
     except CheckpointError:
@@ -147,8 +147,8 @@ def newest_valid(
 def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
     """Return the checkpoints that may have the lowest validation loss; the first is the best.
 
-    `val_losses` is by step. A checkpoint that was not evaluated is not a candidate, except the one
-    that the link `best` names: its loss was lost, so it cannot be compared.
+    `val_losses` is by step. A checkpoint without a known loss is not a candidate, except the one
+    that the link `best` names: it was evaluated, but its loss was lost, so it cannot be compared.
     """
     folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
     lowest = best_step(folders, val_losses)
@@ -164,16 +164,17 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
 
 
 def best_step(steps: Iterable[int], val_losses: Mapping[int, float]) -> int | None:
-    """Return the step with the lowest validation loss, the last of equal ones.
+    """Return the step with the lowest validation loss; of equal losses, the last step.
 
     `val_losses` is by step. Steps without a finite loss are left out; returns None if no step
-    remains."""
+    remains.
+    """
     rated = [step for step in steps if math.isfinite(val_losses.get(step, math.nan))]
     return min(rated, key=lambda step: (val_losses[step], -step), default=None)
 
 
 def partial_checkpoints(checkpoints: Path) -> list[Path]:
-    """List the folders of interrupted or current writes of checkpoints."""
+    """List the folders of checkpoint writes that were interrupted or are in progress."""
     return list(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))
 
 
@@ -195,7 +196,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def manifest_problems(folder: Path) -> list[str]:
-    """Return a sentence for each difference from the manifest; empty for a valid checkpoint."""
+    """Return a sentence for each difference between the manifest and the checkpoint's files."""
     try:
         manifest = load_manifest(folder)
     except CheckpointError as error:
@@ -235,10 +236,10 @@ def checkpoint_dtype(folder: Path) -> Dtype | None:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the hash of all weight files of a model's folder, which identifies an adapter's base.
+    """Return the hash of all weight files in a model's folder.
 
-    Raises CheckpointError for a damaged index, for files that cannot be read and for links that
-    lead out of the folder.
+    An adapter records this hash to identify its base. Raises CheckpointError for a damaged index,
+    for files that cannot be read and for links that lead out of the folder.
     """
     digest = hashlib.sha256()
     for name in weight_files(folder):

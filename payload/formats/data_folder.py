@@ -36,17 +36,18 @@ PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
 """For each token file of preference pairs, the file with their offsets."""
 PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
-"""Most tokens of a label's name in meta.json."""
+"""Highest number of tokens of a label's name in meta.json."""
 FOLDER_WORD = "folder"
-"""Prefix of a folder in `source` whose name could be a dataset on the hub."""
+"""Prefix in `source` for a folder whose name could also be a dataset on the hub."""
 SCHEMA_VERSION = 1
 IGNORED_TARGET = -100
-"""Target of a position without loss; PyTorch's default for cross entropy."""
+"""Target of a position that the loss ignores; PyTorch's default for cross entropy."""
 
 RANGE_BYTES = 256 * 1024
 """Bytes of a hashed range. Hashing one takes 0.2 ms, training on 1,024 tokens (2 kB) 200 ms."""
 HASH_DIGITS = 32
-"""Digits kept of a range's SHA-256: 128 bits are secure, and meta.json is half as large."""
+"""Digits that are kept of a range's SHA-256: 128 bits are secure, and halve the size of meta.json.
+"""
 
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
@@ -61,7 +62,7 @@ _FILES: dict[TaskKind, frozenset[str]] = {
     | {TRAIN_MARKS_NAME, VAL_MARKS_NAME}
     | frozenset(PAIRS_NAMES.values()),
 }
-"""Files of each task's folder, without the tokenizer's."""
+"""Files of each task's folder, without the tokenizer files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,8 @@ class DataFile:
     bytes: int = checked(low=0)
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
-    """The first digits of the SHA-256 of each RANGE_BYTES, which training verifies as it reads;
-    empty in folders of older releases."""
+    """The first digits of the SHA-256 of each RANGE_BYTES, which training verifies when it reads a
+    range; empty in folders of older releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRecord:
-    """Contents of a chat folder: blocks of whole conversations, and the tokens with loss."""
+    """Contents of a chat folder: the counts of its blocks, conversations and trained tokens."""
 
     sequence_length: int = checked(low=2, high=2**20)
     """Tokens of a block; training must use the same length."""
@@ -105,7 +106,7 @@ class ChatRecord:
     """Conversations longer than a block, which were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Conversations without a trained token, some as truncation removed their answers."""
+    """Conversations without a trained token, for example because truncation removed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +116,10 @@ class ClassifyRecord:
     labels: tuple[str, ...]
     """Names of the labels, by number."""
     train_counts: tuple[int, ...] = checked(low=1)
-    """Texts of each label."""
+    """Number of texts of each label."""
     val_counts: tuple[int, ...] = checked(low=1)
     pad_token: int = checked(low=0)
-    """Padding of a batch's shorter texts."""
+    """Token that pads the shorter texts of a batch."""
     label_tokens: tuple[tuple[int, ...], ...] = ()
     """Tokens of each label's name after a space.
 
@@ -131,7 +132,7 @@ class PreferenceRecord:
     """Contents of a folder of preference pairs: two conversations each, the preferred one first."""
 
     sequence_length: int = checked(low=2, high=2**20)
-    """Most tokens of a conversation; training must use the same length."""
+    """Highest number of tokens of a conversation; training must use the same length."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=2)
     """Tokens of the answers, which the loss covers."""
@@ -140,12 +141,12 @@ class PreferenceRecord:
     """Number of truncated answers."""
     truncated_tokens: int = checked(low=0)
     pad_token: int = checked(low=0)
-    """Padding of a batch's shorter conversations."""
+    """Token that pads the shorter conversations of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataMeta:
-    """meta.json"""
+    """Contents of meta.json."""
 
     tokenizer: str
     tokenizer_sha256: str
@@ -156,7 +157,7 @@ class DataMeta:
     Empty in folders of older releases, which have only `tokenizer_sha256`.
     """
     tokenizer_files: dict[str, DataFile] = field(default_factory=dict)
-    """The tokenizer's files in the folder, by name; empty for GPT-2's, which is packaged."""
+    """Tokenizer files in the folder, by name; empty for GPT-2's tokenizer, which is packaged."""
     vocab_size: int = checked(low=1, high=2**32)
     end_of_text: int = checked(low=0)
     """Token that ends every document."""
@@ -167,7 +168,7 @@ class DataMeta:
     train_documents: int = checked(low=0)
     val_documents: int = checked(low=0)
     skipped_documents: int = checked(low=0)
-    """Unreadable documents that --skip-bad left out."""
+    """Number of unreadable documents that --skip-bad left out."""
     skipped_examples: list[str] = field(default_factory=list)
     """Location and problem of the first skipped documents."""
     text_bytes: int = checked(low=0)
@@ -196,7 +197,7 @@ class DataMeta:
         return {name: entry.sha256 for name, entry in self.files.items()}
 
     def all_files(self) -> dict[str, DataFile]:
-        """Return the token files and the tokenizer's files."""
+        """Return the token files and the tokenizer files, by name."""
         return {**self.files, **self.tokenizer_files}
 
 
@@ -210,7 +211,7 @@ def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
 
 
 def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: int) -> None:
-    """Raise ConfigError if the sequence length differs from the one of the prepared data."""
+    """Raise ConfigError unless the data was prepared for this sequence length."""
     record = meta.chat or meta.preference
     if record is not None and sequence_length != record.sequence_length:
         was = "packed into blocks" if meta.chat is not None else "prepared for conversations"
@@ -255,7 +256,7 @@ def load_meta(folder: Path) -> DataMeta:
 
 
 def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
-    """Raise DataError for contradicting numbers, as sizes of reads depend on them."""
+    """Raise DataError for contradictory numbers, because these determine the sizes of reads."""
     expected = _FILES[meta.task]
     if set(meta.files) != expected:
         raise DataError(f"{path}: files must be {' and '.join(sorted(expected))}. {remedy}")

@@ -1,4 +1,4 @@
-"""CONTRACT: a model's folder in the Hugging Face layout: its files, and its config.json.
+"""CONTRACT: the files and the config.json of a model's folder in the Hugging Face layout.
 
 The folder is from the hub, another trainer or a checkpoint, so it is untrusted. payload.models
 interprets the config.
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""All files that a tokenizer can have; a folder has some of them."""
+"""All files that a tokenizer can consist of; a folder has only some of them."""
 
 FIX = "Name a folder in the Hugging Face layout."
 _REPAIR = "Repair the folder, or name another one."
@@ -38,8 +38,8 @@ _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 def own_file(folder: Path, name: str, *, error: type[TileforgeError] = CheckpointError) -> Path:
     """Return the path of a file of a model's folder; the file need not exist.
 
-    Raises `error` for a link that leads out of the folder, as its target could be copied to an
-    output or sent to a node.
+    Raises `error` for a link that leads out of the folder, because the target of the link could be
+    copied to an output or sent to a node.
     """
     path = folder / name
     try:
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, object]:
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return the names of the files with the weights, each inside `folder`.
 
-    If a folder has both a single file and an index, the single file counts, as in transformers.
+    If a folder has both a single file and an index, the single file is used, as in transformers.
     Raises CheckpointError for a damaged index.
     """
     if not has_shards(folder):
@@ -76,7 +76,7 @@ def has_shards(folder: Path) -> bool:
 def weight_map(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, from the folder's index.
 
-    Raises CheckpointError for a damaged index, or an index that leads out of the folder.
+    Raises CheckpointError for a damaged index, or an index with paths out of the folder.
     """
     index = own_file(folder, INDEX_FILE)
     raw = _read_json(index)
@@ -92,11 +92,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[str, bytes]:
-    """Return the contents of the tokenizer's files in `folder`, by name.
-
-    Raises `error` for a file that cannot be read, for a link out of the folder, and for a .json
-    file that is not JSON.
-    """
+    """Return the contents of the tokenizer files in `folder`, by name."""
     files = {}
     for name in TOKENIZER_FILES:
         path = folder / name

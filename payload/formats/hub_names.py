@@ -25,7 +25,7 @@ _OWN_FOLDERS = ("runs", "data")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model on the hub; without a revision, the newest."""
+    """A model on the hub; without a revision, its newest commit."""
 
     name: str
     revision: str | None = None
@@ -47,7 +47,10 @@ class HubName:
 
 
 def pinned_name(text: str) -> HubName | None:
-    """Return the name if `text` has a commit, so that it cannot mean a local folder; or None."""
+    """Return the hub name in `text` if it has a commit, otherwise None.
+
+    A name with a commit cannot be a local folder.
+    """
     found = HubName.parse(text)
     return found if found is not None and found.commit() else None
 

@@ -1,7 +1,7 @@
 """CONTRACT: the canonical form of a tokenizer.json: exactly the settings that affect tokens.
 
 Two files with the same form produce the same tokens. Missing keys have the defaults of the package
-`tokenizers`. A step of an unknown kind is compared unchanged, so any difference changes the form.
+`tokenizers`. A step of an unknown kind is kept unchanged, so any difference in it changes the form.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _step(step: Mapping[str, Any]) -> dict[str, Any]:
     kind = step.get("type")
     given = {key: step[key] for key in step if key not in _ONLY_OFFSETS}
     if kind == "Metaspace":
-        # Older files have another key for the prefix of a text.
+        # Older files use a different key for the prefix of a text.
         given.pop("str_rep", None)
         before = given.pop("add_prefix_space", None)
         if before is not None and given.get("prepend_scheme") is None:
@@ -75,7 +75,7 @@ def _step(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_defaults(given: Mapping[str, Any], kind: object) -> dict[str, Any]:
-    """Return the keys whose value is neither null nor the package's default."""
+    """Return the entries whose value is neither null nor the package's default."""
     defaults = _DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
     return {
         key: given[key]
@@ -93,7 +93,7 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
             # Every byte has a token, so no text is unknown.
             given.pop("unk_token", None)
             given.pop("fuse_unk", None)
-        # Files differ in the added tokens that they repeat in the vocabulary.
+        # Files repeat different subsets of the added tokens in the vocabulary.
         numbers = {each[1]: each[0] for each in added if isinstance(each[1], str)}
         vocabulary = sorted(
             (str(number), token)
@@ -111,7 +111,7 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
 
 
 def _kind(vocabulary: object, merges: object) -> str | None:
-    """Return the kind of model of an older file, which does not record it."""
+    """Return the kind of the model in an older file, which does not record the kind."""
     if isinstance(merges, list):
         return "BPE"
     return "Unigram" if isinstance(vocabulary, list) else None
@@ -134,8 +134,8 @@ def _added_tokens(added: object, *, is_normalized: bool) -> list[list[Any]]:
     The flag `special` is left out, as it only affects decoding.
     """
     tokens = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
-    # Without a normalizer, all tokens are searched in the same text. Then the flag `normalized`
-    # only affects the order of the search, if tokens with and without it exist.
+    # Without a normalizer, all tokens are searched in the same text. The flag `normalized` then
+    # affects only the order of the search, and only if tokens with and without the flag exist.
     kinds = {bool(each.get("normalized")) for each in tokens}
     matters = is_normalized or len(kinds) > 1
     found = [

@@ -74,7 +74,7 @@ def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
     model = model if isinstance(model, dict) else {}
     vocabulary, merges = model.get("vocab"), model.get("merges")
     if isinstance(vocabulary, dict):
-        # Files differ in the special tokens that they repeat in the vocabulary.
+        # Files repeat different subsets of the special tokens in the vocabulary.
         added = tokenizer.get("added_tokens")
         contents = [each.get("content") for each in _list(added) if isinstance(each, dict)]
         special = {each for each in contents if isinstance(each, str)}
@@ -89,7 +89,7 @@ def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
 
 
 def differing_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the parts in which two tokenizers differ, such as `normalizer`."""
+    """Return the names of the parts that differ between two tokenizers, such as `normalizer`."""
     mine, others = canonical_parts(one), canonical_parts(other)
     return tuple(name for name in mine if _hash(mine[name]) != _hash(others[name]))
 
@@ -123,17 +123,14 @@ def read_tokenizer(
 
 
 def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
-    """Return True if this is the tokenizer of the data, by the hashes in its meta.json.
-
-    A folder of an older release has only the hash of the vocabulary.
-    """
+    """Return True if the hashes in the data's meta.json identify this tokenizer."""
     if meta.tokenizer_pipeline_sha256:
         return identity.pipeline_sha256 == meta.tokenizer_pipeline_sha256
     return identity.vocabulary_sha256 == meta.tokenizer_sha256
 
 
 def vocabulary_file(folder: Path) -> str | None:
-    """Return the vocabulary's file name if a folder has no tokenizer.json, or None."""
+    """If a folder has no tokenizer.json, return the name of its vocabulary file, otherwise None."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)
@@ -160,10 +157,10 @@ def has_vocabulary(
     added: Mapping[Any, Any],
     error: type[TileforgeError] = DataError,
 ) -> bool:
-    """Return True if vocab.json and merges.txt of `folder` are this vocabulary and merges.
+    """Return True if the hash of vocab.json and merges.txt in `folder` is `vocabulary_sha256`.
 
-    `added` has the numbers of tokens that the hash does not cover; the folder's numbers must be the
-    same. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
+    `added` has the numbers of tokens that the hash does not cover; the folder must have the same
+    numbers. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
     """
     found = {}
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
@@ -204,11 +201,11 @@ def require_same_tokenizer(
     settings: tuple[str, str] = ("data.dir", "model.init"),
     error: type[TileforgeError] = DataError,
 ) -> None:
-    """Raise `error` if the tokenizer of the model in `folder` is not the data's.
+    """Raise `error` if the model in `folder` has a different tokenizer than the data.
 
-    `init` is the user's name of the model; `settings` are the names of the settings of data and
-    model. A folder without a vocabulary is accepted. A folder with a vocabulary but without a
-    tokenizer.json must have the data's vocabulary.
+    `init` is the model as the user named it. `settings` are the names of the settings for the data
+    and the model. A folder without a vocabulary is accepted. A folder with a vocabulary but without
+    a tokenizer.json must have the vocabulary of the data.
     """
     raw = read_tokenizer(folder, error=error)
     if raw is None:
@@ -244,7 +241,7 @@ def other_tokenizer(
     settings: tuple[str, str],
     parts: tuple[str, ...] = (),
 ) -> str:
-    """Return the message about a model whose tokenizer is not the data's."""
+    """Return the message about a model whose tokenizer differs from the tokenizer of the data."""
     name = "gpt2" if identity.is_gpt2() else init
     again = with_tokenizer(data, source=meta.source, tokenizer=name)
     differing = f" (they differ in: {', '.join(parts)})" if parts else ""

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
-        # The text can hold any character, whatever the terminal's locale.
+        # Generated text can contain any character, whatever the terminal's locale.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     try:
@@ -201,7 +201,7 @@ def _finish(indices: Sequence[int], samples: Sequence[Sequence[Sample]]) -> None
 
 
 def _write(text: str) -> None:
-    """Print text; on a terminal, escape sequences in it are made harmless."""
+    """Print text; on a terminal, remove escape sequences from it."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -210,7 +210,7 @@ def _print_note(text: str) -> None:
 
 
 def _chat(conversation: Conversation, *, as_json: bool) -> None:
-    """Chat in the terminal, or answer the lines of stdin one after another."""
+    """Chat in the terminal, or answer each line of stdin."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
@@ -243,7 +243,7 @@ def _print_model(weights: str, model: CausalLM) -> None:
 
 
 def _note_vocabulary(codec: Codec, model: CausalLM) -> None:
-    """Print a note if the vocabularies of tokenizer and model do not match."""
+    """Print a note if the vocabularies of the tokenizer and the model do not match."""
     size = model.spec.vocab_size
     if codec.vocab_size > size or (codec.name == "GPT-2's" and size != codec.vocab_size):
         print(

@@ -15,13 +15,13 @@ from payload.train.models.base import CausalLM
 
 @dataclass(kw_only=True)
 class Conversation:
-    """A chat. The key-value cache is kept from one turn to the next."""
+    """A chat that keeps the key-value cache from one turn to the next."""
 
     model: CausalLM
     codec: Codec
     template: ChatTemplate
     options: SamplingOptions
-    """`max_new_tokens` limits an answer; `num_samples` is 1."""
+    """Sampling options; `max_new_tokens` limits an answer, and `num_samples` is 1."""
     stops: Sequence[str] = ()
     """Texts that end an answer, in addition to the model's stop tokens."""
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -103,7 +103,7 @@ def run_chat(
     """Answer the messages that `read` returns, until it raises EOFError.
 
     `show` receives the pieces of an answer, and `end` is called after the last. An interrupt ends
-    only the current answer; without one it is raised.
+    only the current answer; if no answer is in progress, KeyboardInterrupt is raised.
     """
     while True:
         try:

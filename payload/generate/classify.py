@@ -44,7 +44,7 @@ def refuse_classifier(model: CausalLM, *, folder: Path) -> None:
 def read_texts(arguments: Namespace) -> Iterator[str]:
     """Yield the texts of the command line: every line of --input, or the prompt.
 
-    Raises ConfigError for an unreadable file, UsageError without a text.
+    Raises ConfigError for an unreadable file, and UsageError if there is no text.
     """
     if arguments.input is None:
         if arguments.prompt is None:
@@ -77,7 +77,7 @@ def _lines(file: BinaryIO, name: str) -> Iterator[str]:
 def classify(
     texts: Iterator[str], *, model: Classifier, codec: Codec, show: Callable[[str, Result], None]
 ) -> int:
-    """Show the result of each text, in order, and return their number."""
+    """Show the result of each text in the order of the texts, and return the number of texts."""
     model.eval()
     count = 0
     while chunk := list(islice(texts, _CHUNK_TEXTS)):

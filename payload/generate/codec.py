@@ -36,20 +36,21 @@ class Codec:
 
     name: str
     encode: Callable[[str], list[int]]
-    """Returns the tokens of a prompt as transformers does, including a begin-of-text token."""
+    """Returns the tokens of a prompt as transformers does, with the begin-of-text token."""
     encode_marked: Callable[[str], list[int]]
-    """Returns the tokens of a text that contains its special tokens, like a chat template's."""
+    """Returns the tokens of a text that contains special tokens, such as a rendered chat template.
+    """
     decode: Callable[[Sequence[int]], str]
     """Returns the text of tokens, without special tokens."""
     vocab_size: int
     stop_tokens: frozenset[int]
-    """Each of them ends a text."""
+    """Tokens that end a text."""
     begin_of_text: int
     """Token used for an empty prompt."""
 
 
 def find_codec(folder: Path) -> Codec:
-    """Return the tokenizer in a checkpoint's folder; a GPT-2 without one uses GPT-2's.
+    """Return the tokenizer of a checkpoint; a GPT-2 without tokenizer files uses GPT-2's tokenizer.
 
     For an adapter, the folder of its base is used if necessary. Raises CheckpointError and
     DataError for a missing or damaged tokenizer.
@@ -58,7 +59,7 @@ def find_codec(folder: Path) -> Codec:
     config = read_config(model)
     own = folder_identity(tokenizer, error=CheckpointError)
     family = named_family(config.get("model_type"))
-    # A GPT-2 trained with another tokenizer has that one in its folder.
+    # A GPT-2 model that was trained with a different tokenizer has that tokenizer in its folder.
     if family and family.tokenizer == TOKENIZER_NAME and (own is None or own.is_gpt2()):
         _require_gpt2(tokenizer)
         return _gpt2_codec()
@@ -78,7 +79,7 @@ def _require_gpt2(folder: Path) -> None:
 
 
 def _gpt2_codec() -> Codec:
-    """Return GPT-2's tokenizer through tiktoken; text never becomes a special token."""
+    """Return GPT-2's tokenizer through tiktoken; text is never encoded as a special token."""
     encoding = gpt2_encoding()
     return Codec(
         name="GPT-2's",

@@ -11,9 +11,9 @@ _CONTEXT_TOKENS = 8
 class TextStream:
     """Decodes a continuation token by token; the joined pieces are its whole text.
 
-    A token can end within a character; the piece then comes with the rest of it. Some tokenizers
-    drop a space before the first token that they decode. So the last tokens of the prompt are
-    decoded, too, and left out of the pieces.
+    A token can end within a character; the character is then returned with the token that completes
+    it. Some tokenizers drop a space before the first token that they decode. So the last tokens of
+    the prompt are decoded with the continuation, and removed from the pieces.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], *, prompt: Sequence[int]) -> None:
@@ -21,7 +21,7 @@ class TextStream:
         self._window = list(prompt[-_CONTEXT_TOKENS:])
         self._emitted = decode(self._window) if self._window else ""
         self.text = ""
-        """The text so far."""
+        """The continuation so far, as text."""
 
     def add(self, token: int) -> str:
         """Return the text that this token completes."""
@@ -55,16 +55,19 @@ class TextStream:
 
 
 class StopText:
-    """Cuts a streamed text before the first of several strings, and holds back a partial match."""
+    """Cuts a streamed text before the first of several stop strings.
+
+    A partial match at the end of the text is held back until it is decided.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found = False
-        """True after a stop was found: no more text is returned."""
+        """True once a stop string was found; no more text is returned."""
 
     def add(self, piece: str) -> str:
-        """Return the text that precedes any stop."""
+        """Return the text before any stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -77,7 +80,7 @@ class StopText:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the text held back, which is not a stop."""
+        """Return the text that was held back: it is not a stop string."""
         rest, self._held = self._held, ""
         return rest
 

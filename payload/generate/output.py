@@ -32,13 +32,13 @@ class Sample:
         self._stop = StopText(self.stops)
 
     def add(self, token: int) -> bool:
-        """Add the next token; return False if the text ends with it."""
+        """Add the next token; return False if this token ends the text."""
         self.num_tokens += 1
         self.text += self._stop.add(self._stream.add(token))
         return not self._stop.found
 
     def finish(self) -> None:
-        """Add the text held back; no more tokens follow."""
+        """Add the text that was held back; no more tokens follow."""
         if not self._is_finished:
             self._is_finished = True
             self.text += self._stop.add(self._stream.finish()) + self._stop.finish()
@@ -64,7 +64,7 @@ class TextOutput:
         """Show the new text of the first sample."""
         text = self._samples[0].text
         new = text[self._printed :]
-        # The text begins with the first token of the model.
+        # The prompt is shown with the first generated token.
         if new or (not self._is_begun and self._samples[0].num_tokens):
             self._write(self._begin() + new)
             self._printed = len(text)
@@ -107,12 +107,12 @@ class JsonOutput:
 
 
 class OrderedOutputs:
-    """Shows results in the order of their prompts, which can finish in another order."""
+    """Shows results in the order of their prompts, although these can finish in any order."""
 
     def __init__(
         self, outputs: Sequence[TextOutput] | Sequence[JsonOutput], *, between: Callable[[], None]
     ) -> None:
-        """Call `between` between two results."""
+        """Call `between` between two results, to print the separator."""
         self._outputs = outputs
         self._between = between
         self._finished: set[int] = set()
@@ -126,13 +126,13 @@ class OrderedOutputs:
             self._outputs[self._next].update()
 
     def end(self, indices: Sequence[int]) -> None:
-        """Mark these as finished, and show results in order."""
+        """Mark these prompts as finished, and show results in order."""
         self._finished |= set(indices)
         while self._next in self._finished:
             self._show(self._next)
 
     def interrupt(self, indices: Sequence[int]) -> None:
-        """Show these and all other finished results, because no more will follow."""
+        """Show these results and all finished ones, because no more results will follow."""
         self.end(indices)
         for index in sorted(each for each in self._finished if each > self._next):
             self._show(index)

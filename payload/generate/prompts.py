@@ -1,4 +1,4 @@
-"""The prompts of a command: reads, encodes and batches them."""
+"""Reads the prompts of a command, encodes them, and groups them into batches."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def batches(
 ) -> Iterator[list[int]]:
     """Yield the indices of prompts to continue together, of similar length.
 
-    Prompts longer than the context are batched only with prompts of equal length, because the start
-    of what is read depends on it.
+    Prompts longer than the context are batched only with prompts of equal length, because the
+    prompt's length determines which part of it is read.
     """
     context = model.spec.context()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
@@ -73,7 +73,7 @@ def batches(
 
 
 def _read_prompts_file(name: str) -> list[str]:
-    """Return the prompts of a file, one a line: text, or in a .jsonl file JSON."""
+    """Return the prompts of a file, one per line: text, or JSON in a .jsonl file."""
     text = _read(name, option="--prompts-file")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:

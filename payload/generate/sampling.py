@@ -19,12 +19,12 @@ class SamplingOptions:
 
     max_new_tokens: int = 100
     temperature: float = 0.8
-    """Logits are divided by it; 0 = greedy decoding."""
+    """Divisor of the logits; 0 = greedy decoding."""
     top_k: int | None = 200
-    """Sample among this many likeliest tokens; None = among all."""
+    """Number of likeliest tokens to sample from; None = all tokens."""
     num_samples: int = 3
     seed: int = 1337
-    """Sample i uses a separate generator, seeded with seed + i."""
+    """Seed; sample i uses its own generator, seeded with seed + i."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens already in the text, and multiplies negative ones.
 
@@ -33,10 +33,11 @@ class SamplingOptions:
 
 
 class Sampler:
-    """Continues several prompts together; prompt i has the rows from i * num_samples on.
+    """Continues several prompts together; the rows of prompt i begin at i * num_samples.
 
     Rows are aligned at their start. While the rest of a longer prompt is read, tokens of shorter
-    prompts are sampled. So no row needs padding, and each gets the same tokens as alone.
+    prompts are sampled. So no row needs padding, and each row gets the same tokens as if it were
+    alone.
     """
 
     def __init__(
@@ -52,9 +53,8 @@ class Sampler:
     ) -> None:
         """Prepare to sample tokens below `num_tokens`, because an embedding can have unused rows.
 
-        A row ends before a token of `stop_tokens`. Without `use_cache` every step reads the whole
-        text again, with the same result. A `reader` continues from the texts that it has read
-        before.
+        A row ends before a token of `stop_tokens`. Without `use_cache`, every step reads the whole
+        text again, with the same result. A given `reader` is reused with the texts in its cache.
         """
         self._options = options
         self._stop_tokens = torch.tensor(sorted(stop_tokens), dtype=torch.int64)
@@ -100,7 +100,8 @@ class Sampler:
             self._ended |= position - self._lengths >= self._options.max_new_tokens
 
     def _choose(self, logits: Tensor, position: int) -> Tensor:
-        """Sample a token for each row; a row within its prompt must not use its generator."""
+        """Sample a token for each row; rows that are still within their prompt do not use a
+        generator."""
         options = self._options
         if options.repetition_penalty != 1.0:
             previous = self._texts[:, :position]
@@ -115,7 +116,7 @@ class Sampler:
         return chosen
 
     def _append(self, chosen: Tensor, position: int) -> Tensor:
-        """Write the tokens at `position`; return which rows were sampled."""
+        """Write the tokens at `position`; return a mask of the rows whose token was sampled."""
         sampled = self._lengths <= position
         if position < self._texts.shape[1]:
             chosen = torch.where(sampled, chosen, self._texts[:, position])
@@ -151,7 +152,7 @@ def sample(
 
 
 def add_tokens(samples: Sequence[list[int]], tokens: Sequence[int | None]) -> None:
-    """Append its token to each sample."""
+    """Append to each sample its next token, if there is one."""
     for made, token in zip(samples, tokens, strict=True):
         if token is not None:
             made.append(token)
@@ -203,7 +204,7 @@ class Reader:
         self._use_cache = use_cache
         self._caches: Sequence[Any] = []
         self._start = 0
-        """Offset in the text where the model's context begins."""
+        """Offset in the text at which the model's context begins."""
         self._read = torch.zeros((0, 0), dtype=torch.int64)
         """The text that the caches hold, from the start of the text."""
 

@@ -1,8 +1,8 @@
-"""CONTRACT: the GEMM peak of CPU cores, and the MFU that a training step is expected to reach.
+"""CONTRACT: the GEMM peak of CPU cores, and the expected MFU of a training step.
 
-Matmuls run at the GEMM peak. The time of pointwise ops does not depend on it, so a higher peak
-means a lower MFU. Pointwise ops take several times as long without the project's bf16 kernels for
-the layers. In a narrow model they take a larger share of the step.
+Matmuls run at the GEMM peak. The time of pointwise ops does not depend on the peak, so a higher
+peak means a lower MFU. Pointwise ops take several times as long without the project's bf16 kernels
+for the layers. In a narrow model, pointwise ops take a larger share of the step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from pathlib import Path
 from payload.core.dtype import Dtype
 
 TYPICAL_CORE_FLOPS_PER_S: dict[Dtype, float] = {"bf16": 0.27e12, "fp32": 0.16e12}
-"""A core's GEMM peak with AVX-512 and without AMX, if it was not measured. Measured in bf16: 0.21
-to 0.45 TFLOP/s (benchmarks/results, step_epyc-2-cores and step_smollm2_epyc-2-cores)."""
+"""GEMM peak that is assumed for a core with AVX-512 and without AMX if it was not measured.
+
+Measured in bf16: 0.21 to 0.45 TFLOP/s (benchmarks/results, step_epyc-2-cores and
+step_smollm2_epyc-2-cores).
+"""
 EMULATED_BF16_CORE_FLOPS_PER_S = 0.03e12
-"""A core's peak in emulated bf16, measured on a Xeon with AVX-512 and without bf16 instructions."""
+"""GEMM peak of a core in emulated bf16, measured on a Xeon with AVX-512 without bf16 instructions.
+"""
 GPU_MFU = 0.35
 """Expected MFU on a GPU; not measured."""
 

@@ -11,13 +11,13 @@ import re
 from dataclasses import dataclass
 
 FP8_CAPABILITY = (8, 9)
-"""Lowest compute capability with 8-bit floating-point matmuls: Ada and Hopper."""
+"""Lowest compute capability that has 8-bit floating-point matmuls (Ada; Hopper is higher)."""
 NVIDIA_DRIVER_BRANCH = "580"
 """Branch of NVIDIA's driver on nodes."""
 
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1.
 _LEAST_DRIVER_BRANCHES = {11: 450, 12: 525, 13: 580}
-"""By CUDA's major version."""
+"""Oldest supported driver branch by CUDA's major version."""
 
 
 def least_driver_branch(cuda: str) -> int | None:
@@ -35,7 +35,8 @@ class Gpu:
     capability: tuple[int, int]
     """Compute capability."""
     quota: str
-    """Regional quota on demand; for spot machines with the prefix PREEMPTIBLE_."""
+    """Name of the regional quota on demand; the quota for spot machines has the prefix
+    PREEMPTIBLE_."""
 
 
 L4 = Gpu(name="L4", memory_mib=23_034, capability=(8, 9), quota="NVIDIA_L4_GPUS")
@@ -50,7 +51,7 @@ SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
 """Types that are not available on demand: "you must use Spot VMs or Flex-start VMs" ("A3 High")."""
 
 _G2_GPUS = {4: 1, 8: 1, 12: 1, 16: 1, 24: 2, 32: 1, 48: 4, 96: 8}
-"""By vCPUs."""
+"""Number of GPUs by vCPUs."""
 _BY_SHAPE = {
     "a2-highgpu": A100,
     "a2-megagpu": A100,

@@ -1,7 +1,7 @@
 """CONTRACT IN: the machines of a cluster. `infra` writes the inventory, `orchestrate` reads it.
 
-The inventory contains no secret, so it can be attached to a bug report. It is untrusted: its
-fields become lines of ssh_config, command arguments, and names of folders and hosts.
+The inventory contains no secret, so it can be attached to a bug report. It is untrusted: its fields
+are written to ssh_config, and used in command arguments and in names of folders and hosts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from payload.core.validation.records import build, check_schema
 SCHEMA_VERSION = 1
 
 SHARED_FOLDER = "/srv/tileforge/shared"
-"""Path of the folder that a cluster's nodes share, if they share one."""
+"""Path of the folder that a cluster's nodes can share."""
 RANK_PORTS = range(20_000, 32_000)
 """Ports of the ranks' rendezvous: below Linux' range for outgoing connections (from 32768), and
 above the ports of services."""
@@ -69,7 +69,7 @@ class Node:
     host_keys: tuple[str, ...] = checked(
         (), pattern=_HOST_KEY, wanted="`type base64`", max_items=16
     )
-    """Each as `type base64`, as in a known_hosts file."""
+    """Host keys, each as `type base64`, as in a known_hosts file."""
     zone: str | None = checked(None, pattern=_WORD, wanted="a zone's name")
     machine_type: str | None = checked(None, pattern=_WORD, wanted="a machine type's name")
     physical_cores: int = checked(low=1, high=_MOST_CORES)
@@ -94,7 +94,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How the operator reaches the head."""
+    """Way in which the operator connects to the head."""
 
     kind: AccessKind
     project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
@@ -128,7 +128,7 @@ class ClusterInventory:
 
     @property
     def head(self) -> Node:
-        """Return the node of rank 0 and mpirun."""
+        """Return the node on which rank 0 and mpirun run."""
         return self.nodes[0]
 
     def hourly_usd(self) -> float | None:
@@ -177,7 +177,7 @@ def _problems(inventory: ClusterInventory) -> Iterator[str]:
         yield "nodes is empty: at least one node is needed. Add this cluster's machines."
     if not inventory.ssh_user and not inventory.access.shares_folder:
         yield f"ssh_user = '': must be the user that logs in on every node. {_FIX}"
-    # ssh finds a node by its name or its address, known_hosts by the name in lower case.
+    # ssh finds a node by its name or its address; known_hosts uses the name in lower case.
     owners: dict[str, str] = {}
     for node in inventory.nodes:
         if node.name.lower() == _SSH_NOTHING:

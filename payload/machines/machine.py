@@ -19,7 +19,7 @@ class Domain:
     id: int
     """The operating system's number of the domain."""
     cores: tuple[int, ...]
-    """One logical CPU for each physical core."""
+    """Usable physical cores, each as the number of one of its logical CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def read_domains(
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Return the numbers in the kernel's `0-3,8,10-11`."""
+    """Return the numbers in a list in the kernel's format, such as `0-3,8,10-11`."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -129,7 +129,7 @@ def memory_limit(cgroup: Path) -> int:
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the available memory without swapping in bytes, or None if unknown."""
+    """Return the memory in bytes that is available without swapping, or None if unknown."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -139,7 +139,7 @@ def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _siblings(cpus: Path, cpu: int, allowed: Collection[int]) -> list[int]:
-    """Return the usable logical CPUs of the physical core of `cpu`, at least `cpu` itself."""
+    """Return the usable logical CPUs of the physical core of `cpu`, including `cpu`."""
     topology = cpus / f"cpu{cpu}" / "topology"
     for name in ("core_cpus_list", "thread_siblings_list"):
         try:

@@ -1,4 +1,4 @@
-"""The network interface on the route to another machine."""
+"""Find the network interface on the route to another machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def interface_towards(host: str) -> str | None:
                     return name
     except OSError:
         return None
-    # All of 127.0.0.0/8 belongs to the loopback interface, which reports only one address.
+    # All of 127.0.0.0/8 belongs to the loopback interface, but the interface reports only one
+    # address.
     return "lo" if own.startswith("127.") else None
 
 

@@ -34,7 +34,7 @@ class Mesh:
     shard: int = 1
     """Ranks that each hold a shard of every weight, gather weights, and train on different data."""
     tensor: int = 1
-    """Ranks that compute each layer together, on the same data."""
+    """Groups of ranks, one for each pipeline stage; each group has some of the layers."""
     pipeline: int = 1
     """Groups of ranks that each have some of the layers."""
 
@@ -65,12 +65,12 @@ class Mesh:
         return (found * self.shard + place.shard) * self.tensor + place.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Return the index of a rank's data among `data_ranks` parts of a batch."""
+        """Return which of the `data_ranks` parts of a batch the rank trains on."""
         place = self.place(rank)
         return place.replicate * self.shard + place.shard
 
     def along(self, rank: int, *dimensions: Dimension) -> tuple[int, ...]:
-        """Return the ranks with the indices of `rank` in all dimensions except these, in order."""
+        """Return `rank` and the ranks that differ from it only in these dimensions, in order."""
         own = self.place(rank)
         others = [name for name in own.__slots__ if name not in dimensions]
         return tuple(
@@ -90,10 +90,11 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
     def compared(self, *, tied: bool) -> str:
-        """Return a description of what the sync check compares: values that several ranks hold.
+        """Describe the values that the sync check compares: those that several ranks hold.
 
-        `tied`: the token embedding is also the output head, so it is on the first and the last
-        stage."""
+        `tied`: the token embedding is also the output head, so the first and the last stage hold
+        it.
+        """
         if self.replicate > 1:
             return "each weight and its optimizer state with its replicas"
         found = ["each weight as the shards gather it"] if self.shard > 1 else []
@@ -136,7 +137,7 @@ def make_mesh(
 
 
 def require_tensor_ranks_on_a_node(tensor: int, *, ranks_per_node: int) -> None:
-    """Raise ConfigError unless tensor ranks share a node."""
+    """Raise ConfigError unless all ranks of a tensor group are on one node."""
     if ranks_per_node % tensor:
         raise ConfigError(
             f"distributed.tensor_parallel = {tensor} does not divide the {ranks_per_node} rank(s) "

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 RUN_DIR = "TILEFORGE_RUN_DIR"
 """The run folder's path, which identifies the processes of a run."""
 NODE_RANK = "TILEFORGE_NODE_RANK"
-"""The node's index in the hosts file. If it is set, the rank is computed from it and the local
-rank, as a rendezvous may number the nodes in another order."""
+"""The node's index in the hosts file. If it is set, the rank is computed from this index and the
+local rank, because a rendezvous may number the nodes in a different order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVariables:
-    """One launcher's names of the variables for rank and world size."""
+    """Names of the variables in which one launcher passes the rank and the world size."""
 
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
     only_with: str | None = None
-    """A variable that only this launcher sets; without it, the others are from another program."""
+    """Variable that only this launcher sets; if it is missing, another program set the others."""
 
     def are_in(self, env: Mapping[str, str]) -> bool:
         """Return whether this launcher started the process with this environment."""
         return self.rank in env and (self.only_with is None or self.only_with in env)
 
 
-# Also what Accelerate, our own wrapper around each rank, and programs without a launcher set.
+# Accelerate, our own wrapper around each rank, and programs without a launcher also set these.
 TORCH = RankVariables(
     rank="RANK",
     world_size="WORLD_SIZE",
@@ -54,7 +54,7 @@ OPEN_MPI = RankVariables(
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-# Batch scripts also have SLURM_PROCID, but only processes of srun have the size of the step.
+# Batch scripts also have SLURM_PROCID, but only processes that srun started have the step's size.
 SLURM = RankVariables(
     rank="SLURM_PROCID",
     world_size="SLURM_STEP_NUM_TASKS",
@@ -63,11 +63,11 @@ SLURM = RankVariables(
     only_with="SLURM_STEP_NUM_TASKS",
 )
 SLURM_NODE = "SLURM_NODEID"
-"""The node's index among a step's nodes."""
+"""Variable with the node's index among the nodes of a Slurm step."""
 
 BY_PRECEDENCE = (TORCHRUN, INTEL_MPI, OPEN_MPI, TORCH, SLURM)
-"""From the innermost to the outermost. Launchers nest: mpirun or srun can start torchrun, and a
-shell can have leftover variables of torch."""
+"""Launchers from the innermost to the outermost. Launchers nest: mpirun or srun can start torchrun,
+and a shell can have leftover variables of torch."""
 
 
 def identify(
@@ -78,7 +78,7 @@ def identify(
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all variables, without duplicates."""
+    """Return the names of all launchers' variables, without duplicates."""
     found: dict[str, None] = {}
     for row in BY_PRECEDENCE:
         own = (row.rank, row.world_size, row.local_rank, row.local_world_size)

@@ -3,8 +3,8 @@
 Prices come from Google's billing catalog if it was read within a week (a Catalog), otherwise from
 the packaged tables.
 
-prices/*.csv: facts of pricing.yml of Cyclenerd/google-cloud-pricing-cost-calculator (Apache-2.0)
- at commit fd66b26, generated from Google's billing catalog on READ_ON.
+prices/*.csv has the facts of pricing.yml in Cyclenerd/google-cloud-pricing-cost-calculator
+(Apache-2.0) at commit fd66b26, which was generated from Google's billing catalog on READ_ON.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
 
 READ_ON = "2026-07-30"
-"""Date of the packaged tables."""
+"""Date of the prices in the packaged tables."""
 SPOT_CHANGES_AFTER_DAYS = 31
-"""Google changes spot prices up to once a month."""
+"""Days after which spot prices may be out of date: Google changes them up to once a month."""
 HOURS_A_MONTH = 730.0
 CATALOG_FILE = "prices.json"
 """File name in a project's folder .cluster."""
@@ -37,7 +37,7 @@ _FOLDER = Path(__file__).resolve().parent / "prices"
 # The table has only the price of hyperdisk-extreme; a GiB of hyperdisk-balanced costs less. The
 # 3,000 IOPS and 140 MiB/s that the cluster program requests are free.
 _BOUNDED_BY = {"hyperdisk-balanced": "hyperdisk-extreme"}
-# https://cloud.google.com/nat/pricing; the same in all regions.
+# Dollars an hour: https://cloud.google.com/nat/pricing; the same in all regions.
 _NAT_PER_NODE, _NAT_MOST = 0.0014, 0.044
 # The zonal tier, a month of a GiB. Google documents only this region's price, $256.00 for 1 TiB.
 # https://cloud.google.com/filestore/docs/service-tiers
@@ -68,7 +68,7 @@ class Catalog:
     """Dollars by `rate_key`: an hour of a vCPU or of a GiB of memory, a month of a GiB of disk."""
 
     def machine(self, name: str, *, region: str, spot: bool) -> float | None:
-        """Return a machine's dollars an hour, or None if a rate is missing."""
+        """Return a machine's price in dollars an hour, or None if a rate is missing."""
         shape = _shapes().get(name)
         if shape is None:
             return None
@@ -112,7 +112,7 @@ def source(catalog: Catalog | None, now_unix: float) -> str:
 def machine_price(
     name: str, *, region: str, spot: bool, catalog: Catalog | None = None
 ) -> float | None:
-    """Return one machine's dollars an hour without its disk, or None if unknown."""
+    """Return one machine's price in dollars an hour without its disk, or None if unknown."""
     found = catalog.machine(name, region=region, spot=spot) if catalog is not None else None
     if found is not None:
         return found
@@ -137,29 +137,32 @@ def disk_price(
 
 
 def nat_price(*, nodes: int, region: str) -> float | None:
-    """Return dollars an hour of Cloud NAT and its address without traffic, or None if unknown."""
+    """Return the price of Cloud NAT and its address in dollars an hour, without traffic.
+
+    Returns None if unknown.
+    """
     address = external_address_price(region=region)
     return None if address is None else min(nodes * _NAT_PER_NODE, _NAT_MOST) + address
 
 
 def filestore_price(*, gib: int, region: str) -> float | None:
-    """Return dollars an hour of a zonal Filestore instance, or None if unknown."""
+    """Return the price of a zonal Filestore instance in dollars an hour, or None if unknown."""
     per_month = _FILESTORE_GIB_MONTH.get(region)
     return None if per_month is None else gib * per_month / HOURS_A_MONTH
 
 
 def bucket_price(*, region: str) -> float | None:
-    """Return dollars a month of a GiB in a Standard bucket, or None if unknown."""
+    """Return the price of a GiB in a Standard bucket in dollars a month, or None if unknown."""
     return _others().get(("bucket standard", region))
 
 
 def external_address_price(*, region: str) -> float | None:
-    """Return dollars an hour of an external address in use, or None if unknown."""
+    """Return the price of an external address in use in dollars an hour, or None if unknown."""
     return _others().get(("external address vm", region))
 
 
 def listed_machines() -> Iterator[tuple[str, str]]:
-    """Yield the machine type and region of every price."""
+    """Yield the machine type and region of every listed price."""
     yield from _machines()
 
 
@@ -191,7 +194,7 @@ def _machines() -> dict[tuple[str, str], _Machine]:
 
 @cache
 def _shapes() -> dict[str, tuple[int, float]]:
-    """Return vCPUs and GiB of memory by machine type."""
+    """Return the vCPUs and the GiB of memory of each machine type."""
     return {
         row["machine_type"]: (int(row["vcpus"]), float(row["memory_gib"]))
         for row in _rows("machines.csv")

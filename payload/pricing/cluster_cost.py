@@ -31,7 +31,7 @@ class BilledResources:
     filestore_gib: int = 0
     """Size of the Filestore instance; 0 for none."""
     unlisted: tuple[str, ...] = ()
-    """Other resources, whose prices are not in the tables."""
+    """Billed resources whose prices are not in the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Cost:
     """Dollars an hour; None if a price is unknown."""
 
     machine: float | None
-    """One machine without its disk."""
+    """Cost of one machine without its disk."""
     disks: tuple[DiskPrice | None, ...]
     nat: float | None
     address: float | None
@@ -75,7 +75,7 @@ class Cost:
         )
 
     def most_usd(self, lifetime_s: int) -> float | None:
-        """Return the cost until the lifetime limit of machines that all start now."""
+        """Return the cost until the lifetime limit if all machines start now."""
         return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
 
 

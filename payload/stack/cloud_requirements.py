@@ -19,14 +19,14 @@ from payload.stack.stack_settings import DEFAULTS
 
 Scope = Literal["region", "project"]
 Spot = Literal["false", "true", "auto"]
-# The continent, with which names of regions begin, of each multi-region. Source:
+# For each multi-region, the continent with which names of its regions begin. Source:
 # https://cloud.google.com/kms/docs/locations. Some multi-regions also end in a number.
 _CONTINENTS = {
     **{"us": "us", "nam": "us", "ca": "northamerica", "europe": "europe", "eur": "europe"},
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
 UNLISTED = {"tier1": "Tier_1 bandwidth", "confidential": "confidential computing"}
-"""Billed settings of a stack whose price is not in the tables."""
+"""Billed settings of a stack whose prices are not in the tables."""
 
 # The compute quotas also count pd-balanced as SSD.
 _DISK_QUOTAS = {
@@ -39,7 +39,7 @@ _DISK_QUOTAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudRequirements:
-    """The resources of a cluster that quotas, prices and permissions depend on."""
+    """Properties of a cluster that its quotas, prices and permissions depend on."""
 
     machine_type: str = DEFAULTS.machine_type
     node_count: int = DEFAULTS.node_count
@@ -48,7 +48,7 @@ class CloudRequirements:
     spot: Spot = "false"
     disk_type: str = "pd-balanced"
     disk_gib: int = DEFAULTS.node_count * DEFAULTS.disk_gb
-    """Total of all nodes."""
+    """Total size of all nodes' disks."""
     has_nat: bool = True
     has_public_head: bool = False
     uses_os_login: bool = False
@@ -57,15 +57,15 @@ class CloudRequirements:
     """Size of the Filestore instance; 0 for none."""
     makes_bucket: bool = False
     cluster: str = ""
-    """Empty if unknown."""
+    """Name of the cluster; empty if unknown."""
     image: str = DEFAULTS.image
     """Full name of the boot image."""
     bucket_name: str = ""
     """Name of an existing bucket; empty without a bucket, or if it is created."""
     kms_key: str = ""
-    """Customer-managed key; empty for Google's keys."""
+    """Name of the customer-managed key; empty for Google's keys."""
     unlisted: tuple[str, ...] = ()
-    """Other billed resources, whose price is not in the tables."""
+    """Further billed resources, whose prices are not in the tables."""
     grants_key: bool = True
     """True if `up` grants Google's services the use of the key."""
 
@@ -77,7 +77,7 @@ class CloudRequirements:
 
     @property
     def needs_regional_key(self) -> bool:
-        """Return whether the key must be regional, as for all encrypted resources except disks."""
+        """Return whether the key must be regional, which all resources except disks require."""
         return self.makes_bucket or self.has_filestore
 
     @property
@@ -139,10 +139,10 @@ class CloudRequirements:
         return ("compute", "iam", *iap, *bucket, *dns, *file, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Return each quota's scope, its metrics in order of preference, and the amount needed."""
+        """Return each quota's scope, its metrics by preference, and the required amount."""
         vcpus = float(self.node_count * vcpus_per_node)
         family = self.family_quota()
-        # If a project has no quota for preemptible CPUs, spot machines use the quota on demand.
+        # If a project has no quota for preemptible CPUs, spot machines use the on-demand quota.
         spot: list[tuple[Scope, tuple[str, ...], float]] = [
             ("region", ("PREEMPTIBLE_CPUS", family), vcpus)
         ]
@@ -186,8 +186,8 @@ def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
     """Return whether a key at `location` can encrypt resources in `region`.
 
     Disks accept a key of their region, of a multi-region around it, or a global key. With
-    `regional`, the key must be of the region, as for buckets and Filestore instances ("Cloud KMS
-    region 'global' not available").
+    `regional`, the key must be in the same region, as for buckets and Filestore instances ("Cloud
+    KMS region 'global' not available").
     """
     if location == region:
         return True
@@ -198,7 +198,8 @@ def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
 
 
 def _named(default: str | tuple[str, ...], *, key: str) -> Any:
-    """Declare a setting that becomes a part of a request."""
+    """Declare a setting whose value is inserted into a cloud API request, so it must be a valid
+    name."""
     fix = f"pulumi config set {key} NAME"
     return checked(default, key=key, pattern=CLOUD_NAME, wanted="a name", fix=fix)
 
@@ -209,7 +210,8 @@ def _whole(default: int, *, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """The settings that the requirements depend on; `up` checks more limits."""
+    """Settings that the requirements depend on; `up` also checks limits that are missing from this
+    class."""
 
     machine_type: str = _named(DEFAULTS.machine_type, key="machineType")
     node_count: int = _whole(DEFAULTS.node_count, key="nodeCount")

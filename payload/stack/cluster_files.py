@@ -1,4 +1,4 @@
-"""CONTRACT: `.cluster` in a project's folder, with this machine's files about its clusters."""
+"""CONTRACT: the folder `.cluster` of a project, with this machine's files about the clusters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from payload.core.symlink_safety import refuse_links
 
 
 def cluster_path(root: Path, *names: str) -> Path:
-    """Return the path of `.cluster`, of a cluster's folder in it, or of a cluster's file.
-
-    The path need not exist. Raises ConfigError if a part of it is a symlink: in a cloned project, a
-    symlink could redirect keys and files of ssh, for example to ~/.ssh.
-    """
+    """Return the path of `.cluster`, or of a cluster's folder or file in it."""
     try:
         return refuse_links(root.joinpath(".cluster", *names), below=root)
     except OSError as error:

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterIdentity:
-    """identity.json."""
+    """Contents of identity.json."""
 
     identity: str = checked(pattern=PATTERN, wanted=WANTED)
     stack: str | None = checked(None, max_chars=200)
@@ -91,8 +91,8 @@ def resolve_cluster_identity(
 ) -> str:
     """Return the identity of the cluster that is built from `folder`; create it if it is missing.
 
-    `told` are the identities in the stack's state, which override the file's. `stack` is the
-    current stack. An identity that is only in the file is returned, but not signed. Without
+    `told` are the identities in the stack's state, which take precedence over the file. `stack` is
+    the current stack. An identity that is only in the file is returned, but not signed. Without
     `writes`, as in a preview, no file is written. Raises ConfigError if another stack of this
     folder builds a cluster with this name.
     """
@@ -110,7 +110,7 @@ def resolve_cluster_identity(
             _write(path, _signed(found, folder, cluster))
     elif found is None:
         fresh = ClusterIdentity(identity=new_cluster_identity(), stack=stack)
-        # Of two commands that start at the same time, the first one's identity is kept.
+        # If two commands start at the same time, the identity of the first one is kept.
         is_ours = not writes or _write_if_absent(path, _signed(fresh, folder, cluster))
         found = fresh if is_ours else _read(path) or fresh
     elif writes and stack is not None and found.stack is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 BOOTSTRAP_STATE = "/var/lib/tileforge/bootstrap.json"
-"""State of a node's set-up."""
+"""File with the state of a node's set-up."""
 VENV = PurePosixPath("/opt/tileforge/venv")
-"""The Python environment of a run's programs."""
+"""Python environment of a run's programs."""
 MONITORING_FOLDER = PurePosixPath("/etc/tileforge/monitoring")
 """Dashboards, and the configuration of their servers."""

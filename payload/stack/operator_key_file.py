@@ -28,8 +28,8 @@ def operator_key_path(root: Path, *, cluster: str) -> Path:
 def make_operator_key(path: Path) -> str:
     """Return the public half of the key at `path`, which is created if it is missing.
 
-    The key has mode 0600 in a folder of mode 0700, and can have a passphrase. Raises ConfigError as
-    `require_private` does, and if the file is not an OpenSSH private key.
+    The key has mode 0600 in a folder of mode 0700, and can have a passphrase. Raises ConfigError if
+    the key is not private to this user, or is not an OpenSSH private key.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
 
@@ -51,7 +51,8 @@ def make_operator_key(path: Path) -> str:
 def write_public_half(path: Path) -> str:
     """Write the public half of the key at `path` to a .pub file, and return it.
 
-    Creates the key if it is missing. Raises as `make_operator_key`, and OSError.
+    Creates the key if it is missing. Raises ConfigError in the same cases as `make_operator_key`,
+    and OSError.
     """
     public = make_operator_key(path)
     write_whole(path.with_name(f"{path.name}.pub"), f"{public}\n")
@@ -117,7 +118,7 @@ def _clear_half(private: bytes) -> bytes:
 def require_private(path: Path) -> None:
     """Raise ConfigError if a cluster's key belongs to another user or is readable by others.
 
-    The key may have been copied with the folder, so that others own a copy.
+    The key may have been copied with the folder, so that other users own a copy of it.
     """
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

@@ -9,7 +9,7 @@ from payload.core.validation.fields import checked
 from payload.stack.google_name_patterns import KMS_KEY, REGION
 
 MTU = 8896
-"""The largest MTU, and the default. Other values are part of the network's name."""
+"""Largest MTU, and the default. Any different value becomes a part of the network's name."""
 MAX_NODES = 64
 _MAX_DISK_GIB = 65_536
 LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")

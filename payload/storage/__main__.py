@@ -32,7 +32,7 @@ from payload.storage.uploader import Uploader
 _NICE = 10
 """Niceness of the upload, so that ranks have priority."""
 _UPLOAD_RETRY_S = 8.0
-"""Retry time of one request. The uploader then logs the error and retries itself."""
+"""Time in which one request is retried. The uploader then logs the error and retries the upload."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
     """Return the run's folder and its address in the store.
 
     Raises ConfigError if the folder contains a linked folder, or if only the run's own settings
-    name the store. Otherwise a copied run folder could direct writes anywhere.
+    name the store. Otherwise a copied run folder could make this program write to any path.
     """
     paths = RunPaths(arguments.run_dir.resolve())
     require_own_folders(paths)

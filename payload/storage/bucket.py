@@ -37,10 +37,10 @@ _T = TypeVar("_T")
 _FETCHES = 3
 """Attempts to download an object whose checksum is wrong, as the network may have changed it."""
 _WRITE_ID = "tileforge-write"
-"""Metadata key of a random id of each write, so that a writer recognises its own object."""
+"""Metadata key for a random id of each write, by which a writer recognises its own object."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _STAND_IN = "STORAGE_EMULATOR_HOST"
-"""The client's variable for an emulator, which gets no credentials."""
+"""The client's variable for an emulator of the store, which gets no credentials."""
 _REFUSED = "invalid_grant"
 """Error code of Google's token server for an invalid login or key."""
 
@@ -49,12 +49,12 @@ class BucketStore:
     """Objects in a bucket below a prefix. Threads can share it; each has its own connection."""
 
     def __init__(self, address: StoreAddress, *, timeout_s: float, retry_s: float) -> None:
-        """Raises StoreRefusedError if the client or the configured login is missing."""
+        """Prepare the login. Raises StoreRefusedError if the client or the login is missing."""
         self.address = address
         self._prefix = f"{address.path}/" if address.path else ""
         self._timeout = (_CONNECT_S, timeout_s)
         self._retry_s = retry_s
-        # The client also reads its environment variables itself.
+        # os.environ is read here because the client also reads its variables from it.
         self._login = GoogleLogin() if _STAND_IN in os.environ else GoogleLogin.from_env(os.environ)
         self._local = threading.local()
         _libraries()
@@ -83,7 +83,7 @@ class BucketStore:
             return _read_again(pages)
 
     def groups(self) -> list[str]:
-        """List the first parts of the names that have several parts."""
+        """List the first-level folders: the first parts of all names with several parts."""
 
         def pages() -> list[str]:
             listed = self._client().list_blobs(
@@ -101,7 +101,7 @@ class BucketStore:
             return _read_again(pages)
 
     def siblings(self) -> list[str]:
-        """List the groups of the parent address."""
+        """List the first-level folders of the parent address."""
         return BucketStore(
             self.address.parent(), timeout_s=self._timeout[1], retry_s=self._retry_s
         ).groups()
@@ -125,13 +125,13 @@ class BucketStore:
                     checksum="crc32c",
                 )
         except ConflictError:
-            # If the answer to a successful write was lost, the client sends the write again. It
-            # then conflicts with its own object.
+            # If the response to a successful write was lost, the client sends the write again. The
+            # second write then conflicts with the object of the first.
             if not self._is_own(blob, name, write_id=write_id):
                 raise
         stored = self._stored(blob)
         if stored.bytes != size or blob.crc32c != _crc32c(content):
-            # Not every server verifies the checksum. A wrong object must not remain.
+            # Some servers do not verify the checksum. An object with wrong content must not remain.
             self.remove(name, generation=stored.generation)
             raise StoreError(
                 f"writing {self.address.under(name)}: the store received different bytes"
@@ -179,7 +179,8 @@ class BucketStore:
                 )
             for start in range(0, size, _PART_BYTES):
                 end = min(size, start + _PART_BYTES)
-                # The store has no checksum of a part. Callers compare hashes of larger files.
+                # The store has a checksum only of the whole object. Callers compare hashes of
+                # larger files.
                 whole = blob.crc32c if end - start == size else None
                 into.write(self._part(blob, name, start, end, generation, crc32c=whole))
                 progressed()
@@ -235,7 +236,7 @@ class BucketStore:
         return self._local.client
 
     def _or_node_account(self, fix: str) -> str:
-        """Return a fix for the login, extended by the alternative on nodes."""
+        """Return `fix`; for the default login, add the node's service account as alternative."""
         return f"{fix}, or use the node's service account" if self._login.is_default else fix
 
     def _credentials_error(self, what: str, error: Exception) -> StoreRefusedError:
@@ -264,7 +265,7 @@ class BucketStore:
 
     @contextmanager
     def _plainly(self, what: str) -> Iterator[None]:
-        """Convert the client's errors to one-line errors of Tileforge."""
+        """Convert the errors of Google's client to one-line errors of Tileforge."""
         libraries = _libraries()
         try:
             yield
@@ -292,7 +293,8 @@ class BucketStore:
                 f"{self._or_node_account(self._login.renewal())}."
             ) from None
         except libraries.auth_errors.RefreshError as error:
-            # A node's metadata server can fail temporarily, which the library does not report.
+            # The metadata server of a node can fail temporarily, but the library does not report
+            # that.
             is_refused = _REFUSED in str(error) or not self._login.is_default
             if error.retryable or not is_refused:
                 raise StoreError(f"{what}: {_described(error)}") from None
@@ -304,7 +306,7 @@ class BucketStore:
 
 
 def _read_again(read: Callable[[], _T]) -> _T:
-    """Return the result of `read`, repeated if the network has damaged the answer."""
+    """Return the result of `read`; read again if the network has damaged the response."""
     for _ in range(_FETCHES - 1):
         with suppress(ValueError):
             return read()
@@ -321,18 +323,18 @@ def _crc32c(content: BinaryIO) -> str:
 
 
 def _described(error: Exception) -> str:
-    """Return an error as one short line; the client's text includes request and answer."""
+    """Return an error as one short line: the client's text includes request and response."""
     cause: BaseException = getattr(error, "cause", None) or error.__cause__ or error
     # The query of an upload's URL allows anyone to write.
     return one_line(_QUERY.sub("?...", f"{type(cause).__name__}: {cause}"))
 
 
 class _Libraries:
-    """The imported parts of Google's client."""
+    """The modules and error classes of Google's client, which are imported at the first use."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
-            # Keep warnings about the support of Python versions out of a run's log.
+            # Keep warnings about old Python versions out of the run's log.
             warnings.simplefilter("ignore", FutureWarning)
             import google.auth.exceptions as auth_errors
             import google_crc32c
@@ -356,7 +358,7 @@ class _Libraries:
             KeyError,
             TypeError,
         )
-        """All errors of the client, including those for unexpected answers."""
+        """All errors of the client, including those for responses of an unexpected form."""
 
 
 _loaded: list[_Libraries] = []

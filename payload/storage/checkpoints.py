@@ -1,7 +1,7 @@
-"""Checkpoints in a store. They are complete or absent, as on a disk.
+"""Checkpoints in a store. As on a disk, each is complete or absent.
 
-The manifest is written last and removed first, and never overwritten. Readers accept only
-checkpoints that have a manifest, and whose files match its sizes and hashes.
+The manifest is written last and removed first, and is never overwritten. Readers accept only
+checkpoints that have a manifest, and whose files match the sizes and hashes in it.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _FETCHES = 3
 class Upload:
     """The upload of one checkpoint; `send` can be called again after an error.
 
-    The files stay open, so that the upload can finish after the trainer has removed the folder.
+    The files are kept open, so that the upload can finish after the trainer has removed the folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError for a damaged or missing checkpoint."""
+        """Open the files. Raises CheckpointError for a damaged or missing checkpoint."""
         self.name = folder.name
         self.sent_bytes = 0
         self._sent: dict[str, int] = {}
-        """Generations of the objects that this upload has written."""
+        """Generations of the objects that this upload has written, by name."""
         self._open = ExitStack()
         try:
             with ExitStack() as opened:
@@ -128,7 +128,7 @@ class Upload:
         self.sent_bytes += len(content)
 
     def _put_manifest(self, store: ObjectStore, name: str, content: bytes) -> None:
-        """Write the manifest; an earlier attempt, whose answer was lost, may have written it."""
+        """Write the manifest, unless an attempt whose response was lost has written it."""
         try:
             store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
         except ConflictError:
@@ -144,7 +144,7 @@ class Upload:
     def _require_unchanged(self, name: str) -> None:
         """Raise CheckpointError for a damaged file, which must not be uploaded."""
         file = self._files[name]
-        # Read the open file, as the folder may have been removed.
+        # The open file is read, because the folder may have been removed.
         if sha256_of(Path(f"/dev/fd/{file.fileno()}")) != self._manifest.files[name].sha256:
             raise CheckpointError(f"{self.name}/{name}: its SHA-256 differs from the manifest")
 
@@ -172,7 +172,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
 def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
-    """Remove all checkpoints except `keep`, also incomplete ones; manifests are removed first."""
+    """Remove all checkpoints except `keep`, also incomplete ones; remove their manifests first."""
     found: dict[str, list[StoredObject]] = {}
     for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
         path = PurePosixPath(entry.name)
@@ -198,9 +198,10 @@ def fetch_newest(
 ) -> Path | None:
     """Download the newest valid checkpoint to the folder `checkpoints`; return its path.
 
-    Checkpoints must belong to `run` and match the head's hashes in `known`. `passed_over` is called
-    with each rejected checkpoint and the reason; `say` gets a line before each download. Returns
-    None if the store has no valid checkpoint after `after_step`.
+    Checkpoints must belong to `run`, and their manifests must match the hashes in `known`, which
+    the head recorded. `passed_over` is called with each rejected checkpoint and the reason; `say`
+    gets a line before each download. Returns None if the store has no valid checkpoint after
+    `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):
         if checkpoint_step(PurePosixPath(name)) <= after_step:
@@ -221,11 +222,11 @@ def fetch_checkpoint(
     known: ManifestHashes = _NO_HASHES,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Download one checkpoint to the folder `checkpoints`, verify it, then rename it.
+    """Download one checkpoint, verify it, then rename it into the folder `checkpoints`.
 
     A valid local checkpoint is kept, as is a checkpoint that the trainer is writing. Raises
-    CheckpointError for a checkpoint that is damaged, of another run, or not the one in `known`, and
-    PreflightError for a full disk.
+    CheckpointError if the checkpoint is damaged, belongs to a different run or does not match its
+    hash in `known`, and PreflightError if the disk is full.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{CHECKPOINTS_NAME}/{name}/"
@@ -264,7 +265,7 @@ def fetch_checkpoint(
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError if the manifest's hash differs from the one that the head recorded."""
+    """Raise CheckpointError if the manifest's hash differs from the hash that the head recorded."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(
@@ -289,8 +290,8 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
 def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -> None:
     """Raise PreflightError if `size` bytes do not fit on the disk.
 
-    Raises CheckpointError instead if the run's other checkpoints are much smaller, as all have the
-    same tensors.
+    Raises CheckpointError instead if the run's other checkpoints are much smaller: all checkpoints
+    of a run have the same tensors.
     """
     free = shutil.disk_usage(checkpoints).free
     if size <= free:
@@ -309,7 +310,10 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
 
 
 def _require_own(folder: Path, run: RunIdentity) -> None:
-    """Raise CheckpointError for another run's checkpoint; older releases recorded no identity."""
+    """Raise CheckpointError for a checkpoint of a different run.
+
+    Older releases recorded no identity in a checkpoint.
+    """
     identity = checkpoint_identity(folder)
     if identity is None and (run.is_older or run.identity is None):
         return

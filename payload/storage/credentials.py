@@ -49,7 +49,7 @@ def load_credentials(login: GoogleLogin) -> Any:
         else:
             credentials, _ = google.auth.default(scopes=_SCOPES)
     except (GoogleAuthError, AttributeError, KeyError, TypeError, ValueError):
-        # Their messages quote the credentials.
+        # The messages of Google's libraries quote the credentials.
         where = f"in {login.variable}" if login.variable else "on this machine"
         raise CloudAuthError(
             f"there are no Google Cloud credentials {where}. {login.renewal()}"

@@ -20,7 +20,8 @@ from payload.storage.objects import MissingObjectError, StoreReader, TooLargeErr
 
 _TRIES = 3
 _REPLACED = ".replaced-"
-"""Suffix, with random digits, of replaced data, which is removed once no process uses it."""
+"""Suffix, followed by random digits, of a replaced data folder, which is removed once it is unused.
+"""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:
@@ -67,7 +68,7 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Return True if a process visible to this user has mapped or opened a file of the folder."""
+    """Return True if a process that this user can see has mapped or opened a file of the folder."""
     folder = folder.resolve()
     processes = list(Path("/proc").glob("[0-9]*"))
     for process in processes:
@@ -93,7 +94,7 @@ def _is_up_to_date(folder: Path, meta: bytes) -> bool:
 
 
 def _file_sizes(meta: bytes, *, where: str) -> dict[str, int]:
-    """Return the size of each file in a meta.json; `load_meta` checks the rest later."""
+    """Return the size of each file in a meta.json; `load_meta` later checks the other values."""
     raw = parse_json(meta, where=where, error=DataError)
     found = [raw.get(key) for key in ("files", "tokenizer_files")] if isinstance(raw, dict) else []
     sizes: dict[str, int] = {}

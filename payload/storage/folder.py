@@ -31,7 +31,7 @@ _PART_BYTES = 2**20
 _LOCK_S = 30.0
 _LOOK_S = 0.02
 _HIDDEN = "."
-"""First character of the names of partial files and of the lock."""
+"""First character of the names of partial files and of the lock file."""
 _PARTIAL = ".partial"
 _LOCK = ".lock"
 _MOST_FOLDERS = 8
@@ -41,12 +41,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 class FolderStore:
     """Files below a folder. A file's generation is its modification time in nanoseconds.
 
-    Other users may have write access. So below the configured folder, symlinks are not followed,
-    and only regular files are opened.
+    Other users may have write access to the folder. So below the configured folder, symlinks are
+    not followed, and only regular files are opened.
     """
 
     def __init__(self, address: StoreAddress) -> None:
-        """The folder is not accessed yet."""
+        """Store the address; the folder is not accessed yet."""
         self.address = address
         self._root = Path(address.path)
         parts = PurePosixPath(address.path).parts
@@ -77,7 +77,7 @@ class FolderStore:
         return sorted(name for name in folders if not name.startswith(_HIDDEN))
 
     def siblings(self) -> list[str]:
-        """List the groups of the parent address."""
+        """List the first-level folders of the parent address."""
         return FolderStore(self.address.parent()).groups()
 
     def put(
@@ -103,7 +103,8 @@ class FolderStore:
                     _require_generation(before, generation, path)
                     os.replace(partial, last, src_dir_fd=descriptor, dst_dir_fd=descriptor)
                     if _generation(last, descriptor) <= before:
-                        # With a coarse clock, two contents could have the same generation.
+                        # With a coarse clock, the old and the new content could have the same
+                        # generation.
                         times = (before + 1, before + 1)
                         os.utime(last, ns=times, dir_fd=descriptor, follow_symlinks=False)
                 os.fsync(descriptor)
@@ -115,7 +116,7 @@ class FolderStore:
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small file's content and generation."""
         with self._opened(name) as file:
-            # The limit applies to the bytes read, as the file may grow.
+            # The limit applies to the bytes that are read, because the file may grow.
             content = file.read(SMALL_BYTES + 1)
             if len(content) > SMALL_BYTES:
                 raise _too_large(self._root / name, SMALL_BYTES)
@@ -218,7 +219,7 @@ class FolderStore:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the store's lock, as file systems have no conditional writes."""
+        """Hold the store's lock file, because file systems have no conditional writes."""
         with self._folder("", make=True) as descriptor:
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -232,7 +233,7 @@ class FolderStore:
 
     @contextmanager
     def _plainly(self, what: str) -> Iterator[None]:
-        """Convert the file system's errors to errors of Tileforge."""
+        """Convert the file system's errors to one-line errors of Tileforge."""
         try:
             yield
         except FileNotFoundError as error:

@@ -1,8 +1,8 @@
-"""CONTRACT: the Google login in the environment, for Google's clients and gcloud. Pure.
+"""CONTRACT: the Google login that the environment configures, for Google's clients and gcloud.
 
-The order is the one of Google's Pulumi provider: an access token, a key or its file, then
-application default credentials; with optional impersonation. Source: google/transport/config.go of
-terraform-provider-google.
+The order is the same as in Google's Pulumi provider: an access token, a key or its file, then
+application default credentials. Each can impersonate a service account. Source:
+google/transport/config.go of terraform-provider-google.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEYS = ("GOOGLE_CREDENTIALS", "GOOGLE_CLOUD_KEYFILE_JSON", "GCLOUD_KEYFILE_JSON
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _IMPERSONATED = "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT"
 _LOG_IN = "Log in: gcloud auth application-default login"
-# Texts of Google's token server, its APIs and the clients in Go and Python:
+# Error texts of Google's token server, of its APIs and of the clients in Go and Python:
 # https://github.com/pulumi/pulumi-gcp/issues/479
 REFUSED_CREDENTIALS = re.compile(
     r"invalid_grant|invalid_client|unauthorized_client|(?i:\breauth)|\bError 401\b"
@@ -39,7 +39,7 @@ class GoogleLogin:
     """Variable with the credentials or their file; empty for application default credentials."""
     value: str = field(default="", repr=False)
     impersonated: str = ""
-    """Service account to impersonate; empty for none."""
+    """Service account to impersonate; empty for no impersonation."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> GoogleLogin:
@@ -53,7 +53,7 @@ class GoogleLogin:
 
     @property
     def is_default(self) -> bool:
-        """Return whether these are application default credentials without impersonation."""
+        """Return True for application default credentials without impersonation."""
         return not self.variable and not self.impersonated
 
     def source(self) -> str | Path:
@@ -104,7 +104,7 @@ class GoogleLogin:
     def refusal(self, message: str) -> str:
         """Return cause and fix for credentials that Google rejected with `message`.
 
-        The cause is never a missing role, except the role to impersonate another account.
+        The only missing role that can be the cause is the role to impersonate a service account.
         """
         if self.impersonated and _MAY_NOT_ACT.search(message):
             return (

@@ -36,7 +36,8 @@ from payload.storage.opening import open_store
 _NOTE_S = 10.0
 _FOLDER_S = 60.0
 _BUCKET_S = 150.0
-"""Longer than the client's own timeout of two minutes, whose error has more details."""
+"""Limit for a bucket; longer than the client's own two minutes, because its error has more details.
+"""
 _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {
@@ -57,7 +58,8 @@ def watched_store(
     """Yield a store for reading, which raises StoreError after `most_s` without an answer.
 
     After `note_s` without an answer, `say` gets a line. By default, `most_s` is a minute for a
-    folder, and longer than the client's timeout for a bucket. `env` is the helper's environment.
+    folder; for a bucket, it is longer than the timeout of Google's client. `env` is the helper's
+    environment.
     """
     if most_s is None:
         most_s = _FOLDER_S if address.bucket is None else _BUCKET_S
@@ -96,7 +98,7 @@ class _WatchedStore:
         self._received = bytearray()
 
     def close(self) -> None:
-        """End the helper; if it hangs in the kernel, it remains until its mount answers."""
+        """Kill the helper; if it hangs in the kernel, it ends only when its mount answers."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):
@@ -110,11 +112,11 @@ class _WatchedStore:
         return [StoredObject(**each) for each in self._request("entries", prefix)]
 
     def groups(self) -> list[str]:
-        """List the first parts of the names that have several parts."""
+        """List the first-level folders: the first parts of all names with several parts."""
         return list(self._request("groups"))
 
     def siblings(self) -> list[str]:
-        """List the groups of the parent address."""
+        """List the first-level folders of the parent address."""
         return list(self._request("siblings"))
 
     def read(self, name: str) -> tuple[bytes, int]:
@@ -136,7 +138,10 @@ class _WatchedStore:
         into: BinaryIO | None = None,
         progressed: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return the helper's answer, and write content to `into`. Raises the store's errors."""
+        """Send a request to the helper and return the answer; file content is written to `into`.
+
+        Raises the store's errors.
+        """
         assert self._process.stdin is not None
         with self._unbroken():
             self._process.stdin.write(json.dumps([verb, *arguments]).encode() + b"\n")

@@ -22,11 +22,11 @@ class StoreError(TileforgeError):
 
 
 class StoreRefusedError(ConfigError):
-    """The store cannot be used as configured: no bucket, no permission, or no client."""
+    """The store cannot be used as configured: missing bucket, permission or client."""
 
 
 class ConflictError(StoreError):
-    """An object's generation is not the expected one: another process wrote the object."""
+    """An object's generation is not the expected one, because another process wrote the object."""
 
 
 class MissingObjectError(StoreError):
@@ -34,7 +34,7 @@ class MissingObjectError(StoreError):
 
 
 class TooLargeError(StoreError):
-    """An object exceeds its reader's limit, so it is not from Tileforge."""
+    """An object exceeds its reader's limit, so it was not written by Tileforge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class StoreReader(Protocol):
         """List the objects whose names begin with `prefix`."""
 
     def groups(self) -> list[str]:
-        """List the first parts of the names that have several parts; these are run ids."""
+        """List the first-level folders (first parts of names with several parts): the run ids."""
 
     def siblings(self) -> list[str]:
-        """List the groups of the parent address."""
+        """List the first-level folders of the parent address."""
 
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small object's content and generation. Raises MissingObjectError."""
@@ -84,11 +84,12 @@ class ObjectStore(StoreReader, Protocol):
     ) -> StoredObject:
         """Write `size` bytes of `content` from its start.
 
-        With `generation`, raises ConflictError unless the object has that generation (`ABSENT`:
-        does not exist)."""
+        With `generation`, raises ConflictError unless the object has that generation; `ABSENT`
+        means that the object does not exist.
+        """
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
         """Remove an object; a missing object is not an error. Raises ConflictError."""
 
     def tidy(self) -> None:
-        """Remove the files of interrupted writes, and of writes in progress."""
+        """Remove the temporary files of interrupted writes, and of writes in progress."""

@@ -17,9 +17,9 @@ _CHECK_S = 15.0
 def open_store(
     address: StoreAddress, *, timeout_s: float = 60.0, retry_s: float = 60.0
 ) -> ObjectStore:
-    """Return the store at an address, without a request to it.
+    """Return the store at an address, without sending a request to it.
 
-    `timeout_s` is the timeout of one request, `retry_s` the time for its retries. Raises
+    `timeout_s` is the timeout of one request, and `retry_s` the time in which it is retried. Raises
     StoreRefusedError if the client is not installed.
     """
     if address.bucket is None:
@@ -31,8 +31,8 @@ def check_store(address: StoreAddress, *, timeout_s: float = _CHECK_S) -> None:
     """Write, read and remove a small object. Raises StoreRefusedError and StoreError."""
     store = open_store(address, timeout_s=timeout_s, retry_s=timeout_s)
     name, content = f"tileforge-check-{secrets.token_hex(4)}", secrets.token_bytes(64)
-    # The name is random, so a conflict means that an earlier attempt wrote it and its answer was
-    # lost.
+    # The name is random, so a conflict means that an earlier attempt wrote the object and its
+    # response was lost.
     with suppress(ConflictError):
         store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
     try:

@@ -48,7 +48,7 @@ class OtherRunError(LostOwnershipError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """owner.json, which each resume replaces."""
+    """Contents of owner.json, which each resume replaces."""
 
     token: str = checked(max_chars=64)
     host: str = checked(max_chars=255)
@@ -59,7 +59,10 @@ class Owner:
 
 
 def new_token() -> str:
-    """Return a token for `claim`. Record it before the claim, as the answer can be lost."""
+    """Return a new token for `claim`.
+
+    Record the token before the claim, because the response to the claim can be lost.
+    """
     return secrets.token_hex(16)
 
 
@@ -104,8 +107,8 @@ def require_owner(store: ObjectStore, token: str) -> None:
 def stored_identity(store: StoreReader) -> RunIdentity | None:
     """Return the identity of the store's run, or None if it has no run.
 
-    If owner.json has no identity, as after a resume by an older release, the identity is from the
-    run's own record or the newest checkpoint.
+    If owner.json has no identity, as after a resume by an older release, the identity is read from
+    the run's own record or the newest checkpoint.
     """
     names = {entry.name for entry in store.entries()}
     checkpoints = [name for name in names if _TRAINER.fullmatch(name)]
@@ -133,7 +136,7 @@ _FIX = (
 
 
 def require_own_store(store: StoreReader, run: RunIdentity, *, place: str, fix: str = _FIX) -> None:
-    """Raise ConfigError if the store has another run than the folder `place`."""
+    """Raise ConfigError if the store has a different run than the folder `place`."""
     stored = stored_identity(store)
     if stored is not None:
         require_same_run(
@@ -160,7 +163,7 @@ def _content(store: StoreReader, name: str) -> bytes:
 
 
 def _read(store: StoreReader) -> tuple[Owner | None, int]:
-    """Return the owner, or None if missing or damaged, and the object's generation."""
+    """Return the owner and the object's generation; None replaces a missing or damaged owner."""
     try:
         content, generation = store.read(OWNER)
     except MissingObjectError:

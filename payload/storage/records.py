@@ -1,4 +1,4 @@
-"""A run's records: upload and download of all its files except checkpoints."""
+"""Upload and download a run's records: all its files except checkpoints."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from payload.storage.objects import (
 
 EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20
-"""Larger files are uploaded less often, as an object must be replaced as a whole."""
+"""Size of a file above which it is uploaded less often: an object must be replaced as a whole."""
 _MOST_BYTES = 2**30
 _MOST_LOG_BYTES = 4 * 2**30
 _MOST_LOGS = 20_000
-"""Most logs and profiles of a downloaded run."""
+"""Highest number of logs and profiles in a downloaded run."""
 
 
 class Records:
-    """Uploads settings, metrics and logs after changes."""
+    """Uploads a run's settings, metrics and logs when they have changed."""
 
     def __init__(self, paths: RunPaths, *, say: Callable[[str], None] = lambda line: None) -> None:
         """`say` gets log lines."""
@@ -50,12 +50,18 @@ class Records:
         self._sent_s: dict[str, float] = {}
 
     def send(self, store: ObjectStore, *, all_of_them: bool = False) -> int:
-        """Upload the changed files that are due, or all changed files; return the bytes sent."""
+        """Upload the changed files that are due, or all changed files.
+
+        Returns the number of bytes sent.
+        """
         files = list(_files(self._paths))
         return sum(self._send_file(store, path, at_once=all_of_them) for path in files)
 
     def send_for_checkpoint(self, store: ObjectStore) -> int:
-        """Upload the changed records that a resume from a checkpoint needs."""
+        """Upload the changed records that a resume from a checkpoint needs.
+
+        Returns the number of bytes sent.
+        """
         paths = self._paths
         files = (paths.identity, paths.config, paths.plan, paths.metrics, paths.state)
         return sum(self._send_file(store, path, at_once=True) for path in files)
@@ -74,7 +80,7 @@ class Records:
                     self._say(f"warning: {name} is no longer uploaded: it is over 1 GiB")
                 self.too_large.add(name)
                 return 0
-            # Only the current size: the file may grow during the upload.
+            # Only the current size is read, because the file may grow during the upload.
             content = io.BytesIO(file.read(stat.st_size))
             self._put(store, name, content)
             self._sent[name], self._sent_s[name] = mark, time.monotonic()
@@ -137,7 +143,7 @@ def fetch_records(
 
 
 def log_room(folder: Path, *, taken_bytes: int = 0) -> int:
-    """Return the bytes of logs that can still be added to a run's `taken_bytes`.
+    """Return the bytes of logs that can still be added to the existing `taken_bytes` of a run.
 
     All logs can use 4 GiB, at most half of the disk space that would be free without them.
     """
@@ -185,9 +191,9 @@ def _fetch(store: StoreReader, name: str, path: Path, *, most_bytes: int) -> Non
 
 
 def _files(paths: RunPaths) -> Iterator[Path]:
-    """Yield the existing files; metrics before the results that refer to them.
+    """Yield the existing files, with the metrics before the results that refer to them.
 
-    Linked folders are skipped, as they could be any folder of this user.
+    Linked folders are skipped, because a link could lead to any folder of this user.
     """
     yield from _settings(paths)
     yield paths.report
@@ -208,9 +214,12 @@ def _results(paths: RunPaths) -> Sequence[Path]:
 
 
 _NAMES = frozenset(path.name for path in (*_settings(NAMES), *_results(NAMES)))
-"""Records that are accepted from a store. Another user with write access could add other files,
-such as one that a command reads (job.json, mirror.json), or a page with a script. The report is
-generated from the records."""
+"""Names of the records that are accepted from a store.
+
+Another user with write access could add files to the store, such as a file that a command reads
+(job.json, mirror.json) or a page with a script. The report is not downloaded, but generated from
+the records.
+"""
 _IN_FOLDERS = re.compile(
     r"logs/[A-Za-z0-9_.-]{1,100}\.log"
     r"|profile/(operators\.json|step_\d{1,18}_rank_\d{1,9}\.json\.gz)"

@@ -25,7 +25,7 @@ _TRY_S = 15.0
 TO_RESUME = tuple(
     path.name for path in (NAMES.config, NAMES.plan, NAMES.metrics, NAMES.state, NAMES.summary)
 )
-"""Records that a resume reads. The inventory is the new machine's."""
+"""Records that a resume reads, without the inventory: the new machine has its own."""
 
 
 def has_run(store: StoreReader) -> bool:
@@ -45,13 +45,14 @@ def require_absent(address: StoreAddress) -> None:
 def fetch_run(store: StoreReader, paths: RunPaths) -> None:
     """Create the folder of a run that exists only in the store, so that it can be resumed.
 
-    Raises ConfigError if the store does not have the run.
+    Raises ConfigError if the run is missing from the store.
     """
     if not has_run(store):
         found = ", ".join(map(shown_name, store.siblings()[:10])) or "no run"
         raise ConfigError(f"{store.address}: no run found. The store has: {found}.")
     fetch_records(store, paths.root, names=TO_RESUME)
-    # The identity is from the store's owner.json; a run of an older release has only the token.
+    # The identity is read from owner.json in the store; for a run of an older release, only the
+    # token exists.
     stored = stored_identity(store) or RunIdentity()
     is_older = stored.is_older or stored.identity is None
     token = stored.store_token if stored.identity is None else None
@@ -62,10 +63,12 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
     """Download the store's newest checkpoint if it is newer than the local ones; return its path.
 
-    Also downloads the metrics up to it, and the earlier records to the folder `restored`. Returns
-    None if the local checkpoints are as new, or if there is no checkpoint yet. The last line for
-    `say` is the result. Raises StoreError, also if the run would lose its progress and start from
-    scratch, and ConfigError if the store has another run with this name.
+    Also downloads the metrics up to that checkpoint, and the earlier records to the folder
+    `restored`. Returns None if the local checkpoints are as new, or if there is no checkpoint yet.
+    The last line for `say` is the result.
+
+    Raises ConfigError if the store has a different run with this name. Raises StoreError also if
+    the run would lose its progress and start from scratch.
     """
     run = known_identity(paths)
     require_own_store(store, run, place=str(paths.root))
@@ -111,7 +114,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
 
 
 def _require_same_store(store: StoreReader, paths: RunPaths, *, local: Path | None) -> None:
-    """Raise StoreError if the run is missing from the store: it may not be mounted."""
+    """Raise StoreError if the run is missing from the store, which may not be mounted."""
     if has_run(store):
         return
     before = last_record(StoreState, paths.store_state)
@@ -128,7 +131,7 @@ def _are_damaged(names: Sequence[str]) -> str:
 
 
 def _take_metrics(paths: RunPaths) -> None:
-    """Replace the local metrics by the store's if these have a later step."""
+    """Replace the local metrics by the store's metrics if these have a later step."""
     restored = paths.restored.metrics
     if restored.is_file() and last_step(restored) > last_step(paths.metrics):
         restored.replace(paths.metrics)

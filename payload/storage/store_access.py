@@ -1,4 +1,4 @@
-"""Access to a run's store from the operator's machine: test writes, fetch data and runs."""
+"""Access a run's store from the operator's machine: test writes, download data and runs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from payload.storage.objects import StoreReader
 from payload.storage.restore import fetch_run
 
 TRY_STORE_S = 60.0
-"""Timeout of the test of a store."""
+"""Timeout for the test of a store."""
 _END_S = 0.2
 _WITHOUT = 'Or run without it: --set storage.results="none".'
 
 
 def is_address(text: str | None) -> bool:
-    """Return True if a run is named by its address in a store, not by its id."""
+    """Return True if `text` is the address of a run in a store instead of a run id."""
     return text is not None and text.startswith(("gs://", "/"))
 
 
@@ -62,7 +62,7 @@ def resolve_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
 
 
 def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
-    """Test the run's store from this machine with `check_store_access`, if one is set."""
+    """If a store is configured, test it from this machine with `check_store_access`."""
     results = config.storage.address()
     if results is not None:
         check_store_access(results, env=env, new_run=run_id)
@@ -77,8 +77,8 @@ def check_store_access(
 ) -> None:
     """Raise ConfigError or PreflightError if this machine cannot write to a store.
 
-    Also if the store already has the run `new_run`. The test runs in a separate process, as access
-    to a stale mount hangs and cannot be interrupted.
+    Also raises these if the store already has the run `new_run`. The test runs in a separate
+    process, because access to a stale mount hangs and cannot be interrupted.
     """
     process = subprocess.Popen(
         check_command(address, new_run=new_run),
@@ -131,7 +131,7 @@ def fetch_data_to_cache(
 
 
 def stored_at(paths: RunPaths) -> StoreAddress | None:
-    """Return the address of a run's results from its settings, or None without a store."""
+    """Return the address of a run's results from the run's settings, or None without a store."""
     with suppress(ConfigError):
         address = load_run_config(paths.config).storage.address()
         return None if address is None else address.under(paths.run_id)

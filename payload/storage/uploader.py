@@ -38,7 +38,7 @@ from payload.storage.records import Records
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _OWNER_EVERY_S = 20.0
-"""Time between two checks whether another machine has resumed the run."""
+"""Time between two checks that this machine still owns the run."""
 
 
 class Uploader:
@@ -55,7 +55,10 @@ class Uploader:
         say: Callable[[str], None],
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
-        """`keep` newest checkpoints and the best stay in the store; `say` gets log lines."""
+        """Take the run and its store.
+
+        The newest `keep` checkpoints and the best one are kept in the store; `say` gets log lines.
+        """
         self._paths = paths
         self._store = store
         self._keep = keep
@@ -66,10 +69,10 @@ class Uploader:
         if before is None or before.address != str(store.address):
             before = StoreState(address=str(store.address))
         self._is_new = is_new
-        # An earlier process of a new run may have written its token to owner.json. A resume has a
-        # new token, so that a leftover process from before the resume loses the ownership.
+        # An earlier process of a new run may have written its token to owner.json. A resume gets a
+        # new token, so that a leftover process of the earlier attempt loses the ownership.
         token = before.token if is_new else None
-        # The supervisor resets the counts when a run is started or resumed.
+        # The supervisor resets the counts each time that it starts or resumes a run.
         self._state = StoreState(
             address=before.address,
             checkpoint=before.checkpoint,
@@ -84,7 +87,7 @@ class Uploader:
         self._refused: set[tuple[str, str | None]] = set()
         """Names and manifest hashes of damaged local checkpoints."""
         self._in_store: dict[str, str] = {}
-        """Known SHA-256 of each manifest in the store. A step that is trained again has another
+        """Known SHA-256 of each manifest in the store. A step that is trained again has a different
         checkpoint with the same name."""
         self._owner_checked_s = float("-inf")
         self._has_old = False
@@ -93,8 +96,8 @@ class Uploader:
     def run(self, commands: TextIO) -> None:
         """Upload until `commands` has a line, then upload the rest until `commands` ends.
 
-        The supervisor sends a line, waits for the upload of the rest, completes the summary, and
-        closes `commands`. Then the last records are uploaded.
+        At the end of a run, the supervisor sends a line, waits until the rest is uploaded,
+        completes the summary, and closes `commands`. Then this process uploads the last records.
         """
         self._update_state()
         pause_s, next_s, ends_s = 0.0, 0.0, float("inf")
@@ -106,7 +109,7 @@ class Uploader:
                     self._update_state(is_idle=True, is_drained=not self._is_any_left_out())
                     if closed:
                         break
-                # While draining, pauses are short, to allow many attempts.
+                # After the supervisor's line, pauses are short, to allow many attempts.
                 most_s = self._final_wait_s / 20 if draining else _LONGEST_PAUSE_S
                 pause_s = 0.0 if done else self._longer(pause_s, most_s=most_s)
                 next_s = time.monotonic() + pause_s
@@ -121,7 +124,7 @@ class Uploader:
         self._close_upload()
 
     def _longer(self, pause_s: float, *, most_s: float) -> float:
-        """Return the next pause: exponential, with jitter."""
+        """Return the next pause: twice as long, up to a limit, with jitter."""
         doubled = min(_LONGEST_PAUSE_S, most_s, max(self._first_pause_s, 2 * pause_s))
         return doubled * random.uniform(0.75, 1.0)
 
@@ -179,7 +182,7 @@ class Uploader:
         self._owner_checked_s = time.monotonic()
 
     def _send_checkpoints(self) -> None:
-        """Upload checkpoints, newest first; older ones only if they still exist locally."""
+        """Upload the checkpoints, newest first; older ones only if they still exist locally."""
         while (folder := self._next()) is not None:
             if self._upload is None or self._upload.name != folder.name:
                 self._close_upload()
@@ -216,7 +219,7 @@ class Uploader:
             self._has_old = False
 
     def _note_hash(self, name: str, sha256: str) -> None:
-        """Record the hash of an uploaded manifest, to detect a replacement by other writers."""
+        """Record the hash of an uploaded manifest, to detect a replacement by another writer."""
         try:
             if self._paths.root.is_dir():  # do not recreate the folder of a removed run
                 note_hash(self._paths, name, sha256)
@@ -237,9 +240,9 @@ class Uploader:
             self._require_owner()
 
     def _current(self, name: str) -> set[str]:
-        """Return the stored checkpoints up to `name`, and later ones that exist locally.
+        """Return the stored checkpoints up to `name`, and the later ones that exist locally.
 
-        Other later checkpoints are from before a resume at an earlier step.
+        Any other later checkpoint was saved before the run was resumed at an earlier step.
         """
         local = {folder.name for folder in self._local_checkpoints()}
         return {each for each in self._in_store if _step(each) <= _step(name) or each in local}
@@ -265,7 +268,7 @@ class Uploader:
         return [folder for folder in folders if (folder / MANIFEST_FILE).is_file()]
 
     def _remove_old(self, newest: str) -> None:
-        """Remove stored checkpoints, except the newest, the local ones and the best."""
+        """Remove the stored checkpoints except the newest, the best and the local ones."""
         local = {folder.name for folder in self._local_checkpoints()}
         current = sorted(self._current(newest), key=_step)
         keep = {*current[-self._keep :], *(local & self._in_store.keys()), *self._best(current)}

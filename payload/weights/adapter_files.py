@@ -1,4 +1,4 @@
-"""CONTRACT: an adapter's folder in PEFT's layout: its files, and its adapter_config.json.
+"""CONTRACT: the files and the adapter_config.json of an adapter's folder in PEFT's layout.
 
 Source: https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/config.py.
 """
@@ -25,9 +25,9 @@ ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
 
 _UNUSED = frozenset(
     {"auto_mapping", "inference_mode", "peft_version", "runtime_config"}
-    # Each only affects another key, which is rejected or describes the initialisation.
+    # Each of these only affects another key, which is rejected or describes the initialisation.
     | {"eva_config", "layers_pattern", "megatron_core", "qalora_group_size"}
-    # How transformers stores the base's linears, which the model's family determines.
+    # The storage layout of the base's linears, which the model's family determines.
     | {"fan_in_fan_out"}
 )
 """PEFT's keys that do not affect the results of a saved adapter."""
@@ -63,11 +63,11 @@ class _Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """A LoRA adapter and its base."""
+    """Settings of a LoRA adapter, and the name of its base model."""
 
     settings: AdapterSection
     base: str
-    """Folder or hub name of the base."""
+    """Folder or hub name of the base model."""
     revision: str | None
     modules_to_save: tuple[str, ...] = ()
     """Modules of the base that are trained and saved in full: a classifier's `score`."""
@@ -99,7 +99,7 @@ def recorded_base(folder: Path) -> Mapping[str, object]:
 
 
 def base_quantization(folder: Path) -> Quantize:
-    """Return how the base's linears were quantised when the adapter in `folder` was trained.
+    """Return the quantisation of the base with which the adapter in `folder` was trained.
 
     Raises CheckpointError for an unknown quantisation.
     """
@@ -118,8 +118,8 @@ def base_quantization(folder: Path) -> Quantize:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read adapter_config.json of `folder`.
 
-    Raises CheckpointError if it is missing, damaged or another kind of adapter. Keys that are not
-    supported must have the value that disables them.
+    Raises CheckpointError if the file is missing, damaged or describes a different kind of adapter.
+    Keys that are not supported must have the value that disables them.
     """
     path = own_file(folder, ADAPTER_CONFIG_FILE)
     try:
@@ -144,7 +144,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         )
     read = {*_Config.__dataclass_fields__, *_UNUSED}
     for key in sorted(raw.keys() - read):
-        # PEFT writes all of its keys; these values disable a feature.
+        # PEFT writes all of its keys; the values below disable a feature.
         if not (raw[key] is None or raw[key] is False or raw[key] in ([], {}, "")):
             raise CheckpointError(
                 f"{path}: {shown(key)[1:-1]} = {shown(raw[key])}: adapters with it cannot be "
@@ -181,7 +181,7 @@ def render_adapter_config(
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `modules` are the names of the target linears. `transposed`: transformers stores the
+    `modules` are the names of the target linears. `transposed` is True if transformers stores the
     weights of these linears as (in, out).
     """
     settings = config.settings
@@ -204,7 +204,7 @@ def render_adapter_config(
 
 
 def _target(raw: object, path: Path) -> str:
-    """Return `adapter.target` for PEFT's target_modules: a list of names, or `all-linear`."""
+    """Return the value of `adapter.target` for PEFT's target_modules, a list or `all-linear`."""
     if raw == ALL_LINEAR:
         return ALL_LINEAR
     if isinstance(raw, list) and raw and all(isinstance(name, str) and name for name in raw):

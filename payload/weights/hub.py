@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub.
+"""Find and download models on the Hugging Face hub.
 
 Only this module downloads models from the hub. A name is resolved to a commit once, so that all
 nodes and all resumes use the same files.
@@ -35,7 +35,7 @@ _ANSWER_TIMEOUT_S = 30.0
 def resolve(wanted: HubName, *, setting: str) -> HubName:
     """Return the name with its revision resolved to a commit.
 
-    Offline, this is the commit of the newest download. `setting` names the setting in messages.
+    Offline, the commit of the newest download is used. `setting` names the setting in messages.
     Raises CheckpointError.
     """
     if wanted.commit() is not None:
@@ -72,22 +72,23 @@ def fetch(
     weights: bool = True,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Path:
-    """Download a model's config and tokenizer, and its weights in safetensors; return the folder.
+    """Download a model's config and tokenizer, and its weights if `weights`; return the folder.
 
-    Cached files are not downloaded again. On a terminal, a progress bar is shown; `say` gets one
-    line before a download of weights. Raises CheckpointError.
+    Weights are downloaded only in safetensors. Cached files are not downloaded again. On a
+    terminal, a progress bar is shown; `say` gets one line before a download of weights. Raises
+    CheckpointError.
     """
     return _Hub(wanted, setting).folder(weights=weights, say=say)
 
 
 class _Hub:
-    """One model on the hub, and the errors of its download."""
+    """A model on the hub, with the conversion of download errors."""
 
     def __init__(self, wanted: HubName, setting: str) -> None:
         self.wanted = wanted
         self.setting = setting
         try:
-            # The import takes half a second, and planning must work without the package.
+            # The import takes half a second, and planning must also work if the package is missing.
             import huggingface_hub
             import huggingface_hub.constants
         except ImportError as error:
@@ -206,7 +207,7 @@ class _Hub:
             return None
 
     def _is_whole(self, folder: Path, *, weights: bool) -> bool:
-        """Return True if an earlier download has all files of the folder."""
+        """Return True if an earlier download is complete: the folder has all files."""
         try:
             needed = weight_files(folder) if weights else ()
             self._hub.snapshot_download(
@@ -218,13 +219,13 @@ class _Hub:
             )
         except (CheckpointError, OSError, ValueError):
             return False
-        # If the client has no list of the commit's files, it accepts incomplete downloads.
+        # If the client has no list of the commit's files, it accepts an incomplete download.
         if weights:
             return all((folder / name).is_file() for name in needed)
         return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
     def _require_network(self) -> None:
-        """Raise OSError if the hub cannot be reached, as its client would retry for 24 s."""
+        """Raise OSError if the hub cannot be reached: the hub's client would retry for 24 s."""
         from urllib.request import (
             getproxies,
         )  # also imports http and ssl: a tenth of a command's start-up time
@@ -256,7 +257,7 @@ class _Hub:
         raise self._refusal(f"it has no {WEIGHTS_FILE}", "Name a model with safetensors.")
 
     def _is_unreachable(self, error: Exception) -> bool:
-        """Return True if the hub does not answer, False if it answers with a refusal."""
+        """Return True if the hub does not answer; False if it answers that access is refused."""
         from huggingface_hub.errors import HfHubHTTPError
 
         if isinstance(error, HfHubHTTPError):
@@ -264,7 +265,7 @@ class _Hub:
         return isinstance(error, OSError)
 
     def _explained(self, error: Exception) -> CheckpointError:
-        """Return the error with problem, cause and fix."""
+        """Return a CheckpointError with the problem, the cause and the fix."""
         from huggingface_hub import errors
 
         name, host = self.wanted.name, self._hub.constants.ENDPOINT

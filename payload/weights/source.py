@@ -48,7 +48,8 @@ class Source:
     """The source of a model's weights."""
 
     name: str
-    """As configured: `scratch`, a path, or a name on the hub, optionally with @REVISION."""
+    """Name as the user gave it: `scratch`, a path, or a name on the hub, optionally with @REVISION.
+    """
     kind: Literal["scratch", "folder", "gguf", "hub"]
     folder: Path | None = None
     """The folder with the weights, which can be a checkpoint; None for the other kinds."""
@@ -58,7 +59,7 @@ class Source:
     def spec(self) -> ModelSpec | None:
         """Return the model's spec if it is available without a download, otherwise None.
 
-        Also None for `scratch`, whose sizes are in the run's config. Raises CheckpointError.
+        Also returns None for `scratch`: the sizes are in the run's config. Raises CheckpointError.
         """
         if self.folder is not None and has_adapter(self.folder):
             setting = f"{self.folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
@@ -74,9 +75,9 @@ def base_name(adapter: Path) -> str:
     """Return the name of an adapter's base, in the form of `model.init`.
 
     A manipulated adapter could name any model on this machine as its base. So a folder outside of
-    the adapter's is accepted only in two cases: the adapter has the hash of the base's weights,
-    which is verified when they are read, or the user names the folder in the environment. Raises
-    CheckpointError.
+    the adapter's folder is accepted only in two cases: the adapter records the hash of the base's
+    weights, which is verified when the weights are read, or the user names the folder in the
+    environment. Raises CheckpointError.
     """
     source = read_adapter_config(adapter).source()
     if hub_name(source) is not None:
@@ -88,7 +89,7 @@ def base_name(adapter: Path) -> str:
         return str(path.absolute())
     real, named = os.path.realpath(path), os.environ.get(BASE_VARIABLE)
     allowed = [adapter] if not named else [adapter, home_path(named)]
-    # The absolute path is returned, as a relative one could have the form of a hub name.
+    # The absolute path is returned, because a relative path could have the form of a hub name.
     if any(Path(real).is_relative_to(os.path.realpath(each)) for each in allowed):
         return real
     remote = (
@@ -111,9 +112,9 @@ def find_source(
     takes_runs: bool = False,
     passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None,
 ) -> Source:
-    """Resolve `name` to a source; `setting` names it in messages.
+    """Resolve `name` to a source; messages call it `setting`.
 
-    A folder without config.json can have one GGUF file instead. A run's folder, or its folder of
+    A folder without config.json can contain one GGUF file instead. A run's folder, or its folder of
     checkpoints, resolves to its newest valid checkpoint; `passed_over` is called with each damaged
     checkpoint and its problem. Checkpoints are verified against their manifests. Without `verify`,
     no weights are read and the newest checkpoint is used. A name with a commit is on the hub.
@@ -142,8 +143,8 @@ def pinned_name_of(name: str, *, setting: str, earlier: str | None = None) -> st
     """Return `name` with its revision resolved to a commit, if it is on the hub.
 
     A local folder or `scratch` is returned unchanged. `earlier` is the result of an earlier start
-    of the same run: if it is the same model, its commit is kept without a request. Raises
-    CheckpointError.
+    of the same run: if it names the same model, its commit is kept without a request to the hub.
+    Raises CheckpointError.
     """
     requested, before = HubName.parse(name), HubName.parse(earlier or "")
     if earlier == name and (requested is None or requested.commit()):
@@ -173,7 +174,7 @@ def _weights_in(
     verify: bool,
     passed_over: Callable[[Path, str], None],
 ) -> Path:
-    """Return the folder with the weights: `path`, or the newest checkpoint of a run at `path`."""
+    """Return the folder with the weights: `path`, or the newest checkpoint if `path` is a run."""
     if _is_run(path):
         checkpoints = path if checkpoint_folders(path) else RunPaths(path).checkpoints
         require_own(checkpoints)

@@ -1,1 +1,1 @@
-"""CONTRACT: values of another process, each held to what its dataclass field declares."""
+"""CONTRACT: check values from other processes against the limits that dataclass fields declare."""

@@ -1,7 +1,7 @@
 """CONTRACT: readers check values against the declarations of dataclass fields.
 
-A reader returns a value of the field's type, or raises RefusedError. Readers are compiled once: a
-row of metrics.jsonl takes microseconds.
+A reader returns a value of the field's type, or raises RefusedError. Readers are compiled once, so
+that reading a row of metrics.jsonl takes microseconds.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _member_reader(kind: Any, limits: Mapping[str, Any], *, refuse_unknown: bool
 
 
 def _first_that_fits(kinds: Sequence[Any], readers: Sequence[Reader]) -> Reader:
-    """Return a union's reader; for a value that fits no member, the last plain type's error."""
+    """Return a union's reader; if no member fits, it raises the error of the last plain type."""
     plain = [each for kind, each in zip(kinds, readers, strict=True) if not _choices(kind)]
 
     def read(value: Any) -> Any:
@@ -177,7 +177,7 @@ def _boolean(value: Any) -> bool:
 def _number(kind: type, limits: Mapping[str, Any]) -> Reader:
     low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
     kinds = (float, int) if kind is float else int
-    # NaN and infinity are not between these.
+    # NaN and infinity are outside of this range.
     end = sys.float_info.max if kind is float else float("inf")
     least, most = -end if low is None else low, end if high is None else high
 

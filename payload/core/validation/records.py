@@ -1,6 +1,6 @@
 """CONTRACT: build dataclasses from JSON objects of other processes, or raise a one-line error.
 
-The object can be damaged or hostile: of another type, of another release, or with a path instead
+The object can be damaged or hostile: of the wrong type, of another release, or with a path instead
 of a name.
 """
 
@@ -48,9 +48,9 @@ def build(
 ) -> _T:
     """Build the dataclass `cls` from a JSON object, and check each field's declared limits.
 
-    `where` names the origin in messages, `fix` is the sentence with the remedy. Unknown keys are
-    ignored, so that an older release reads a newer one's file, unless `refuse_unknown`. Raises
-    `error`.
+    `where` names the origin in messages, `fix` is the sentence with the remedy. Unless
+    `refuse_unknown`, unknown keys are ignored, so that an older release can read the file of a
+    newer release. Raises `error`.
     """
     try:
         built: _T = read_record(cls, raw, refuse_unknown=refuse_unknown)

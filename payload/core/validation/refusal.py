@@ -18,13 +18,13 @@ class RefusedError(Exception):
     """A value outside its declared type or limits."""
 
     def __init__(self, reason: Reason, wanted: Any, *, value: object = None) -> None:
-        """`wanted` is the type, the limit or the choices; for other reasons, a text."""
+        """Take the reason and `wanted`: the type, the limit, the choices, or another text."""
         super().__init__(reason, wanted)
         self.reason, self.wanted, self.value = reason, wanted, value
         self.path = ""
         """Path from the record to the refused value, such as `: nodes[0]: name`."""
         self.refusal = self.fix = ""
-        """From the declaration of the innermost field."""
+        """Parts of the message that the declaration of the innermost field sets."""
 
     def within(self, part: str, *, refusal: str = "", fix: str = "") -> RefusedError:
         """Return this error with `part` in front of its path."""
@@ -41,7 +41,7 @@ class RefusedError(Exception):
         return f"{place}{problem}{' ' if fix else ''}{fix}"
 
     def problem(self) -> str:
-        """Return what the value must be, or the problem of a record."""
+        """Return the requirement that the value violates, or the problem of a record."""
         if self.reason == "type":
             return f"must be {_TYPES[self.wanted]}"
         if self.reason == "choices":

@@ -112,8 +112,9 @@ class Blocks(Protocol):
 class TokenBlocks:
     """One token file, cut into blocks of `sequence_length` that do not overlap.
 
-    B blocks, T sequence_length. The targets of a block include the first token of the next block,
-    so every token except the first of the file is predicted exactly once.
+    In shapes, B is the number of blocks and T is `sequence_length`. The targets of a block include
+    the first token of the next block, so every token except the first of the file is predicted
+    exactly once.
     """
 
     path: Path
@@ -175,9 +176,9 @@ class TokenBlocks:
         return self.check is not None
 
     def expect(self, blocks: Indices) -> None:
-        """Start reading these blocks into the page cache, so that `gather` finds them there.
+        """Start reading these blocks into the page cache, for a later `gather`.
 
-        Blocks are visited in random order, so the system's readahead does not help.
+        The system's readahead does not help, because blocks are visited in random order.
         """
         file = self.tokens.base
         if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):

@@ -1,9 +1,9 @@
 """Labelled texts of a data folder, in batches padded to the longest text.
 
-A token file holds the texts one after the other. The file of examples holds two numbers a text: the
-index of the token after its last one, and its label.
+A token file holds the texts one after the other. The file of examples holds two numbers for each
+text: the index of the token after its last one, and its label.
 
-B texts, T tokens of the longest text of a batch.
+In shapes, B is the number of texts and T the length of the longest text of a batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Blocks of whole conversations, with a mark for each token: trained, document start, padding.
+"""Blocks of whole conversations, with a bit mask for each token, called its mark.
 
-B blocks, T tokens of a block.
+The bits are: trained, first token of a document, padding. In shapes, B is the number of blocks and
+T the number of tokens of a block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from payload.formats.data_folder import (
 )
 
 TRAINED, FIRST, PADDING = 1, 2, 4
-"""Bits of a token's mark. The loss covers trained tokens; a document's first token is never one."""
+"""Bits of a token's mark. The loss covers the trained tokens, never the first of a document."""
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 
@@ -59,14 +60,15 @@ class PackedBlocks:
         return len(self.marks) // self.sequence_length
 
     def num_full_blocks(self) -> int:
-        """Return the number of blocks: the targets of a block are all within it."""
+        """Return the number of blocks, which are all full: a block contains all of its targets."""
         return self.num_blocks()
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, targets and starts of these blocks, each (B, T) int64.
+        """Return tokens, targets and document starts of these blocks, each (B, T) int64.
 
-        The start of a position is the index of the first token of its document in the block.
-        Position numbers restart there, and attention does not cross it. Raises DataError.
+        The start of a position is the index in the block of the first token of the position's
+        document. Position numbers restart at that index, and attention does not cross it. Raises
+        DataError.
         """
         marks = self.marks_of(blocks)
         tokens = self.tokens.whole(blocks)
@@ -88,7 +90,7 @@ class PackedBlocks:
         return int(((self.marks_of(blocks) & PADDING) == 0).sum())
 
     def expect(self, blocks: Indices) -> None:
-        """Start reading the tokens of these blocks into the page cache; the marks are small."""
+        """Start reading the tokens of these blocks into the page cache, but not the small marks."""
         self.tokens.expect(blocks)
 
     def is_checked(self) -> bool:

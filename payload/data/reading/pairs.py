@@ -1,9 +1,10 @@
 """Preference pairs of a data folder, in batches padded to the longest conversation.
 
 A token file holds the two conversations of each pair, the chosen one first. The file of pairs holds
-the end of each conversation, as a token index; the file of marks marks the tokens of the answers.
+the end of each conversation, as a token index; the file of marks has a flag for each token: whether
+it belongs to an answer.
 
-P pairs, T tokens of the longest conversation of a batch.
+In shapes, P is the number of pairs and T the length of the longest conversation of a batch.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Pairs:
     tokens: npt.NDArray[np.unsignedinteger]
     marks: npt.NDArray[np.uint8]
     starts: Indices
-    """(pairs, 2) first token of the chosen and of the rejected conversation."""
+    """(pairs, 2) index of the first token of the chosen and of the rejected conversation."""
     lengths: Indices
-    """(pairs, 2) number of tokens of both conversations."""
+    """(pairs, 2) number of tokens of the chosen and of the rejected conversation."""
     vocab_size: int
     pad_token: int
     check: RangeCheck | None
@@ -71,11 +72,11 @@ class Pairs:
         return self.check is not None and self.marks_check is not None
 
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, targets and starts of these pairs, each (2P, T) int64.
+        """Return tokens, targets and document starts of these pairs, each (2P, T) int64.
 
-        The chosen conversations come first, then the rejected ones in the same order. Targets are
-        the tokens of the answers. Starts are as in `CausalLM.hidden`; each padding token is a
-        separate document. Raises DataError if a file does not match meta.json.
+        The chosen conversations come first, then the rejected conversations in the same order.
+        Targets are the tokens of the answers. Starts have the meaning of `CausalLM.hidden`; each
+        padding token is a separate document. Raises DataError if a file does not match meta.json.
         """
         starts, lengths = self.starts[chosen].T.flatten(), self.lengths[chosen].T.flatten()
         self._require_intact(starts, starts + lengths)

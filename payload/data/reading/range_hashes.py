@@ -14,7 +14,7 @@ from payload.formats.prepare_hints import prepare_again_hint
 
 
 class RangeHasher:
-    """Hashes the ranges of a growing file."""
+    """Hashes each range of a file while the file grows."""
 
     def __init__(self) -> None:
         self._whole: list[str] = []
@@ -22,7 +22,7 @@ class RangeHasher:
         self._last_bytes = 0
 
     def update(self, content: memoryview | bytes) -> None:
-        """Append to the file."""
+        """Add the next bytes of the file."""
         start = 0
         while start < len(content):
             part = content[start : start + RANGE_BYTES - self._last_bytes]
@@ -39,7 +39,7 @@ class RangeHasher:
 
 
 class RangeCheck:
-    """Compares each range of one token file with meta.json before its first use.
+    """Compares each range of one token file with meta.json before the range is first used.
 
     After the file has been modified, all its ranges are compared again.
     """

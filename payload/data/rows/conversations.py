@@ -31,7 +31,10 @@ _COLUMNS = (
     ("prompt", "completion"),
     ("instruction", "output", "input"),
 )
-"""Columns that each format reads; a row has the first format that matches. A third is optional."""
+"""Columns that each format reads; a row has the first format that matches.
+
+The third column of a format is optional.
+"""
 _METADATA_KEYS = re.compile(
     r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
     r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Return the documents of each block, by number; `capacity` must fit the longest.
+    """Return the numbers of the documents in each block; `capacity` must fit the longest.
 
     Documents are placed longest first, each into the fullest block that has room for it. The result
     depends only on the lengths. The time is linear in the number of documents: bit n of one integer

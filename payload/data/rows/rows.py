@@ -36,7 +36,7 @@ class Row:
 
 
 class Rows(ABC):
-    """The rows of one source. A bad row raises DataError, or is counted with `skip_bad`."""
+    """The rows of one source. A bad row raises DataError, or is only counted with `skip_bad`."""
 
     label: str
     """Kind and location, for messages and meta.json."""
@@ -62,7 +62,7 @@ class Rows(ABC):
         """Yield every row; call `identity` first. Raises DataError for a bad row."""
 
     def skip(self, where: str, complaint: str) -> None:
-        """Skip a bad row. Raises DataError unless the user allowed that."""
+        """Skip a bad row. Raises DataError unless the user allowed skipping."""
         message = f"{where}: {complaint}"
         if not self._skip_bad:
             raise DataError(f"{message} {_SKIP}")
@@ -122,8 +122,8 @@ def in_batches(
 ) -> Iterator[list[_T]]:
     """Yield the items in lists of at most `count`, without None, to be tokenized together.
 
-    `chars` returns the length of an item, and limits the size of a list: tokenizing needs about 150
-    bytes a token.
+    `chars` returns the length of an item. The total length of a list is limited, because tokenizing
+    needs about 150 bytes per token.
     """
     batch: list[_T] = []
     size = 0
@@ -142,7 +142,7 @@ def in_batches(
 def open_rows(request: SourceRequest) -> Rows:
     """Return the rows of a source without opening it.
 
-    Raises UsageError for flags that do not fit.
+    Raises UsageError for flags that the source does not support.
     """
     check_flags(request)
     if request.kind == "hf":
@@ -214,7 +214,7 @@ class _FileRows(Rows):
 
 
 class _Files(ColumnFiles):
-    """Finds the files as the text sources do."""
+    """Finds files in the same way as the text sources."""
 
     def paths(self) -> list[Path]:
         """Return the files that `identity` found."""

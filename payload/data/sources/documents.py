@@ -47,7 +47,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Size of a source, where known before reading it."""
+    """Size of a source, with None for numbers that are unknown before reading."""
 
     documents: int | None
     text_bytes: int | None
@@ -79,7 +79,10 @@ class Source(Protocol):
         """
 
     def survey(self) -> Survey:
-        """Count without tokenizing; call it after `identity` and before `batches`."""
+        """Return the size of the source without tokenizing.
+
+        Call it after `identity` and before `batches`.
+        """
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Yield the documents from `cursor` on. Raises DataError for a bad document."""
@@ -110,7 +113,7 @@ class Batcher:
         self._batch.text_bytes += len(piece)
 
     def skip(self, complaint: str, *, number: int, documents: int = 1) -> None:
-        """Count bad documents. Raises DataError unless the user allowed that."""
+        """Count bad documents. Raises DataError unless the user allowed skipping."""
         if not self._skip_bad:
             raise DataError(f"{complaint} Fix it, or skip such documents with --skip-bad.")
         # The journal and meta.json are UTF-8; a file name need not be valid UTF-8.
@@ -128,7 +131,7 @@ def last_safe_cut(data: bytes) -> int | None:
     """Return the last offset where a cut does not change the tokens of `data`, or None.
 
     GPT-2's pattern never joins a non-space character with white space after it, and has no
-    lookbehind. Before such white space the halves therefore tokenize as the whole does.
+    lookbehind. So a cut before such white space does not change the tokens.
     """
     end = len(data)
     while end > 0:
@@ -148,8 +151,8 @@ _SPACE = re.compile(rb"[ \n\r\t]")
 def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Yield the text of a document as pieces with `is_last`, from the file's position on.
 
-    8 MiB without white space are cut between two characters. Only such a piece tokenizes
-    differently from the whole document; it is no natural-language text.
+    8 MiB without white space, which is not natural-language text, are cut between two characters.
+    Only such a piece can tokenize differently from the whole document.
     """
     held = b""
     while True:

@@ -111,7 +111,7 @@ class DamagedFileError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class LostRows:
-    """The remaining rows of a row group after a damaged page."""
+    """Rows of a row group that are lost because a page before them is damaged."""
 
     count: int
     reason: str
@@ -205,7 +205,7 @@ class ParquetReader:
                 yield batch
         finally:
             if not is_whole:
-                # The next request would read the rest of this response as its own.
+                # Otherwise the next request would read the rest of this response.
                 self._end_worker()
 
     def _send(self, request: Mapping[str, Any]) -> None:

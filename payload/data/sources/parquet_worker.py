@@ -24,7 +24,7 @@ _PIECE_BYTES = 64 * 2**20
 
 def main() -> None:
     """Serve requests until stdin is closed."""
-    # A small file can decompress to any size.
+    # Limit the memory, because a small file can decompress to any size.
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))

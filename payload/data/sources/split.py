@@ -19,7 +19,7 @@ PERMUTATION_LIMIT = 50_000_000
 """Above it a permutation of all numbers would need more than 0.4 GB."""
 
 NANOGPT_VAL_FRACTION = 0.0005
-"""4,007 of the 8 million documents of openwebtext."""
+"""nanoGPT's share: 4,007 of the 8 million documents of openwebtext."""
 _SMALL_VAL_FRACTION = 0.1
 _VAL_DOCUMENTS = 100
 
@@ -32,7 +32,7 @@ class Split(Protocol):
         """Record for meta.json."""
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """Return True for each document for validation."""
+        """Return the mask of the validation documents among `numbers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PermutationSplit:
     chosen: Mask
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """Return True for each document for validation; larger numbers are False."""
+        """Return the mask of the validation documents; False above the permutation."""
         inside = numbers < len(self.chosen)
         return inside & self.chosen[np.where(inside, numbers, 0)]
 
@@ -59,7 +59,7 @@ class HashSplit:
     record: SplitRecord
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """Return True for each document for validation."""
+        """Return the mask of the validation documents among `numbers`."""
         key = _mix(np.array([self.record.seed], dtype=np.uint64))
         hashed = _mix(numbers.astype(np.uint64) ^ key)
         # 53 bits are exact in a double.

@@ -1,4 +1,4 @@
-"""Sources of text files: one document a file, also the files of the standard library."""
+"""Sources of text files, with one document per file, including Python's standard library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ STDLIB_VAL_FRACTION = 0.02
 def find_files(given: Sequence[Path], *, glob: str, leave_out: tuple[str, ...] = ()) -> list[Path]:
     """Return given files, and the sorted matching files of given folders. Raises DataError.
 
-    Hidden files and folders are skipped, and files of folders with a suffix in `leave_out`.
+    In given folders, hidden files and folders are skipped, as are files with a suffix in
+    `leave_out`.
     """
     found: list[Path] = []
     for path in given:

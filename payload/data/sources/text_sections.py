@@ -25,7 +25,7 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Rules that split a file; they depend only on the file, so a resumed run splits it equally.
+    """Rules for splitting a file; they depend only on the file, so a resume uses the same rules.
 
     Without form feeds a section ends at the first blank line after `target_bytes`. If there is no
     blank line before `limit_bytes`, it ends at the last line end, or otherwise at white space.

@@ -58,7 +58,7 @@ def prepare_settings(
 
 
 def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck:
-    """Return the check of the prepared tokens. Raises DataError for an unfit vocabulary."""
+    """Return the check of the prepared tokens. Raises DataError for an unsuitable vocabulary."""
     from payload.data.writing.progress import Reporter
     from payload.data.writing.tokenizer_check import TokenizerCheck
 

@@ -19,7 +19,7 @@ AddFlag = Callable[..., Any]
 
 
 class Task(ABC):
-    """One kind of training data, from its source to a data folder."""
+    """Preparation of one kind of training data, from its source to a data folder."""
 
     kind: ClassVar[TaskKind]
     summary: ClassVar[str]
@@ -28,7 +28,7 @@ class Task(ABC):
     """The flags that `add_flags` declares, such as `--packing`; other tasks reject them."""
 
     def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - optional
-        """Declare `flags`. Each defaults to None, so that other tasks can detect its use."""
+        """Declare `flags`. Each defaults to None, so that other tasks can detect a given flag."""
 
     @abstractmethod
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

@@ -1,4 +1,4 @@
-"""The task `chat`: conversations rendered by the chat template, packed into blocks, and marked."""
+"""The task `chat`: renders conversations by the chat template and packs them into blocks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ChatTask(Task):
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and exact sizes; everything is done except writing."""
+        """Return the label of the source and exact sizes; does all the work except writing."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 
@@ -70,7 +70,7 @@ class ChatTask(Task):
         return prepare_whole(job.rows, job.settings, reporter, job.make)
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return lines with the counts of the record."""
+        """Return lines with the counts in the folder's record."""
         chat = meta.chat
         assert chat is not None
         padding = chat.train_padding_tokens / meta.train_tokens

@@ -1,4 +1,4 @@
-"""Runs `prepare --task chat`: turns rows into packed blocks and marks."""
+"""Runs `prepare --task chat`: turns rows into packed blocks, with a mark for each token."""
 
 from __future__ import annotations
 
@@ -95,21 +95,21 @@ def load_tokenizer_and_template(args: argparse.Namespace) -> tuple[HfTokenizer, 
         template = read_chat_template(folder)
     else:
         template = load_chat_template(args.chat_template, tokenizer=folder)
-    # Stored as a file also if it came from tokenizer_config.json, so that a checkpoint gets this
-    # template whatever its model has.
+    # The template is also stored as a file if it came from tokenizer_config.json. So a checkpoint
+    # gets this template, whatever template its model has.
     own = {TEMPLATE_FILE: template.source.encode()}
     return replace(tokenizer, files={**tokenizer.files, **own}), template
 
 
 class Groups:
-    """Numbers the rows by the value of a column, so that a split keeps equal values together."""
+    """Numbers the rows by a column's value, so that a split does not separate equal values."""
 
     def __init__(self, column: str | None) -> None:
         self._column = column
         self._numbers: dict[str, int] = {}
 
     def number_of(self, row: Row) -> int:
-        """Return the group number of a row, or the row number without groups. Raises DataError."""
+        """Return the group number of a row; without groups, its row number. Raises DataError."""
         if self._column is None:
             return row.number
         if self._column not in row.values:
@@ -132,10 +132,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """The tokens of a conversation, and whether each is trained; the first never is."""
+    """The tokens of a conversation, each with True if it is trained; the first token never is."""
 
     group: int
-    """Key of the split: the number of the row or of its group."""
+    """Key of the split: the group's number, or the row's number without groups."""
     tokens: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
 
@@ -233,7 +233,7 @@ class ChatJob:
                 self.truncated += 1
                 self.truncated_tokens += len(tokens) - self.length
                 tokens, trained = tokens[: self.length], trained[: self.length]
-            # No token precedes the first one to predict it.
+            # No earlier token predicts the first token.
             trained[:1] = False
             if trained.any():
                 found.append(_Document(group, tokens, trained))

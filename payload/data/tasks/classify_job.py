@@ -1,4 +1,4 @@
-"""Runs `prepare --task classify`: tokenizes labelled texts, with a split for each label."""
+"""Runs `prepare --task classify`: tokenizes labelled texts, and splits the texts of each label."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ class _Text:
 
 
 class _StratifiedSplit:
-    """A split that was made label by label, with the interface of `Split`."""
+    """A split that was made for each label separately, with the interface of `Split`."""
 
     def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
         self.record = record
         self._is_val = is_val
 
     def val_mask(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return True for each validation text."""
+        """Return the mask of the validation texts among `numbers`."""
         return self._is_val[numbers]
 
 
@@ -198,7 +198,7 @@ class _ClassifyJob:
         return found
 
     def _tokenize(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Return the checked tokens of each text."""
+        """Tokenize texts, check the tokens, and return the tokens of each text."""
         tokenizer = self.settings.tokenizer
         rows = tokenizer.encode_texts(texts) if texts else []
         self._check.add_rows(texts, rows)
@@ -266,7 +266,7 @@ def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
 
 
 def with_special_tokens(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
-    """Return a text's tokens with special tokens around them, or the end token if empty."""
+    """Return a text's tokens between special tokens; an empty text becomes the end token."""
     before, after = (np.array(each, dtype=np.uint32) for each in (tokenizer.begin, tokenizer.after))
     whole = np.concatenate((before, tokens, after))
     return whole if len(whole) else np.array(tokenizer.end[-1:], dtype=np.uint32)
@@ -279,13 +279,15 @@ def label_name_tokens(
 
     Names are cut to `MOST_NAME_TOKENS` tokens.
     """
-    # Llama 2's tokenizer puts a space before a text, so " name" alone would begin with two spaces.
+    # Llama 2's tokenizer puts a space before a text, so " name" without a prefix would begin with
+    # two spaces.
     word = tokenizer.encode_one(_NAME_PREFIX.encode())
     prefixed, alone = (
         tokenizer.encode_texts([f"{before} {label}".encode() for label in labels])
         for before in (_NAME_PREFIX, "")
     )
-    # If a tokenizer merges the end of the prefix with the space, the name is encoded alone.
+    # If a tokenizer merges the end of the prefix with the space, the name is encoded without the
+    # prefix.
     found = [
         long[len(word) :] if np.array_equal(long[: len(word)], word) else short
         for long, short in zip(prefixed, alone, strict=True)
@@ -311,10 +313,7 @@ def pad_token(tokenizer: TextTokenizer) -> int:
 def stratified(
     labels: npt.NDArray[np.int64], *, val_fraction: float, seed: int
 ) -> npt.NDArray[np.bool_]:
-    """Return True for the texts for validation: a share of each label, and at least one text.
-
-    `labels` has the label number of each text; every label has two texts or more.
-    """
+    """Return the mask of the validation texts: a share of each label, and at least one text."""
     is_val = np.zeros(len(labels), dtype=np.bool_)
     for label in range(int(labels.max()) + 1):
         mine = np.flatnonzero(labels == label)
@@ -343,7 +342,7 @@ def _as_utf8(text: str) -> str:
 
 
 def _label_order(label: str) -> tuple[float, str]:
-    """Return a sort key: numbers by value, before names."""
+    """Return a sort key: first numbers by value, then names."""
     try:
         return float(label), label
     except ValueError:

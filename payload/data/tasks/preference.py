@@ -25,7 +25,7 @@ class PreferenceTask(Task):
         """Declare no flags: the task `chat` declares the same ones."""
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and exact sizes; everything is done except writing."""
+        """Return the label of the source and exact sizes; does all the work except writing."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 
@@ -43,7 +43,7 @@ class PreferenceTask(Task):
         return prepare_whole(job.rows, job.settings, reporter, job.make)
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return lines with the counts of the record."""
+        """Return lines with the counts in the folder's record."""
         pairs = meta.preference
         assert pairs is not None
         return [

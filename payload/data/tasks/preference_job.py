@@ -1,4 +1,4 @@
-"""Runs `prepare --task preference`: turns rows into pairs of conversations and marks."""
+"""Runs `prepare --task preference`: tokenizes pairs of conversations, and marks answer tokens."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class _Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two conversations, the chosen one first, and which of their tokens belong to the answers."""
+    """The tokens of the chosen, then the rejected conversation; `trained` flags answer tokens."""
 
     group: int
-    """Key of the split: the number of the row or of its group."""
+    """Key of the split: the group's number, or the row's number without groups."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
     trained: tuple[npt.NDArray[np.bool_], ...]
 
@@ -176,9 +176,9 @@ class PreferenceJob:
         return _Rendered(row, self.groups.number_of(row), texts, spans)
 
     def _answer(self, prompt: Messages, answer: Messages, before: int) -> tuple[str, list[Span]]:
-        """Return a whole conversation, and the spans of the assistant's text after the prompt.
+        """Return a whole conversation, and the spans of the assistant's text in the answer.
 
-        `before` is the number of spans in the prompt.
+        `before` is the number of such spans in the prompt.
         """
         text, spans = self.template.render_for_training([*prompt, *answer])
         return text, spans[before:]
@@ -196,7 +196,7 @@ class PreferenceJob:
                 encoding = next(encodings)
                 tokens.append(np.array(encoding.ids, dtype=np.uint32))
                 trained.append(in_spans(token_starts(encoding.offsets), spans))
-                # No token precedes the first one to predict it.
+                # No earlier token predicts the first token.
                 trained[-1][:1] = False
             pair = _Pair(each.group, tuple(tokens), tuple(trained))
             if self._is_comparable(pair, each.row):
@@ -205,7 +205,10 @@ class PreferenceJob:
         return found
 
     def _is_comparable(self, pair: _Pair, row: Row) -> bool:
-        """Return True if both answers have tokens to compare; otherwise skip the row, or raise."""
+        """Return True if both answers have trained tokens and differ; otherwise skip the row.
+
+        Raises DataError unless the user allowed skipping.
+        """
         length = self.length
         for name, trained in zip(ANSWERS, pair.trained, strict=True):
             if not trained.any():

@@ -1,4 +1,4 @@
-"""The task `text`: documents one after the other, every token a target."""
+"""The task `text`: documents one after the other, in which every token is a target."""
 
 from __future__ import annotations
 

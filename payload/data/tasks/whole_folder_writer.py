@@ -39,11 +39,11 @@ class PreparedData:
     """Array of each file, in the dtype of the file."""
     split: Split
     fields: Mapping[str, Any]
-    """Token, document and byte counts of DataMeta, its task, and the task's record."""
+    """Values of DataMeta: counts of tokens, documents and bytes, the task, and its record."""
     encoder: str
     """Name of the encoder that made the tokens."""
     tokenizer_files: Mapping[str, bytes] | None = None
-    """Tokenizer files that replace those of the tokenizer, if the task changes them."""
+    """Tokenizer files that replace the tokenizer's own files, if the task changes them."""
 
 
 class WholeJob(Protocol):
@@ -62,7 +62,7 @@ class WholeJob(Protocol):
 
 
 def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
-    """Return the label of the source and exact sizes; everything is done except writing."""
+    """Return the label of the source and exact sizes; does all the work except writing."""
     job.rows.identity()
     made = job.make()
     return job.rows.label, Estimate(

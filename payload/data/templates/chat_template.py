@@ -37,7 +37,7 @@ _FIX = (
 )
 
 Message = Mapping[str, str]
-"""Has `role` (system, user or assistant) and `content`."""
+"""A message has `role` (system, user or assistant) and `content`."""
 
 Span = tuple[int, int]
 """Range of characters of a text: the first one, and the end (exclusive)."""
@@ -76,8 +76,8 @@ class ChatTemplate:
         """Return the conversation as text, and the spans that the assistant wrote.
 
         The spans are the template's `{% generation %}` blocks. A template without such blocks is
-        rendered up to and including each answer, and the added text is the answer's span. Raises
-        DataError if this changes the earlier text.
+        rendered up to and including each answer; the text that an answer adds is its span. Raises
+        DataError if an answer changes the text before it.
         """
         text, spans = self._call("render_for_training", messages=_as_dicts(messages))
         return text, [(start, end) for start, end in spans]
@@ -86,8 +86,8 @@ class ChatTemplate:
         try:
             return self.process.call(method, **request)
         except TemplateUnusableError as error:
-            # Not a DataError: the rows that follow would fail at the same cost, so they are not
-            # skipped.
+            # Not a DataError, for which the row would be skipped: the next rows would fail at the
+            # same cost.
             raise ConfigError(f"{self.where}: {one_line(error)} {_FIX}") from None
         except TemplateFailedError as error:
             raise DataError(f"{self.where}: {one_line(error)} {_FIX}") from None
@@ -102,7 +102,7 @@ def templates_of(files: Mapping[str, bytes]) -> list[str]:
 
 
 def _default(given: object) -> object:
-    """Return the template that transformers uses of a model with several named templates."""
+    """If a model has several named templates, return the one that transformers uses by default."""
     if not isinstance(given, list):
         return given
     named = [each for each in given if isinstance(each, dict) and each.get("name") == "default"]
@@ -152,7 +152,8 @@ def _chat_template(
         raise DataError(f"{path}: is not a valid template: {one_line(error)} {_FIX}") from None
     unknown = sorted(set(process.named_tokens) - set(known))
     if unknown:
-        # transformers may have a default for this kind of tokenizer; here the token would be empty.
+        # transformers may have a default for this kind of tokenizer; in our rendering the token
+        # would be empty.
         raise DataError(
             f"{path}: it uses {unknown[0]}, which is missing in {CONFIG_FILE} and {MAP_FILE} of "
             f"{tokenizer}. Add it to {CONFIG_FILE}, or null for a model without this token."

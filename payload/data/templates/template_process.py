@@ -18,14 +18,17 @@ from payload.data.sources.worker_exit import describe_exit, end_worker
 CPU_SECONDS = 10
 """Processor time limit of a conversation; the longest real ones take hundredths of a second."""
 MEMORY_BYTES = 2**30
-"""Address space of the process, including 50 MiB for Python."""
+"""Limit of the address space of the process, including 50 MiB for Python."""
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 
 
 MAX_CONSECUTIVE_ENDS = 5
-"""Limit of consecutive conversations that end the process: each can take `CPU_SECONDS`."""
+"""Highest number of consecutive conversations that may end the process.
+
+Each of them can take `CPU_SECONDS`.
+"""
 
 
 class TemplateFailedError(Exception):
@@ -37,7 +40,7 @@ class TemplateUnusableError(TemplateFailedError):
 
 
 class _WorkerEndedError(TemplateFailedError):
-    """The process ended."""
+    """The process ended before it answered."""
 
 
 class TemplateProcess:
@@ -75,7 +78,8 @@ class TemplateProcess:
     def call(self, method: str, **request: object) -> Any:
         """Return the result of the worker's `method`."""
         try:
-            # A fork shares the pipes of its parent: two callers would read each other's responses.
+            # A forked process shares the pipes of its parent: both would read each other's
+            # responses.
             if self._worker is None or self._owner != os.getpid():
                 self.start()
             answer = self._exchange({"do": method, **request})
@@ -105,7 +109,7 @@ class TemplateProcess:
             self._discard_worker()
             raise
         if not content.endswith(b"\n"):
-            # The next request would read the rest of this response as its own.
+            # Otherwise the next request would read the rest of this response.
             self._discard_worker()
             raise _WorkerEndedError(_describe_exit(worker.returncode))
         answer = json.loads(content)

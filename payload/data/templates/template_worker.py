@@ -4,8 +4,8 @@ A template is a program from the model's author. Jinja's sandbox blocks access t
 Python's internals, but not an endless loop or a text that fills the memory. So it runs in a
 separate process with limits. This file is run as a script and has no imports from the project.
 
-Requests and responses are JSON lines on stdin and stdout. The first request has the template, every
-later one a conversation. A response has `error` if the template failed.
+Requests and responses are JSON lines on stdin and stdout. The first request has the template, and
+every later request has a conversation. A response has `error` if the template failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2.ext import Extension
 
 _MAX_CHARS = 64 * 2**20
-# Allowance for the template's system prompt and for marks around every message.
+# Allowance for the template's system prompt and for delimiters around every message.
 _TEMPLATE_CHARS = 2**20
 _CHARS_PER_CHAR = 32
 
@@ -82,7 +82,8 @@ class Program:
     def compile(self, source: str, tokens: Mapping[str, str]) -> dict[str, Any]:
         """Compile the Jinja program `source`; `tokens` holds `bos_token` and other special tokens.
 
-        Returns whether it has `{% generation %}` blocks, and the token names that it uses.
+        Returns whether the template has `{% generation %}` blocks, and the token names that it
+        uses.
         """
         from jinja2.ext import loopcontrols
         from jinja2.meta import find_undeclared_variables
@@ -100,7 +101,7 @@ class Program:
         self._template: Template = environment.from_string(source)
         self._tokens = tokens
         parsed = environment.parse(source)
-        # Only this extension creates such blocks.
+        # Only transformers' extension creates such blocks.
         self._is_marked = any(
             block.find(ExtensionAttribute) for block in parsed.find_all(CallBlock)
         )
@@ -116,14 +117,15 @@ class Program:
     def render_for_training(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans that the assistant wrote.
 
-        They are the `{% generation %}` blocks, or otherwise the text that each answer adds.
+        The spans are the `{% generation %}` blocks, or without these the text that each answer
+        adds.
         """
         self._now = datetime.datetime.now()
         whole = self._text(messages, add_generation_prompt=False)
         return whole, (self._marked if self._is_marked else self._added)(messages, whole)
 
     def _marked(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
-        # Random marks: no message can contain them.
+        # The delimiters are random, so that no message can contain them.
         name = secrets.token_hex(8)
         begin, end = self._marks = (f"\x02{name}\x02", f"\x03{name}\x03")
         try:

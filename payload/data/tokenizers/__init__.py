@@ -54,7 +54,7 @@ def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
 
 
 def _find(name: str) -> tuple[Path, str]:
-    """Return the folder, and its name for meta.json."""
+    """Return the folder of the tokenizer, and the name that meta.json records for it."""
     require_one_meaning(name, setting="--tokenizer", kind="model", error=DataError)
     if (hub_model := hub_name(name)) is not None:
         return _download(hub_model)

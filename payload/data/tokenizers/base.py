@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Tokens = npt.NDArray[np.uint32]
 Agree = Callable[[Sequence[bytes]], Sequence[bool]]
-"""Return for each text whether the fast encoder and the reference produce the same tokens."""
+"""Returns for each text whether the fast encoder and the reference produce the same tokens."""
 
 
 class NotFastError(Exception):
@@ -28,15 +28,15 @@ class FastTokenizer(ABC):
 
     @abstractmethod
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
-        """Return the indices of texts that only the reference may encode.
+        """Return the indices of texts that must be encoded by the reference.
 
-        `agree` compares the two encoders on other texts.
+        `agree` compares the two encoders on given texts.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTokenizer(ABC):
-    """A tokenizer, with what `prepare` needs from it."""
+    """A tokenizer, with the properties and encoders that `prepare` needs."""
 
     name: str
     """Name for messages and meta.json: `gpt2`, a hub name with its commit, or a folder."""
@@ -92,4 +92,4 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def tricky_texts(self) -> Sequence[str]:
-        """Return further texts, next to NASTY, on which to compare the encoders."""
+        """Return texts, in addition to NASTY, on which to compare the encoders."""

@@ -1,7 +1,7 @@
 """Compares the tokens that a tokenizer's files declare with those that tokenizer.json produces.
 
-Text is tokenized by tokenizer.json alone. transformers also adds the tokens of the other files, so
-a token that only they declare is one token in transformers and several here.
+Text is tokenized by tokenizer.json alone. transformers also adds the tokens of the other files. So
+a token that only those files declare is one token in transformers, but several in our data.
 
 Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` in transformers
 5.
@@ -37,11 +37,11 @@ _FLAGS = ("lstrip", "rstrip", "single_word")
 
 @dataclass(frozen=True, slots=True)
 class _Declared:
-    """A token that a file declares."""
+    """A token that one of the tokenizer's files declares."""
 
     content: str
     number: int | None
-    """None if the file has the token without its number."""
+    """Number of the token; None if the file has the token without a number."""
     where: str
     """The file, and the key of the token in it."""
     flags: Mapping[str, Any] | None = None
@@ -92,7 +92,7 @@ def _encode_as_text(text: str, backend: Tokenizer) -> str:
 
 
 def _first_different_flag(flags: Mapping[str, Any] | None, token: Any) -> str | None:
-    """Return the first flag whose value differs from the token's."""
+    """Return the first flag whose declared value differs from its value in tokenizer.json."""
     return next(
         (each for each in _FLAGS if flags and bool(flags.get(each)) != getattr(token, each)), None
     )
@@ -103,7 +103,7 @@ def _declared(
 ) -> Iterator[_Declared]:
     """Yield the declared tokens that transformers reads."""
     for entry in raw.get("added_tokens") or ():
-        # The package numbers new tokens in order, whatever their `id`.
+        # The package numbers new tokens in order and ignores their `id`.
         yield from _parse_entry(entry, entry.get("id"), "its added_tokens")
     config = tokenizer_config(files, folder=folder)
     decoder = config.get("added_tokens_decoder")

@@ -18,10 +18,9 @@ _RECIPE = "2"
 def converted(
     path: Path, *, kind: str, build: Callable[[Path], None], cache: Path | None = None
 ) -> Path:
-    """Return the folder of this kind for the content of a file; `build` fills a new folder.
+    """Return the cached folder of this kind for the content of a file; `build` fills a new folder.
 
-    `cache` is the parent folder; None means a folder next to the hub's cache. Raises
-    CheckpointError.
+    `cache` is the parent folder; by default, it is next to the hub's cache. Raises CheckpointError.
     """
     try:
         digest = sha256_of(path)
@@ -41,7 +40,7 @@ def converted(
         ) from None
     try:
         build(partial)
-        # Another process may have been faster; its folder has the same content.
+        # Another process may have renamed its folder first; that folder has the same content.
         if not folder.is_dir():
             partial.rename(folder)
     except OSError as error:

@@ -25,11 +25,11 @@ from payload.core.printable_text import one_line
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that a byte-level vocabulary represents by themselves; they come first in GPT-2's."""
+"""Bytes that a byte-level vocabulary represents by themselves; GPT-2's begins with these bytes."""
 _CODE_POINTS = 0x110000
 _DIGITS = "0123456789"
 _PROBES = ("a{}b", " {}", "  {}", "1{}2", "{}{}", "!{}!", "\n{}\n", "{}  a")
-"""Neighbours that a character is joined with or split from, depending on its class."""
+"""Contexts of a character: neighbours that join it or split from it, depending on its class."""
 _CHARACTER_BATCH = 4096
 
 
@@ -79,7 +79,7 @@ class HfFast(FastTokenizer):
         self._is_compared[characters] = True
         for start in range(0, len(characters), _CHARACTER_BATCH):
             batch = characters[start : start + _CHARACTER_BATCH]
-            # NASTY covers ASCII in every run.
+            # NASTY covers the ASCII characters in every run.
             batch = batch[batch >= 0x80]
             probes = [probe.format(c, c).encode() for c in map(chr, batch) for probe in _PROBES]
             if probes:
@@ -119,7 +119,7 @@ def _add_missing_bytes(raw: dict[str, Any]) -> bytes:
 
 
 def _replace_digits(raw: dict[str, Any]) -> None:
-    """Replace the splitting of single digits before GPT-2's pattern by added tokens."""
+    """Replace the step that splits single digits before GPT-2's pattern by added tokens."""
     outer = raw.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers") or []
     if [step.get("type") for step in steps] != ["Digits", "ByteLevel"]:

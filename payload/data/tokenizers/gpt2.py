@@ -70,9 +70,9 @@ def load_ranks(path: Path) -> dict[bytes, int]:
 
 
 # Letters and digits that Unicode 17 added, as UTF-8 (in blocks of 64 above U+FFFF). gigatoken 0.10
-# supports them, tiktoken 0.14 does not, so the two split words differently there. They agree on all
-# other code points (tests/data/test_encode.py). Documents with such a character go to tiktoken. One
-# pattern per first byte is 4 times as fast as one pattern for all.
+# supports them, tiktoken 0.14 does not, so the two split words with these characters differently.
+# They agree on all other code points (tests/data/test_encode.py). Documents with such a character
+# go to tiktoken. One pattern per first byte is 4 times as fast as one pattern for all.
 _UNICODE_17 = (
     re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
     re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
@@ -90,7 +90,7 @@ def may_differ(text: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Tokenizer(TextTokenizer):
-    """GPT-2's tokenizer through tiktoken; special tokens in a text are plain text."""
+    """GPT-2's tokenizer through tiktoken. Special tokens that occur in a text are plain text."""
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return tiktoken's tokens of each text, on all cores."""

@@ -97,7 +97,7 @@ class HfTokenizer(TextTokenizer):
         return HfFast(Gigatoken, self.raw)
 
     def tricky_texts(self) -> Sequence[str]:
-        """Return texts with every added token between letters, spaces and other copies of it."""
+        """Return texts with every added token between letters, between spaces, and repeated."""
         contents = [str(each["content"]) for each in self.raw.get("added_tokens") or ()]
         return [f"a{c}b {c} \n{c}\n{c}{c}  {c}" for c in contents]
 
@@ -206,7 +206,7 @@ def named_end(
 def _end_of_document(
     folder: Path, files: Mapping[str, bytes], backend: Tokenizer
 ) -> tuple[int, str]:
-    """Return `named_end`. Raises DataError if no file defines it."""
+    """Return the result of `named_end`. Raises DataError if no file defines the token."""
     found = named_end(folder, files, backend)
     if found is not None:
         return found
@@ -239,7 +239,7 @@ def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None
 
 
 _RARE_TEXT = "\U0010fffd\ue000"
-"""Characters that no vocabulary has as a whole."""
+"""Characters that no vocabulary has as single tokens."""
 
 
 def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
@@ -249,15 +249,15 @@ def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
         number = backend.token_to_id(token)
     if type(number) is not int:
         return None
-    # With all bytes in the vocabulary no text is unknown, and the token may have another use.
+    # With all bytes in the vocabulary no text is unknown, and the token may have a different use.
     return number if number in backend.encode(_RARE_TEXT, add_special_tokens=False).ids else None
 
 
 def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
-    """Return the vocab_size of the folder's config.json plus the number of added tokens.
+    """Return the vocab_size in the folder's config.json plus the number of added tokens.
 
-    Some models have added tokens above vocab_size, for images. None without a config.json. Raises
-    DataError.
+    Some models have added tokens above vocab_size, for images. Returns None without a config.json.
+    Raises DataError.
     """
     path = folder / CONFIG_FILE
     content = _read(path)

@@ -1,7 +1,7 @@
-"""A text of about 100 kB to compare two tokenizers on: scripts, code, emoji, controls.
+"""A text of about 100 kB on which to compare two tokenizers: scripts, code, emoji, controls.
 
-It is generated, identical everywhere, and contains no special token. All characters were in Unicode
-before 2011, so packages with different versions of Unicode agree on them.
+The text is generated, identical on every machine, and contains no special token. All characters
+were in Unicode before 2011, so packages with different versions of Unicode agree on them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
-"""Return the tokens of each text."""
+"""Returns the tokens of each text."""
 
 # Ranges of code points and the sampling step: every letter of alphabets, a sample of the large
 # sets.
@@ -122,7 +122,7 @@ _WORDS_PER_TEXT = 100
 
 @functools.cache
 def probe_texts() -> tuple[str, ...]:
-    """Return the texts."""
+    """Return the texts of the comparison."""
     return (*_FIXED_TEXTS, _CODE, *_characters(), *_words())
 
 

@@ -1,4 +1,4 @@
-"""Encodes texts with gigatoken if it agrees with the tokenizer's package, otherwise with that."""
+"""Encodes texts with gigatoken, or with the tokenizer's package if the two produce other tokens."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ TRICKY_TEXTS = (
 )
 """Texts that tokenizers have disagreed on; both encoders are compared on them before every run."""
 
-# gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. A new tokenizer costs 0.06 s
-# and frees that memory.
+# gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. Creating a new tokenizer
+# takes 0.06 s and frees that memory.
 _GROWTH_BYTES = 384 * MIB
 _MIN_RENEWAL_BYTES = 32 * MIB
 _RENEWAL_BYTES_WITHOUT_MEMORY_INFO = 128 * MIB
@@ -56,7 +56,7 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """The fast encoder produced other tokens than the reference; its output must not be used."""
+    """The fast encoder's tokens differ from the reference's; its output must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class ReferenceEncoder:
 
 
 class GigatokenEncoder:
-    """gigatoken with bounded memory, and the reference for texts that it may encode differently."""
+    """gigatoken with bounded memory; texts that it may encode differently go to the reference."""
 
     def __init__(self, tokenizer: TextTokenizer, fast: FastTokenizer, *, seed: int) -> None:
         self.name = f"gigatoken {version('gigatoken')}"
@@ -109,7 +109,7 @@ class GigatokenEncoder:
         self._tokenizer = fast.make()
         self._random = random.Random(seed)
         self._first_sample_bytes = _FIRST_SAMPLE_BYTES
-        # With two cores, reading and writing use the second: 0.2 s for 31 MB, against 0.3 s.
+        # With two cores, reading and writing use the second core: 0.2 s for 31 MB, against 0.3 s.
         self._is_parallel = (os.cpu_count() or 1) > 2
         self._memory_at_start = resident_bytes()
         self._bytes_since_renewal = 0

@@ -36,7 +36,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
 
 
 def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
-    """Write the tokenizer files, delete those of an earlier run, and return them for meta.json."""
+    """Write the tokenizer files, delete those of an earlier run, and return meta.json's entries."""
     for name in _earlier_tokenizer(folder) - set(files):
         (folder / name).unlink(missing_ok=True)
     described = {}
@@ -68,7 +68,7 @@ def _earlier_tokenizer(folder: Path) -> set[str]:
 def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
     """Compare each file with its hashes in meta.json, and return the hashes found.
 
-    Raises DataError with the first file that differs, and the range.
+    Raises DataError with the first file that differs, and the ranges in which it differs.
     """
     found = {name: _describe(folder / name) for name in meta.all_files()}
     for name, expected in meta.all_files().items():
@@ -83,9 +83,9 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
 
 
 def add_range_hashes(folder: Path) -> DataMeta:
-    """Verify the files, then add to meta.json the hashes of their ranges, which old releases lack.
+    """Verify the files, then add the hashes of their ranges to meta.json.
 
-    Raises DataError.
+    Old releases did not write these hashes. Raises DataError.
     """
     meta = load_meta(folder)
     meta = replace(meta, files=verify_files(folder, meta))

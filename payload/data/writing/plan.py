@@ -1,4 +1,4 @@
-"""The plan of a prepare run, made before it starts: settings, limits, estimates, the folder."""
+"""The plan of a prepare run: its settings, limits, estimates and folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PrepareSettings:
     out: Path
     tokenizer: TextTokenizer
     val_fraction: float | None
-    """Share of the documents for validation; None: `default_val_fraction` of their number."""
+    """Share of the documents for validation; None means `default_val_fraction`."""
     seed: int
     max_documents: int | None = None
     """Limit of documents, from the start of the source."""
@@ -66,9 +66,9 @@ class PrepareSettings:
     shard_bytes: int = SHARD_BYTES
     """Bytes of output after which progress is saved."""
     allow_odd_tokenizer: bool = False
-    """Continue although the tokens do not seem to represent the text."""
+    """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Further values that the output depends on, for the fingerprint."""
+    """Further values that change the output; they are part of the fingerprint."""
 
     def dtype(self) -> TokenDtype:
         """Return the type of a token in the files."""
@@ -79,7 +79,7 @@ class PrepareSettings:
         return int(np.dtype(self.dtype()).itemsize)
 
     def split(self, survey: Survey) -> Split:
-        """Return which documents of the source are for validation. Raises DataError."""
+        """Return the split of the documents into training and validation. Raises DataError."""
         fraction = self.val_fraction
         if fraction is None:
             fraction = default_val_fraction(survey.documents)
@@ -148,7 +148,7 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
 def expected_tokens(
     survey: Survey, batch: Batch, encoded: Encoded, tokenizer: TextTokenizer
 ) -> int | None:
-    """Return the source's tokens at the rate of its first batch; None if the size is unknown."""
+    """Estimate the source's tokens from its first batch; None if its size is unknown."""
     num_around = len(tokenizer.begin) + len(tokenizer.end)
     in_batch = len(encoded.tokens) + sum(batch.ends) * num_around
     if survey.text_bytes is not None and batch.text_bytes:
@@ -159,7 +159,7 @@ def expected_tokens(
 
 
 def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
-    """Return the SHA-256 over the source's identity and all settings that change the output."""
+    """Return the SHA-256 of the source's identity and of all settings that change the output."""
     shaping: list[Any] = [
         identity,
         settings.val_fraction,
@@ -194,7 +194,10 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
-    """Return the meta of a folder that holds the output; None for a new one. Raises DataError."""
+    """Return the meta.json of a folder that already has the output; None for a new folder.
+
+    Raises DataError.
+    """
     out = settings.out
     check_tokenizer_files(out, settings.tokenizer.files)
     if settings.force:
@@ -231,7 +234,7 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
 def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> None:
     """Raise DataError if the folder's special tokens differ from the tokenizer's.
 
-    A chat template writes them into the text, and padding uses one of them.
+    A chat template writes special tokens into the text, and padding is one of them.
     """
     if not meta.tokenizer_files:
         return
@@ -249,12 +252,12 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
 def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
-    """Return the fingerprints of `settings` for all equivalent validation shares."""
+    """Return the fingerprints of `settings` with each equivalent validation share."""
     requested, used = settings.val_fraction, meta.split.val_fraction
     shares = {requested}
     if requested == used:
         shares.add(None)
     if requested is None and used == NANOGPT_VAL_FRACTION:
-        # This was the default for every source before `default_val_fraction`.
+        # This share was the default for every source before `default_val_fraction`.
         shares.add(used)
     return {fingerprint_of(identity, replace(settings, val_fraction=share)) for share in shares}

@@ -48,7 +48,10 @@ class PrepareResult:
     was_ready: bool
     """True if the folder already held the output."""
     worked_s: float = 0.0
-    """Time of tokenizing, writing and hashing, and of reading unless counting has read all."""
+    """Seconds spent on tokenizing, writing and hashing.
+
+    Includes reading, unless counting has already read everything.
+    """
 
 
 def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> PrepareResult:
@@ -103,7 +106,7 @@ class _Run:
         )
 
     def _load_and_survey(self) -> tuple[Encoder, Survey]:
-        """Load the encoder and survey the source at the same time: CPU work and file access."""
+        """Load the encoder (CPU work) and survey the source (file access) at the same time."""
         settings = self._settings
         notes: list[str] = []
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as pool:
@@ -117,7 +120,7 @@ class _Run:
         return encoder, survey
 
     def run(self) -> DataMeta:
-        """Tokenize the remaining documents, rename the files, write meta.json."""
+        """Tokenize the remaining documents, rename the files, then write meta.json."""
         survey = self._survey
         split = self._settings.split(survey)
         self._log_survey(survey, split)
@@ -181,7 +184,7 @@ class _Run:
             self._tokenize_with_encoder(survey, split)
 
     def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
-        """Read, encode and write three consecutive batches at the same time."""
+        """Read, encode and write in a pipeline: three consecutive batches are in progress."""
         batches = limit(self._source.batches(self._store.cursor), self._settings.max_documents)
         is_first = True
         self._reporter.start(survey, self._store.totals)
@@ -261,7 +264,7 @@ class _Run:
             self._check.finish()
             self._check.check_rate(text_bytes=totals.text_bytes, tokens=totals.tokens - num_around)
         except DataError:
-            # Everything is tokenized: the next run would accept it as complete.
+            # All text is tokenized, so the next run would accept the output as complete.
             self._store.discard()
             raise
 

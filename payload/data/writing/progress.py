@@ -73,7 +73,7 @@ class Reporter:
             self._progress = None
 
     def _share(self, totals: Totals) -> float | None:
-        """Return the share of the source that is done, 0 to 1; None if its size is unknown."""
+        """Return the finished share of the source, 0 to 1; None if its size is unknown."""
         survey = self._survey
         if survey.text_bytes and (survey.bytes_are_exact or survey.documents is None):
             return min(1.0, totals.text_bytes / survey.text_bytes)

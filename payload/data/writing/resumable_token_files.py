@@ -1,9 +1,10 @@
-"""Token files while they grow, and the journal from which a killed run resumes.
+"""Token files that are still written, and the journal from which an interrupted run resumes.
 
-The output is written to *.partial files. After every shard they are flushed to disk, and then the
-journal gets a line with their lengths, their contents, and the cursor of the source. A resumed run
-truncates the files to the last whole line of the journal and continues, so the result is the same
-as without interruption. Finally the files are renamed, and meta.json is written last.
+The output is written to *.partial files. After every shard, the files are flushed to disk. Then the
+journal gets a line with the lengths and contents of the files, and the cursor of the source. A
+resumed run truncates the files to the last complete line of the journal and continues, so the
+result is the same as without interruption. Finally the files are renamed, and meta.json is written
+last.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class ResumableTokenFiles:
         self.has_shards = False
         """True if a later run can resume from the disk."""
         self.encoder = encoder
-        """Encoder of the run; a resumed run keeps `tiktoken` after a fallback."""
+        """Encoder of the run; a run that fell back to `tiktoken` keeps it when it resumes."""
         self._fingerprint = fingerprint
         self._files: dict[str, _GrowingFile] = {}
         self._journal: BinaryIO | None = None
@@ -144,7 +145,8 @@ class ResumableTokenFiles:
                 {
                     "cursor": cursor,
                     "totals": asdict(self.totals),
-                    # Hashes of ranges are needed only in the last line, and follow from the files.
+                    # The hashes of ranges are needed only in the last line, and can be computed
+                    # from the files.
                     "files": {
                         name: asdict(file.describe(with_ranges=is_complete))
                         for name, file in self._files.items()
@@ -159,7 +161,7 @@ class ResumableTokenFiles:
     def publish(self) -> dict[str, DataFile]:
         """Rename the files to their final names, after `commit(is_complete=True)`.
 
-        A run killed in the middle repeats this; files already renamed stay.
+        If the run is killed in between, a resumed run calls this again; renamed files stay.
         """
         last = _shard(_read_journal(self.folder / JOURNAL_NAME)[-1])
         assert last is not None, "commit() wrote it"
@@ -195,7 +197,7 @@ class ResumableTokenFiles:
 
 
 class _GrowingFile:
-    """One .partial file with its hash."""
+    """One .partial file, and the hash of its content."""
 
     def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
         path = _partial_path(folder, name)
@@ -257,7 +259,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of `folder` against a second `prepare`.
 
-    If another prepare holds it: waits with `wait`, otherwise raises DataError. Also raises
+    If another `prepare` holds the lock, waits if `wait`, otherwise raises DataError. Also raises
     DataError if a file that `prepare` would open is not a regular file.
     """
     path = folder / LOCK_NAME
@@ -301,7 +303,10 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _require_own(path: Path) -> None:
-    """Raise DataError unless a file is regular: writing through a link would change its target."""
+    """Raise DataError unless a file is regular.
+
+    Writing through a link would change the target of the link.
+    """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise DataError(
@@ -319,7 +324,7 @@ def _partial_path(folder: Path, name: str) -> Path:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal, up to a truncated or damaged one."""
+    """Return the complete lines of a journal before the first truncated or damaged line."""
     try:
         content = read_bytes(path)
     except FileNotFoundError:

@@ -23,22 +23,22 @@ MAX_UNKNOWN = 0.01
 MAX_LOST = 0.01
 """Largest share of characters of a sample that decoding may lose."""
 _MIN_ROWS_USED = 0.5
-"""Smallest share of a model's vocabulary that its tokenizer uses; models pad theirs."""
+"""Smallest share of a model's vocabulary that its tokenizer must use; models pad the vocabulary."""
 _FIRST_CHECK_BYTES = 256 * 1024
-"""Text after which the rates are checked for the first time; they are checked again at the end."""
+"""Size of the text after which the rates are first checked; they are checked again at the end."""
 _SAMPLE_BYTES = 256 * 1024
-"""Text that is decoded again, which takes 0.1 s."""
+"""Size of the text that is decoded for comparison, which takes 0.1 s."""
 _SAMPLE_TEXT_BYTES = 16 * 1024
 _FIX = (
     "Use the model's tokenizer with --tokenizer, or continue with this one by "
     "--allow-odd-tokenizer."
 )
-# Decoders treat word marks and spaces in many ways, so spaces are not compared.
+# Decoders treat word boundaries and spaces in many ways, so spaces are not compared.
 _WORD_START = "\u2581"
 
 
 class TokenizerCheck:
-    """Counts the text and tokens of one prepare run, and reports what is unusual."""
+    """Counts the text and tokens of one prepare run, and reports unusual rates."""
 
     def __init__(
         self, tokenizer: TextTokenizer, *, allow_odd: bool, log: Callable[[str], None]
@@ -55,8 +55,9 @@ class TokenizerCheck:
         self._check_vocabulary()
 
     def add(self, texts: Sequence[bytes], tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
-        """Check and count texts; text i has tokens[offsets[i]:offsets[i + 1]], all from the text.
+        """Check and count texts; text i has tokens[offsets[i]:offsets[i + 1]].
 
+        The tokens do not include those that are added around a text.
         Raises DataError.
         """
         lengths = np.diff(offsets)
@@ -78,7 +79,7 @@ class TokenizerCheck:
             self.finish()
 
     def add_rows(self, texts: Sequence[bytes], rows: Sequence[Tokens]) -> None:
-        """Check and count texts by the tokens of each. Raises DataError."""
+        """Check and count texts with the tokens of each. Raises DataError."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         self.add(texts, np.concatenate(rows) if rows else np.empty(0, np.uint32), offsets)

@@ -33,7 +33,7 @@ def write_batch(
     tokens, offsets = with_tokens_around(encoded, tokenizer, begins=begins, ends=ends)
     if len(ends):
         store.in_document = not ends[-1]
-    # Neighbours that go to the same file are written together.
+    # Neighbouring texts that go to the same file are written together.
     edges = [0, *(np.flatnonzero(is_val[1:] != is_val[:-1]) + 1).tolist(), len(is_val)]
     for start, end in pairwise(edges):
         if start < end:
