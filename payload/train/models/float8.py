@@ -17,7 +17,7 @@ from payload.core.errors import ConfigError
 from payload.train.models.base import CausalLM
 
 _MULTIPLE = 16
-"""8-bit matmuls need sizes that are multiples of this: https://docs.nvidia.com/cuda/cublas, "FP8"."""
+"""8-bit matmuls need multiples of this size: https://docs.nvidia.com/cuda/cublas, "FP8"."""
 
 
 def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:

@@ -118,7 +118,7 @@ class DoraLinear(LoraLinear):
         return found
 
     def _factor(self) -> Tensor:
-        """Return the factor that scales each output, (O,): its trained norm over the merged weight's norm."""
+        """Return the factor that scales each output feature, (O,)."""
         device = self.lora_magnitude_vector.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             lengths = torch.linalg.norm(self.plain()[0] + self.delta(), dim=1)
