@@ -1,4 +1,4 @@
-"""Runs the training of one rank from start to end: checks, calibration, model, training, summary."""
+"""Runs the training of one rank from start to end: checks, model, calibration, training."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from payload.train.ranks.world import World, as_rank_lost
 
 
 class SummaryFile:
-    """Writes the status: `running` on entry, `failed` after an error, otherwise the status passed to `end`.
+    """Writes `running` on entry, `failed` after an error, otherwise the status passed to `end`.
 
     Nothing is written if the run folder does not exist: a run that is rejected early creates none.
     """

@@ -36,7 +36,7 @@ class Strategy(ABC):
         """Index of this rank's share of each batch; the mesh has `data_ranks` shares."""
 
     def has_results(self) -> bool:
-        """Return whether this rank's losses count: only one of the ranks with the same data counts."""
+        """Return whether this rank's losses count: one of the ranks with the same data does."""
         return True
 
     def stage(self) -> Stage | None:
@@ -81,7 +81,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def attach(self, model: CausalLM) -> None:
-        """Set rank 0's weights on every rank and prepare to average gradients; kernels are already set."""
+        """Set rank 0's weights on every rank; the model's kernels, if any, must be set before."""
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:

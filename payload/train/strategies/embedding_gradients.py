@@ -83,7 +83,7 @@ class TokenExchange(TokenGradient):
             self._head_is_done()
 
     def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """Add the rows; in a last micro-batch, keep them, because the gradient is being exchanged."""
+        """Add the rows; in a last micro-batch, keep them until the gradient is exchanged."""
         if self._was_read is None:
             super().add_rows(weight, indices, rows)
         else:

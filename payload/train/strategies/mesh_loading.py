@@ -38,7 +38,7 @@ class PartsReader:
             self._stored[name] = stored_name, is_transposed
 
     def read(self, model: nn.Module, splits: dict[str, Split], *, index: int, size: int) -> None:
-        """Read the values of this rank's parameters of `model`, as tensor rank `index` of `size`."""
+        """Read this rank's parameters of `model`, as tensor rank `index` of `size`."""
         for name, parameter in model.named_parameters():
             local, first = _rows(parameter)
             stored, is_transposed = self._stored[name]

@@ -28,7 +28,7 @@ class _MeshState:
     own: RankState
     """All weights and state of the rank. Replicas have equal digests; shards have equal weights."""
     whole: RankState
-    """The parameters that tensor ranks do not split, which are equal on the tensor ranks as well."""
+    """The parameters that tensor ranks do not split; they are equal on the tensor ranks."""
     tied: RankState
     """The tied embedding and output head, which are equal on the first and last pipeline stage."""
 

@@ -32,7 +32,7 @@ from payload.train.tensors.lazy_tensors import LazyTensors
 
 
 class ModelParallel(Strategy):
-    """Splits layers over tensor ranks and pipeline stages, with data parallelism over the copies."""
+    """Splits layers over tensor ranks and pipeline stages, and adds data parallelism."""
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
@@ -127,7 +127,7 @@ class ModelParallel(Strategy):
         return found
 
     def _is_on_stage(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Return whether this rank's stage has a parameter; the last stage also has tied weights."""
+        """Return whether this rank's stage has a parameter; the last one also has tied weights."""
         if self._stage is None:
             return True
         is_head = name == self._tied and self._stage.is_last()

@@ -101,7 +101,7 @@ class Shard(Strategy):
                 register_fsdp_forward_method(model, name)
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter]:
-        """Return this rank's shard of each trained parameter, as a view of the parameter's memory."""
+        """Return this rank's shard of each trained parameter, a view of the parameter's memory."""
         found = {}
         for name, parameter in trainable(model):
             assert isinstance(parameter, DTensor)
@@ -111,12 +111,12 @@ class Shard(Strategy):
         return found
 
     def attach(self, model: CausalLM) -> None:
-        """Make the kernels drop their copies of a layer's weights after each pass through the layer."""
+        """Make the kernels drop their copies of a layer's weights after each use."""
         if model.kernels is not None:
             model.kernels.keep_no_copies()
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all gradients."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
 
     def finish(self) -> float:
         """Set the gradients of the optimizers' shards; return the seconds spent in collectives."""
@@ -149,12 +149,12 @@ class Shard(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context after which training can use the gathered weights, unlike inference mode."""
+        """Return a context after which training can use the weights gathered in it."""
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: all ranks run a micro-batch together, because each gathers the others' shards."""
+        """Return True: each rank needs the shards of all others to run a micro-batch."""
         return True
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

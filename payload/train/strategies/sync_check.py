@@ -84,7 +84,7 @@ def require_finite(states: Sequence[RankState], *, step: int, passed_step: int |
 
 
 def rank_state(optimizers: Optimizers, *, is_alone: bool = False) -> RankState:
-    """Read this rank's weights and optimizer state once; if there is only one rank, hash nothing."""
+    """Read this rank's weights and optimizer state once; with only one rank, hash nothing."""
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="sync check") as pool:
         weights, bad_weight = _inspect(
             dict(optimizers.model.named_parameters()), pool, hashes=not is_alone

@@ -96,7 +96,7 @@ class Zero3(Strategy):
         """Do nothing: `optimizers` has already distributed rank 0's weights."""
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all gradients."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
 
     def finish(self) -> float:
         """Return 0: DeepSpeed waits in forward and backward, and sets the mean gradients."""
@@ -129,12 +129,12 @@ class Zero3(Strategy):
         return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context after which training can use the gathered weights, unlike inference mode."""
+        """Return a context after which training can use the weights gathered in it."""
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: all ranks run a micro-batch together, because each gathers the others' shards."""
+        """Return True: each rank needs the shards of all others to run a micro-batch."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:

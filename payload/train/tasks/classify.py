@@ -80,7 +80,7 @@ class TextSamples(Samples):
         return int(self._texts.lengths[chosen].sum())
 
     def arrange_samples(self, chosen: Indices) -> Indices:
-        """Return a step's texts sorted by length, so that a micro-batch has texts of similar length."""
+        """Return a step's texts sorted by length, so that a micro-batch has similar lengths."""
         return chosen[np.argsort(self._texts.lengths[chosen], kind="stable")]
 
 
@@ -110,7 +110,7 @@ class Classify(Task):
         return self._val.check is not None
 
     def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model as a classifier. Raises CheckpointError if its labels are not the data's."""
+        """Return the model as a classifier. Raises CheckpointError if the data has other labels."""
         labels = self._labels
         if not isinstance(model, Classifier):
             self._start_note = start_note(model, self._labels, folder=self.folder, init=init)
@@ -137,7 +137,7 @@ class Classify(Task):
         _require_same(labels, pad_token, self._labels, where=where, resumes=True)
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Log how a new classifier was initialised, except on a resume, where it is trained already."""
+        """Log how a new classifier was initialised; do nothing on a resume."""
         del model, eval_pass, dtype
         if self._start_note is not None and not resumes:
             log.info(f"score     {self._start_note}")
