@@ -1,1 +1,1 @@
-"""CONTRACT: a model's sizes and costs from its config.json, without torch. One folder per family."""
+"""CONTRACT: a model's sizes and costs from its config.json, without torch. A folder per family."""

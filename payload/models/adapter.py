@@ -64,7 +64,7 @@ class AdaptedSpec(WrappedSpec):
     """Names of the linears with an adapter; None = all linears."""
     has_dropout: bool = False
     is_quantized: bool = False
-    """True if the layers' linears are in 4 bits and all other base weights in the matmuls' dtype."""
+    """True if the layers' linears are in 4 bits; other base weights have the matmuls' dtype."""
     is_dora: bool = False
     """True if DoRA also trains the norm of each output's weights."""
 

@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, str] = {
     "llama": "payload.models.llama.family",
     "transformers": "payload.models.transformers.family",
 }
-"""The module of each family, which defines `FAMILY`. A new family needs only a line in it."""
+"""The module of each family, which defines `FAMILY`. A new family is one more line."""
 _OTHERS = "transformers"
 
 
@@ -100,7 +100,7 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 
 
 def preset_of_hub_name(name: str) -> ModelSpec | None:
-    """Return the spec of the hub model `NAME` or `OWNER/NAME` if its sizes are packaged, or None."""
+    """Return the spec of hub model `NAME` or `OWNER/NAME`; None if its sizes are not packaged."""
     last = name.partition("@")[0].rpartition("/")[2]
     for family in families():
         if last in family.hub_configs:

@@ -45,8 +45,9 @@ class GradientSize:
 
     elements: int
     kind: Literal["head", "matrix", "vector", "embedding"]
-    """`head`: a separate output head. `matrix`: a matrix of a layer; their matmuls take most of the backward pass. `vector`: norms and biases. `embedding`: looked up at the start of the forward pass, so
-    its gradient is the last one."""
+    """`head`: a separate output head. `matrix`: of a layer; matmuls with these take most of the
+    backward pass. `vector`: norms and biases. `embedding`: looked up at the start of the forward
+    pass, so its gradient is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,8 @@ class ModelSpec(ABC):
 
         A sharded rank has 1/N of the state. Two things are gathered in full at a time: the weights
         outside the layers (and their gradients if trained), and one layer with its weights, its
-        gradients and both exchange buffers. At the end of the backward pass there are no
-        activations, but the weights outside the layers need these buffers instead.
+        gradients and both exchange buffers. At the end of the backward pass, the weights outside
+        the layers need these buffers instead of the activations.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
         if setting.tensor > 1 or setting.stages > 1:

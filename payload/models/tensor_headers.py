@@ -114,7 +114,7 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:
-    """Return the file's path. Raises CheckpointError if it is missing or links outside the folder."""
+    """Return the file's path. Raises CheckpointError if it is missing or links elsewhere."""
     path = own_file(folder, name)
     if not path.is_file():
         if index is not None:

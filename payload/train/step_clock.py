@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from payload.run_record.metrics_log import TIMED_PARTS, RankTimes, TimedPart
 
-# Up to this number of ranks, every row has times. With more ranks, only some rows have them: the
-# mean times since the last such row.
+# Up to this number of ranks, every row has times. With more ranks, only some rows have times: the
+# means since the last such row.
 _RANKS_IN_EVERY_ROW = 8
 
 

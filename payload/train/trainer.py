@@ -410,7 +410,7 @@ class Trainer:
         )
 
     def _poll_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
-        """Write a heartbeat between micro-batches; return a function that returns whether to stop."""
+        """Write a heartbeat between micro-batches; return a call that returns whether to stop."""
         context = self._context
         context.heartbeat.report(step=self._step, phase=phase, micro_step=done, of=of)
         request = torch.tensor(float(context.stop_requested()), device=context.world.device)

@@ -73,7 +73,7 @@ class TypeDefaults:
     tied: bool = False
     qk_norm: bool = False
     windows_everywhere: bool = False
-    """True if every layer has the window; otherwise `use_sliding_window` and `layer_types` decide."""
+    """True if every layer has the window; if not, `use_sliding_window` and `layer_types` decide."""
     is_gemma: bool = False
 
 
@@ -215,7 +215,7 @@ class DecoderConfig:
         return tuple(dict.fromkeys(found))
 
     def _layer_types(self, where: str) -> tuple[str, ...]:
-        """Return each layer's type, by the rules of the model type's configuration in transformers."""
+        """Return each layer's type, by the rules of the configuration class in transformers."""
         count, family = self.num_hidden_layers, self.defaults()
         if family.windows_everywhere or self.model_type == "llama":
             return (_FULL,) * count
@@ -244,7 +244,7 @@ class DecoderConfig:
         return [bool(each) for each in self.no_rope_layers[:count]]
 
     def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
-        """Return the rotary embedding of one type of layer, from the nested form of transformers 5."""
+        """Return the rotary embedding of one layer type, from the nested form of transformers 5."""
         raw: Any = self.rope_scaling or self.rope_parameters or {}
         flat = (
             ("rope_scaling",) if self.defaults().is_gemma else ("rope_scaling", "rope_parameters")

@@ -336,7 +336,7 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
 def _in_backward_order(
     weights: Mapping[str, tuple[int, ...]], heads: Iterable[str], embeddings: Iterable[str]
 ) -> tuple[GradientSize, ...]:
-    """Return in order the head, tensors after the layers, layers from the last on, and embeddings."""
+    """Return in order: head, tensors after the layers, layers from the last on, embeddings."""
     found: list[tuple[int, int, GradientSize]] = []
     for name, shape in weights.items():
         number = _NUMBER.search(name)
@@ -352,7 +352,7 @@ def _in_backward_order(
 
 
 def _is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
-    """Return whether a tensor belongs to experts, by its name or because it is a stack of matrices."""
+    """Return whether a tensor belongs to experts: by its name, or as a stack of matrices."""
     return bool(_EXPERTS.search(name)) or (experts > 1 and len(shape) == 3 and shape[0] == experts)
 
 

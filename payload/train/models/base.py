@@ -126,8 +126,8 @@ class CausalLM(SplitModule, ABC):
     def head_weight(self) -> nn.Parameter | None:
         """Return the output head's weight (V, C) if logits are `hidden @ weight.T`, or None.
 
-        If the head has a bias, or if logits are scaled or capped, the result is None, and the loss
-        is computed from `logits`, without kernels.
+        If the head has a bias, or if logits are scaled or capped, return None: the loss is computed
+        from `logits`, without kernels.
         """
 
     def tied_weight(self) -> nn.Parameter | None:

@@ -107,8 +107,8 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
 
     `verify` compares the base's weights and config.json with the hashes that the adapter's run
-    recorded; adapters of other programs have none. Without `verify`, no weights are read. Raises
-    CheckpointError.
+    recorded; adapters of other programs have no hashes. Without `verify`, no weights are read.
+    Raises CheckpointError.
     """
     source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():

@@ -146,7 +146,7 @@ def loading_targets(
 ) -> dict[str, Tensor | QuantizedLinear]:
     """Return the targets for a checkpoint's tensors by name: the `tensors` of `module`.
 
-    A quantised linear is one target, in place of its packed weight and scales.
+    A quantised linear is one target, which replaces its packed weight and scales.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():

@@ -129,7 +129,7 @@ class Strategy(ABC):
     def norm_over_ranks(self) -> Callable[[float], float] | None:
         """Return a function that maps this rank's gradient norm to the norm over all ranks.
 
-        The result is None if each rank has all gradients.
+        Return None if each rank has all gradients.
         """
         return None
 

@@ -226,7 +226,7 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
 
 
 def part_of(shared: Any) -> Part:
-    """Return the part of a DTensor on this rank, without importing its class, which takes a second."""
+    """Return this rank's part of a DTensor, without importing DTensor, which takes a second."""
     ((axis, dim),) = (
         (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
     )

@@ -1,6 +1,6 @@
 """GPT-2's layer in plain torch, the reference for the kernels.
 
-B batch, T tokens of the input, C n_embd, H n_head.
+Shapes: B batch, T tokens of the input, C n_embd, H n_head.
 """
 
 from __future__ import annotations

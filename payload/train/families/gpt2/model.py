@@ -1,6 +1,6 @@
 """GPT-2, with the original parameter names, so that published weights load unchanged.
 
-B batch, T tokens of the input, C n_embd, H n_head, V vocabulary.
+Shapes: B batch, T tokens of the input, C n_embd, H n_head, V vocabulary.
 Source: https://github.com/openai/gpt-2/blob/master/src/model.py.
 """
 

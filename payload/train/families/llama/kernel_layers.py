@@ -1,6 +1,6 @@
 """Computes a decoder's layers with the kernels, or lists why the kernels cannot be used.
 
-N tokens of all sequences, B batch, T tokens of one sequence, C width.
+Shapes: N tokens of all sequences, B batch, T tokens of one sequence, C width.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The modules of a decoder layer in plain torch, with Hugging Face's names: the reference.
 
-B batch, T tokens of the input, C width, H query heads, K key heads, D width of a head.
+Shapes: B batch, T tokens of the input, C width, H query heads, K key heads, D width of a head.
 """
 
 from __future__ import annotations

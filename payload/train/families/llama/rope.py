@@ -2,7 +2,7 @@
 
 Source: https://arxiv.org/abs/2104.09864, in the layout of the Hugging Face checkpoints: the two
 elements of a pair are half a head apart.
-B batch, H heads, T tokens, D width of a head.
+Shapes: B batch, H heads, T tokens, D width of a head.
 """
 
 from __future__ import annotations
