@@ -4,7 +4,9 @@ One buffer of logits in the matmuls' dtype serves all chunks of tokens. Each chu
 overwritten by their gradient, from which both matmuls of the backward pass are computed
 immediately. The buffer consists of slices of the vocabulary, (N, W) each, in separate memory: a
 matmul reads or writes one contiguous slice, while rows of the full vocabulary would be 100 kB
-apart. N tokens, C width, V vocabulary, W vocabulary rows of a slice.
+apart.
+
+Shapes: N tokens, C width, V vocabulary, W vocabulary rows of a slice.
 """
 
 from __future__ import annotations

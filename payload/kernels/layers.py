@@ -1,7 +1,9 @@
 """Layers of GPT-2 in bf16, as autograd functions over the kernels.
 
 The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32, as with
-autocast, but with fewer passes over memory. B batch, T tokens, C width, H heads, N = B x T.
+autocast, but with fewer passes over memory.
+
+Shapes: B batch, T tokens, C width, H heads, N = B x T.
 """
 
 from __future__ import annotations

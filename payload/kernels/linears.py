@@ -20,7 +20,7 @@ from payload.kernels.library import Library
 Grads = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
 """Activations between the low-rank matrices, (N, R), and dropout's masks of kept elements, (A, N,
-I) bool for A adapters. The entry is None without adapters or without dropout."""
+I) bool for A adapters. Without adapters or dropout: None."""
 _NOTHING: Kept = (None, None)
 
 
