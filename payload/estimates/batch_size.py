@@ -1,15 +1,15 @@
 """CONTRACT: the micro-batch size that `batch.micro_batch_size = "auto"` resolves to.
 
-It is resolved once, when the ranks are placed, and recorded in the run's run.toml. The order
-of the decisions:
+The size is resolved once, when the ranks are placed, and recorded in the run's run.toml. The
+choices, in this order:
 
-1. The largest size without activation checkpointing whose estimate fits into the memory.
+1. Use the largest size whose memory estimate fits without activation checkpointing.
 2. If not even one sequence fits, and `memory.activation_checkpointing` is auto, turn it on and use
    the largest size with it.
-3. If that does not fit either, one sequence with the setting of step 2, and a warning by the plan.
+3. If that does not fit either, use one sequence, with checkpointing as in step 2; `plan` warns.
 
-So micro-batches shrink before layers are recomputed: a smaller micro-batch costs little time, a
-second forward pass costs a third of the step.
+Micro-batches therefore shrink before layers are recomputed: a smaller micro-batch costs little
+time, but a second forward pass costs a third of the step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from payload.core.dtype import Dtype
 from payload.models.spec import ModelSpec
 
 USED = 0.9
-"""Share of the free memory available to the ranks: an estimate is within a tenth of most runs,
-and other programs need some."""
+"""Share of the free memory that the ranks may use. For most runs the estimate is within a tenth of
+the measured memory, and other programs also need memory."""
 
 _GIB = 2**30
 
@@ -40,9 +40,9 @@ def resolve_batch(
 ) -> tuple[RunConfig, str | None]:
     """Return the config with the micro-batch size as a number, and a sentence with the reason.
 
-    `spec` is the trained model's, `free_bytes` the free memory of the node with the least, which
-    its ranks share. A number is unchanged. Raises ConfigError if the ranks cannot divide
-    the global batch evenly.
+    `spec` describes the trained model. `free_bytes` is the free memory of the node that has the
+    least; the ranks of the node share it. If the size is already a number, the config is unchanged.
+    Raises ConfigError if the ranks cannot divide the global batch evenly.
     """
     batch = config.batch
     if batch.micro_batch_size != AUTO:
@@ -93,9 +93,9 @@ def with_size(
 
 
 def with_auto_size(config: RunConfig, *, auto_size: int | None) -> RunConfig:
-    """Return the config with `auto` again if its number was resolved by a plan.
+    """Return the config with `auto` restored if a plan has resolved it to a number.
 
-    `auto_size` is that number; None if the settings had a number.
+    `auto_size` is the resolved number, or None if the user's settings have a number.
     """
     if auto_size is None or config.batch.micro_batch_size != auto_size:
         return config
@@ -105,7 +105,7 @@ def with_auto_size(config: RunConfig, *, auto_size: int | None) -> RunConfig:
 def with_recorded_size(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
     """Return the config of a resume: `auto` resolves to the run's recorded size if it divides.
 
-    So a resumed run has the same micro-batches, and is bitwise equal.
+    With the same micro-batches, a resumed run is bitwise equal to an uninterrupted one.
     """
     size = recorded.batch.micro_batch_size
     if config.batch.micro_batch_size != AUTO or size == AUTO:

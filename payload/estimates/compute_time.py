@@ -11,26 +11,26 @@ from payload.config.run_config import RunConfig
 from payload.models.spec import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
-"""Share of a micro-batch's time: the backward pass has two products for each in forward."""
+"""Share of a micro-batch's time: backward has two matmuls for each matmul in forward."""
 _FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
-    """Predicted compute time of a step, without exchange and update."""
+    """The predicted compute time of a step, without exchange and update."""
 
     seconds: float
-    """Time of the forward and backward passes, recomputed layers included."""
+    """Time of the forward and backward passes, including recomputed layers."""
     mfu: float
     """Expected share of the GEMM peak."""
     flops_per_s: float
-    """Rate of all ranks together at that share."""
+    """FLOP/s of all ranks together at this share of the peak."""
 
 
 def step_flops(config: RunConfig, spec: ModelSpec, *, tokens: int | None = None) -> int:
     """Return the model's FLOPs in a step's forward and backward passes, summed over all ranks.
 
-    `tokens` are a step's; None = each sequence is full.
+    `tokens` is the number of tokens in a step; None = all sequences are full.
     """
     return (config.tokens_per_step() if tokens is None else tokens) * spec.flops_per_token()
 
@@ -45,7 +45,7 @@ def compute_time(
 ) -> ComputeTime:
     """Predict the compute time of a step, given the peak of `cores` cores together.
 
-    `tokens` are as in `step_flops`. On GPUs `cores` has no effect.
+    `tokens` is as in `step_flops`. On GPUs, `cores` has no effect.
     """
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
     rate = peak_flops_per_s * share
@@ -56,7 +56,7 @@ def compute_time(
 def evaluation_s(*, tokens: int, flops_per_token: float, flops_per_s: float) -> float:
     """Return the seconds of forward passes over `tokens`.
 
-    `flops_per_token` are a training step's, with the backward pass.
+    `flops_per_token` is for training, with the backward pass.
     """
     return tokens * flops_per_token * _FORWARD_SHARE / flops_per_s
 

@@ -8,23 +8,23 @@ from payload.config.launch_sections import DistributedSection
 from payload.models.spec import ModelSpec
 
 FIRST_BUCKET_BYTES = 2**20
-"""Bytes of fp32 gradients; small, so that the exchange begins early. Both sizes are torch DDP's."""
+"""Bytes of fp32 gradients; small, so that the exchange begins early. Both sizes are as in DDP."""
 BUCKET_BYTES = 25 * 2**20
-"""A bucket is closed with the parameter that exceeds it."""
+"""A bucket is full with the first parameter that reaches this size."""
 
-# Of n tokens of Python source, in randomly chosen blocks, 1.2 n^0.7 were distinct, within a quarter
-# up to a quarter of a million tokens. Prose has more distinct tokens, so three times that is used.
+# In n tokens of Python source, taken in random blocks, 1.2 n^0.7 tokens were distinct, within 25 %
+# for up to 250,000 tokens. Prose has more distinct tokens, so the factor is three times as large.
 _DISTINCT = 3.6
 _DISTINCT_EXPONENT = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Gradients that are exchanged together."""
+    """A group of gradients that are exchanged together."""
 
     elements: int
     ready: float
-    """Share of the backward pass after which they are complete."""
+    """Share of the backward pass after which the gradients are complete."""
 
 
 def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:
@@ -33,7 +33,7 @@ def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:
 
 
 def bytes_per_gradient(settings: DistributedSection) -> int:
-    """Return the bytes of one element in the exchange."""
+    """Return the bytes of a gradient element in the exchange."""
     return 2 if settings.grad_dtype == "bf16" else 4
 
 
@@ -41,8 +41,9 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
     """Return the exchange's buckets, in the order in which the backward pass fills them.
 
     If the token embedding is also the output head, its gradient begins first and is complete last.
-    With kernels it is sent in two parts: the head's first, and at the end the rows of the `tokens`
-    that all ranks read in a micro-batch. Without kernels (None) it is in the last bucket.
+    With kernels, this gradient is sent in two parts: the head's part first, and at the end the rows
+    of the `tokens` that all ranks read in a micro-batch. Without kernels (None), it is in the last
+    bucket.
     """
     sizes = spec.gradient_sizes()
     in_parts = tokens is not None and spec.is_tied()

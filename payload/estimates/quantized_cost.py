@@ -12,30 +12,31 @@ from payload.estimates.compute_time import compute_time
 from payload.models.spec import ModelSpec
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
-"""Weights that an AVX-512 core dequantises a second, used if no run has measured it. Measured for
-bf16 on an EPYC; for fp32 on a Xeon without bf16 instructions, where bf16 has 4.1e9."""
+"""Weights that an AVX-512 core dequantises per second, used if no run has measured it. The value
+for bf16 was measured on an EPYC, the value for fp32 on a Xeon without bf16 instructions, where bf16
+reached 4.1e9."""
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedCost:
-    """Comparison of one run with its base in 4 bits and with an unquantised one."""
+    """Compares a run with its base in 4 bits to the same run with an unquantised base."""
 
     whole_dtype: Dtype
-    """Dtype of the unquantised base and its matmuls: the run's, or bf16 if only that fits, unless
-    4 bits fit and take less time."""
+    """Dtype of the unquantised base and its matmuls: the dtype of the run. It is bf16 if only bf16
+    fits, unless 4 bits fit and take less time."""
     whole_bytes: int
-    """Estimate of a rank's peak memory with one sequence a micro-batch."""
+    """Estimate of a rank's peak memory with one sequence per micro-batch."""
     nf4_dtype: Dtype
-    """Dtype of the matmuls with 4-bit weights: the run's, or bf16 if only that fits."""
+    """Dtype of the matmuls with 4-bit weights: the dtype of the run, or bf16 if only bf16 fits."""
     nf4_bytes: int
     whole_step_s: float
-    """Predicted compute time of a step, with kernels if they run."""
+    """Predicted compute time of a step, with kernels if the run uses them."""
     nf4_step_s: float
-    """Predicted compute time of a step with 4 bits: no kernels, and dequantising each time."""
+    """Predicted compute time of a step with 4 bits, without kernels and with dequantising."""
     dequantize_s: float
-    """The part of it for dequantising."""
+    """The part of `nf4_step_s` for dequantising."""
     is_measured: bool
     """True if a run's calibration has measured dequantising on this machine."""
     room_bytes: float | None
@@ -49,11 +50,11 @@ class QuantizedCost:
         return "nf4" if is_short else "none"
 
     def _with_dtype(self, dtype: Dtype) -> str:
-        """Return the text that sets a dtype, or "" if it is the run's already."""
+        """Return the text that sets a dtype, or "" if the run already has this dtype."""
         return "" if dtype == self.auto_dtype else f' with precision.dtype = "{dtype}"'
 
     def sentence(self) -> str:
-        """Return a sentence on the savings and costs of 4 bits, with a recommendation."""
+        """Return a sentence on the savings and costs of 4 bits, and a recommendation."""
         saved, ratio = self.whole_bytes - self.nf4_bytes, self.nf4_step_s / self.whole_step_s
         how = "measured" if self.is_measured else "typical, not measured"
         name = self.whole_dtype
@@ -81,14 +82,14 @@ def quantized_weights(spec: ModelSpec) -> int:
 
 def dequantized_times(config: RunConfig) -> int:
     """Return how often a micro-batch dequantises each weight of the base."""
-    # In forward and backward, and with checkpointing in the recomputed forward.
+    # Once in forward, once in backward, and with checkpointing once in the recomputed forward.
     return 3 if config.memory.activation_checkpointing == "on" else 2
 
 
 def dequantize_s(
     config: RunConfig, spec: ModelSpec, *, world_size: int, weights_per_s: float
 ) -> float:
-    """Return the seconds a step for dequantising at `weights_per_s` on a rank.
+    """Return the seconds per step for dequantising at `weights_per_s` on a rank.
 
     Raises ConfigError if the ranks cannot divide the batch evenly.
     """
@@ -107,11 +108,12 @@ def quantized_cost(
     cores: int,
     room_bytes: float | None,
 ) -> QuantizedCost | None:
-    """Return the comparison for a run with an adapter; None if its base cannot have 4 bits.
+    """Return the comparison for a run with an adapter, or None if its base cannot have 4 bits.
 
-    `base` is the model without the adapter, `dtype` the run's compute dtype.
-    `core_flops_per_s` is the GEMM peak of each of the nodes' `cores`, `dequantized_per_s` is a
-    rank's. Memory is compared at one sequence a micro-batch, the least for training.
+    `base` is the model without the adapter, and `dtype` the compute dtype of the run.
+    `core_flops_per_s` is the GEMM peak of each of the `cores` of all nodes, and `dequantized_per_s`
+    is the rate of a rank. Memory is compared at one sequence per micro-batch, which needs the
+    least.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None
@@ -136,13 +138,13 @@ def quantized_cost(
     def fits(run: RunConfig) -> bool:
         return room_bytes is None or needed(run) <= room_bytes
 
-    # In the run's dtype, unless only bf16 fits.
+    # Use the dtype of the run, unless only bf16 fits.
     nf4 = next(filter(fits, in_nf4), in_nf4[0])
     rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[nf4.dtype()] * cores / world_size
     dequantizing_s = dequantize_s(config, base, world_size=world_size, weights_per_s=rate)
     nf4_step_s = computing_s(nf4) + dequantizing_s
     chosen = next(filter(fits, whole), whole[0])
-    # The peaks are of CPU cores; on a GPU only memory decides.
+    # The peaks are those of CPU cores, so on a GPU only memory decides.
     if fits(nf4) and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
         chosen = whole[0]
     return QuantizedCost(

@@ -1,4 +1,4 @@
-"""The estimate of a run: sizes, memory, and the cost of exchanging gradients."""
+"""Estimates a run: sizes, memory, and the cost of exchanging gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEstimate:
-    """Estimated numbers of a run."""
+    """The estimated sizes, memory and times of a run."""
 
     params: int
     checkpoint_bytes: int
@@ -28,7 +28,7 @@ class RunEstimate:
     micro_batch_size: int
     """Sequences in a rank's micro-batch."""
     memory_bytes_per_rank: int
-    """Estimate."""
+    """Estimated peak memory of a rank."""
     grad_bytes: int
     """Gradients that each rank has to exchange per step."""
     replicas: int
@@ -42,7 +42,7 @@ class RunEstimate:
     tensor: int = 1
     """Ranks that split each layer."""
     tensor_bytes: int = 0
-    """Bytes that each rank sends per step to them."""
+    """Bytes that each rank sends per step to the other tensor ranks."""
     pipeline: int = 1
     """Stages that each have some of the layers."""
     pipeline_bytes: int = 0
@@ -71,8 +71,8 @@ def estimate_run(
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
     `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
-    over ranks; `threads` are each rank's. Raises ConfigError if the batch or the model cannot be
-    divided over the ranks.
+    over ranks; `threads` is the number of threads of each rank. Raises ConfigError if the batch or
+    the model cannot be divided over the ranks.
     """
     tokens = config.tokens_per_step()
     require_split(spec, config)

@@ -1,4 +1,4 @@
-"""The time of a whole run, training and evaluations, from its step time."""
+"""Computes the time of a run, with training and evaluations, from its step time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Speed of a run's ranks in training and evaluation."""
+    """The speed of a run's ranks in training and evaluation."""
 
     numbers: RunEstimate
     """The run's estimate, with the FLOPs and tokens of a step."""
@@ -32,7 +32,7 @@ class Speed:
         return cls.of_steps(numbers, step_s=numbers.tokens_per_step / tokens_per_s)
 
     def tokens_per_s(self) -> float:
-        """Return the tokens a second that all ranks train on together."""
+        """Return the tokens per second that all ranks train on together."""
         return self.numbers.tokens_per_step / self.step_s
 
     def run_s(self, *, steps: int, evaluated_tokens: int) -> float:
@@ -57,7 +57,7 @@ def typical_speed(
 ) -> Speed:
     """Return the typical speed of `cores` unmeasured cores, without exchange and update.
 
-    `numbers` are the estimate of `config` with `spec`; `dequantize_s` is added to each step.
+    `numbers` is the estimate of `config` with `spec`; `dequantize_s` is added to each step.
     """
     computing = compute_time(config, spec, peak_flops_per_s=cores * core_flops_per_s, cores=cores)
     return Speed(

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends in a step, over each dimension of the mesh of ranks."""
+"""Computes the bytes that a rank sends in a step, over each dimension of the mesh of ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from payload.models.stages import largest_stage, outer_weights, stage_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentBytes:
-    """Bytes that a rank sends in a step, over each dimension of the mesh."""
+    """The bytes that a rank sends in a step, over each dimension of the mesh."""
 
     replicate: float
-    """To the ranks with the same part of the model, or the same whole model."""
+    """Bytes sent to the ranks with the same part of the model, or with the same full model."""
     shard: float
-    """To the ranks with the other shards."""
+    """Bytes sent to the ranks with the other shards."""
     tensor: float = 0.0
-    """To the ranks that split each layer with it."""
+    """Bytes sent to the ranks that split each layer with this rank."""
     pipeline: float = 0.0
-    """To the adjacent stages."""
+    """Bytes sent to the adjacent stages."""
 
     def total(self) -> float:
         """Return the bytes over all dimensions."""
@@ -33,10 +33,10 @@ class SentBytes:
 def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> SentBytes:
     """Return the bytes that each of `ranks` ranks sends in a step.
 
-    Replicas all-reduce gradients, once a step. Shards gather the weights outside the layers once a
-    micro-batch and the layers twice, and reduce-scatter gradients in every micro-batch; then
-    replicas of shards all-reduce their part. Tensor ranks sum their partial results. DeepSpeed
-    gathers all weights twice, and its reduce-scatter over gloo is an all-reduce.
+    Replicas all-reduce gradients once per step. In every micro-batch, shards gather the weights
+    outside the layers once and the layers twice, and reduce-scatter gradients; replicas of shards
+    then all-reduce their part. Tensor ranks sum their partial results. DeepSpeed gathers all
+    weights twice, and its reduce-scatter over gloo is an all-reduce.
     """
     mesh = config.distributed.mesh(ranks)
     gradients = gradient_bytes(spec, config.distributed)
@@ -87,9 +87,9 @@ def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
 def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """Return the bytes that tensor ranks sum in a micro-batch.
 
-    These are the outputs of each layer's attention and MLP and their gradients, in the dtype of the
-    matmuls; the embedding's output and the head's gradient, in fp32; and, with activation
-    checkpointing, the outputs again.
+    In the dtype of the matmuls, these are the outputs of each layer's attention and MLP and their
+    gradients; with activation checkpointing the outputs are summed twice. In fp32, they are the
+    output of the embedding and the gradient of the head.
     """
     numbers = config.batch.micro_batch() * config.data.sequence_length * spec.width()
     size = 4 if config.dtype() == "fp32" else 2
@@ -100,8 +100,9 @@ def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
 def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
     """Return the bytes that the busiest stage sends to its neighbours in a step.
 
-    The first and the last stage send a micro-batch's activations or gradients, other stages both.
-    If the head is the embedding, its gradient is exchanged between the first and the last, too.
+    The first and the last stage send activations or gradients of each micro-batch, all other stages
+    send both. If the head is the embedding, its gradient is also exchanged between the first and
+    the last stage.
     """
     stages = config.distributed.pipeline_parallel
     if stages == 1:

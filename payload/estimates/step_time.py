@@ -1,7 +1,7 @@
-"""Predicts the time of a step on any number of ranks and any network. Pure arithmetic.
+"""Predicts the time of a step on any number of ranks and any network.
 
-`plan`, `preflight`, the trainer's start and `benchmarks.scaling` all use it; docs/scaling.md has
-its terms, its fit to measurements and its errors.
+`plan`, `preflight`, the trainer's start and `benchmarks.scaling` all use this prediction;
+docs/scaling.md describes its terms, its fit to measurements and its errors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from payload.models.stages import largest_stage, slowest_share
 from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
-"""16 cores move 190 GB/s at AdamW's rate, about a socket's memory bandwidth: eight channels of
-DDR5-4800 have 307 GB/s by specification. More cores are not counted; a rank with
-more cores was not measured."""
+"""At AdamW's rate, 16 cores move 190 GB/s, about a socket's memory bandwidth: eight channels of
+DDR5-4800 have 307 GB/s by specification. More cores are assumed not to help; a rank with more cores
+was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +37,22 @@ class StepTime:
     compute_s: float
     """Forward and backward without exchange, including the update if `update_s` is 0."""
     exchange_s: float
-    """All buckets' all-reduces, one after the other."""
+    """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float
     """The part of the exchange after the backward pass, for which the step waits."""
     busy_s: float
-    """Compute time lost while the exchange overlaps."""
+    """Compute time that is lost because the exchange overlaps."""
     update_s: float = 0.0
-    """The optimizer's update of the rank's weights, if counted separately."""
+    """Time of the optimizer's update of the rank's weights, if counted separately."""
     copies_s: float = 0.0
-    """A sharded rank's copies of weights and gradients, before and after each collective."""
+    """Time of a sharded rank's copies of weights and gradients around each collective."""
 
     def total_s(self) -> float:
-        """Return the time of the whole step."""
+        """Return the time of the step."""
         return self.compute_s + self.exposed_s + self.busy_s + self.update_s + self.copies_s
 
     def efficiency(self) -> float:
-        """Return weak scaling's efficiency: the step time without exchange over that with it."""
+        """Return the weak-scaling efficiency: the compute time divided by the step time."""
         return self.compute_s / self.total_s()
 
 
@@ -67,9 +67,9 @@ def step_time(
 ) -> StepTime:
     """Return the step time of a rank that computes for `compute_s` in `accumulation` micro-batches.
 
-    Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins
-    when it is full and the previous one is done; the step waits for the rest after the backward
-    pass. `tokens` are a micro-batch's on all ranks, as in `buckets`.
+    Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins when
+    the bucket is full and the previous all-reduce is done; after the backward pass, the step waits
+    for the rest. `tokens` is the number of tokens in a micro-batch of all ranks, as in `buckets`.
     """
     if network.ranks == 1:
         return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
@@ -94,7 +94,7 @@ def _waiting_step_time(
 ) -> StepTime:
     """Return the step time of ranks that wait for their collectives, one after the other.
 
-    Tensor ranks share a node, where they send through memory.
+    Tensor ranks are on the same node and send through memory.
     """
     sent = sent_bytes(config, spec, ranks=network.ranks)
     within_node = max(network.bytes_per_s, LOOPBACK_BYTES_PER_S)
@@ -116,7 +116,7 @@ def _waiting_step_time(
 def _shard_exchange_s(
     config: RunConfig, spec: ModelSpec, *, sent: SentBytes, network: Network
 ) -> float:
-    """Return the seconds of a rank's shard exchange: as measured, or at the network's rate."""
+    """Return the seconds of a rank's shard exchange, from measurements or the network's rate."""
     mesh = config.distributed.mesh(network.ranks)
     if mesh.shard == 1 or network.shards is None:
         return sent.shard / network.bytes_per_s
@@ -130,8 +130,8 @@ def _shard_exchange_s(
 def _copies_s(
     config: RunConfig, spec: ModelSpec, *, mesh: Mesh, measured: ShardTimes | None, threads: int
 ) -> float:
-    """Return the seconds a step that a sharded rank copies; otherwise 0."""
-    # A GPU's allocator keeps its memory, and its copies overlap with the computation.
+    """Return the seconds per step in which a sharded rank copies; 0 for an unsharded rank."""
+    # On a GPU, the allocator keeps memory, and copies overlap with the computation.
     if mesh.shard == 1 or (measured is None and config.device.kind == "cuda"):
         return 0.0
     passes = max(1, config.batch.global_batch_size // config.batch.per_pass(mesh.data_ranks))
@@ -158,15 +158,16 @@ def update_s(
 
 
 def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float:
-    """Return the ratio of the slowest rank's compute time, with waits, to an even share.
+    """Return the ratio of the slowest rank's compute time, including waits, to an even share.
 
-    Tensor ranks run the head without kernels. The slowest stage sets the pace of a pipeline, and
-    each waits for it to fill and to empty.
+    Tensor ranks run the output head without kernels. A pipeline is as fast as its slowest stage,
+    and each stage waits while the pipeline fills and empties.
     """
     found = 1.0
     if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
-        # The head's kernels support fp32 as well, but their share was measured only in bf16.
+        # The head's kernels also support fp32, but their share of the MFU was measured only in
+        # bf16.
         config = config.computing_in("bf16")
         plain = replace(config, engine=replace(config.engine, kernels="off"))
         found += head * (config.typical_mfu(spec) / plain.typical_mfu(spec) - 1)
@@ -183,8 +184,8 @@ def run_step_time(
 ) -> StepTime:
     """Return the step time of the run `config`; its forward and backward take `compute_s`.
 
-    The update is extra; each rank runs it with `threads`. device.kind = "auto" means
-    CPUs: a plan for GPUs sets "cuda" (`payload.orchestrate.hardware.nvidia.for_prediction`).
+    The update is added; each rank runs it with `threads` threads. device.kind = "auto" is treated
+    as CPUs: a plan for GPUs sets "cuda" (`payload.orchestrate.hardware.nvidia.for_prediction`).
     """
     on_gpu = config.device.kind == "cuda"
     if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():
@@ -192,8 +193,8 @@ def run_step_time(
             config, spec, compute_s=compute_s, network=network, threads=threads
         )
     per_pass = config.batch.per_pass(network.ranks)
-    # The prediction can be for other ranks than the run's: preflight's on this machine, or with the
-    # defaults. `grad_accum_steps` checks whether a batch divides.
+    # The prediction may be for a rank count that does not divide the batch, as in preflight;
+    # `grad_accum_steps` checks this.
     found = step_time(
         spec,
         compute_s=compute_s,
@@ -211,10 +212,10 @@ def run_step_time(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """A predicted step of a run."""
+    """The prediction of a step."""
 
     compute: ComputeTime
-    """Its compute time, as if the ranks shared it evenly."""
+    """The step's compute time, as if the ranks shared it evenly."""
     parts: StepTime
 
 
@@ -229,8 +230,8 @@ def predict_step(
 ) -> PredictedStep:
     """Predict a step of the run `config` on ranks with `threads` threads each.
 
-    `peak_flops_per_s` is the GEMM peak of all ranks together, `tokens` are a step's (None =
-    each sequence is full).
+    `peak_flops_per_s` is the GEMM peak of all ranks together, and `tokens` the number of tokens in
+    a step (None = all sequences are full).
     """
     compute = compute_time(
         config,

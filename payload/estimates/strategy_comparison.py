@@ -1,4 +1,4 @@
-"""Compares the strategies that a run's ranks could use, by the plan's predictions."""
+"""Compares the strategies that a run could use on its ranks, by predicted memory and time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from payload.machines.rank_mesh import divisors
 from payload.models.spec import ModelSpec
 
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
-"""A GPU's peak, only for the order if no preflight has measured it: an L4's in bf16 by
-specification, 242 TFLOP/s with sparsity, half of it without
+"""The assumed peak of a GPU, used only to order strategies if no preflight has measured the peak.
+It is the L4's bf16 peak by specification: 242 TFLOP/s with sparsity, half of this without
 (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
 
 
@@ -30,7 +30,7 @@ class StrategyPrediction:
     mesh: str
     """Description of the mesh of ranks."""
     memory_bytes: int
-    """Estimate of a rank's peak."""
+    """Estimate of a rank's peak memory."""
     sent_bytes: int
     """Bytes that each rank sends in a step."""
     sync_s: float
@@ -40,7 +40,7 @@ class StrategyPrediction:
     splits_model: bool = False
     """True if several ranks compute each micro-batch together."""
     fits: bool | None
-    """True if a node's ranks fit into its free memory; None if unknown."""
+    """True if the ranks of a node fit into the node's free memory; None if unknown."""
 
     def name(self) -> str:
         """Return the strategy's name with its mesh."""
@@ -60,11 +60,11 @@ def compare_strategies(
     free_bytes: int | None,
     threads: int = 1,
 ) -> tuple[StrategyPrediction, ...]:
-    """Return the possible strategies, ordered by fit into memory, then by predicted step time.
+    """Return the possible strategies: those that fit into memory first, then by predicted time.
 
-    `free_bytes` is a node's free memory, which its ranks share. If the peak was not measured,
-    an assumed one determines the order, as a pipeline's wait and a tensor rank's head take a share
-    of the compute time.
+    `free_bytes` is the free memory of a node, which its ranks share. If the peak was not measured,
+    an assumed peak determines the order, because the pipeline bubble and the head of a tensor rank
+    depend on the compute time.
     """
     on_gpus = config.device.kind == "cuda"
     core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)
@@ -125,7 +125,7 @@ def _candidates(
 
 
 def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
-    """Return whether the ranks can divide the model and its batch this way."""
+    """Return whether the ranks can divide the model and the batch in this way."""
     try:
         require_split(spec, config)
         config.passes(world_size)

@@ -1,4 +1,4 @@
-"""The training step's kernels: C++ that is built at first use, and autograd functions over it.
+"""The kernels of the training step: C++ that is built at first use, and autograd functions.
 
 Without them the trainer runs on stock torch; docs/speed.md describes each kernel's purpose.
 """

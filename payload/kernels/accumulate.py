@@ -1,10 +1,9 @@
-"""Weight gradients, computed directly in their final memory or added to it.
+"""Computes weight gradients directly in their final memory, or adds them to it.
 
-Autograd allocates every gradient as a new tensor and adds it afterwards. For large weights that is
-another pass over memory in each micro-batch, and one more copy to the exchange between ranks. A
+Autograd allocates every gradient as a new tensor and adds it afterwards. For large weights, this is
+an extra pass over memory in each micro-batch and an extra copy for the exchange between ranks. A
 backward function that has added the gradient itself returns None. Hooks of the weight's node in
-autograd's graph still run and find the sum in `weight.grad`; hooks of the weight itself do not
-run.
+autograd's graph still run and find the sum in `weight.grad`; hooks of the weight itself do not run.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from payload.kernels.library import Library
 
 
 class WeightGradients:
-    """The gradients of the layers' weights."""
+    """Computes the gradients of the layers' weights into their final memory."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self.place: Callable[[Tensor], Tensor] = _new_gradient
-        """Returns the memory of a weight's gradient; an exchange between ranks sets its own."""
+        """Returns the memory for a weight's gradient; a gradient exchange replaces it."""
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add the gradient of `weight` (R, C) in x (N, C) @ weight.T, from `grad` (N, R).
@@ -37,11 +36,11 @@ class WeightGradients:
         self._library.weight_gradient(grad, x, total, add=adds)
 
     def add_joined(self, weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
-        """Add the gradients of several weights with one x; `grad` has their columns in order."""
+        """Add the gradients of several weights with the same x; `grad` joins their columns."""
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
 
     def add_made(self, weight: Tensor, grad: Tensor, scale: float) -> None:
-        """Add `grad` times `scale`; `grad` is fp32 with the weight's shape."""
+        """Add `grad`, fp32 with the weight's shape, times `scale` to the weight's gradient."""
         total, adds = self._total(weight)
         if adds:
             total.add_(grad, alpha=scale)
@@ -49,7 +48,7 @@ class WeightGradients:
             torch.mul(grad, scale, out=total)
 
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """Return the memory of a weight's gradient, and whether it has an earlier gradient."""
+        """Return the memory of a weight's gradient, and whether an earlier gradient is in it."""
         if weight.grad is not None:
             return _widened(weight, weight.grad), True
         weight.grad = self.place(weight)
@@ -70,9 +69,9 @@ class TokenGradient:
     def memory(self, weight: Tensor, elements: int) -> Tensor:
         """Return bf16 memory for a micro-batch's logits, which their gradient will overwrite.
 
-        Reuses the previous step's memory if possible. Freed and allocated again, this large
-        block was fragmented by other tensors, and the second step of Qwen3-0.6B's shape needed
-        more memory than the first.
+        The previous step's memory is reused if possible. When this large block was freed and
+        allocated again, other tensors fragmented it, and the second step of a model of Qwen3-0.6B's
+        shape needed more memory than the first.
         """
         spare, self._spare = self._spare, None
         if spare is None or len(spare) != elements or weight.grad is not None:
@@ -85,11 +84,11 @@ class TokenGradient:
         self._spare, self._lent = self._lent, None
 
     def head_gradient(self, weight: Tensor) -> Tensor:
-        """Return the memory for the head's gradient, which goes to `add_head`."""
+        """Return memory for the head's gradient, which is then passed to `add_head`."""
         return _new_gradient(weight)
 
     def add_head(self, weight: Tensor, gradient: Tensor, scale: float) -> None:
-        """Add the head's part, which comes first: `gradient`, which can be reused, x `scale`."""
+        """Add the head's part, which comes first: `gradient` times `scale`; reuses `gradient`."""
         if weight.grad is None:
             made = gradient.mul_(scale) if scale != 1 else gradient
             weight.grad = made.to(gradient_dtype(weight) or made.dtype)
@@ -107,7 +106,7 @@ class TokenGradient:
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype | None:
-    """Return the dtype of a weight's gradient; None = the weight's own."""
+    """Return the dtype of a weight's gradient; None = the dtype of the weight."""
     # torch 2.8, used by the extra `intel`, lacks this attribute.
     dtype: torch.dtype | None = getattr(weight, "grad_dtype", None)
     return dtype
@@ -151,7 +150,7 @@ def embed(weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:
 
 
 class _Embed(torch.autograd.Function):
-    """Looks up rows of the weight, whose gradient is added to the head's."""
+    """Looks up rows of the weight; backward adds their gradient to the head's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, gradient: TokenGradient) -> Tensor:

@@ -1,4 +1,4 @@
-"""bf16 copies of the parameters, made once after each update."""
+"""Keeps bf16 copies of the parameters, which are made once after each update."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Bf16Copies:
-    """Copies that last until the next update; autocast makes them in every forward pass."""
+    """Keeps copies until the next update; autocast would make new ones in every forward pass."""
 
     def __init__(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}
         self._keeps = True
 
     def keep_none(self) -> None:
-        """Make a new copy at each call and keep none."""
+        """From now on, make a new copy at each call of `of` and keep none."""
         self._keeps = False
 
     def of(self, parameter: Tensor | None) -> Tensor | None:
@@ -33,7 +33,7 @@ class Bf16Copies:
         return copy
 
     def existing(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter's existing copy, if any: a writer of the parameter updates both."""
+        """Return the parameter's copy, or None; code that writes the parameter must update both."""
         return self._copies.get(parameter)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:

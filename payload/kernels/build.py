@@ -1,4 +1,4 @@
-"""Builds the kernels' library once for its source, torch version and CPU, and caches it."""
+"""Builds the kernels' library once for each source, torch version and CPU, and caches it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "upd
 _HEADERS = ("brgemm.h", "common.h", "layout.h")
 COMPILERS = ("g++", "clang++")
 
-# No errno and no traps: they prevent vectorisation. NaN and infinity keep their meaning.
+# errno and floating-point traps would prevent vectorisation. NaN and infinity still work.
 _FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
@@ -32,21 +32,21 @@ _FLAGS: tuple[str, ...] = (
     "-shared",
 )
 if platform.machine() == "x86_64":
-    # For AVX-512. By default gcc 12 uses only half of its width on Intel's CPUs.
+    # By default, gcc 12 uses only half the width of AVX-512 on Intel's CPUs.
     _FLAGS += ("-mprefer-vector-width=512",)
-# Jump threading gives each side of a bound separate code, and a vectorised loop computes both for
-# every lane. GELU then multiplied all of its input by the logistic function at its bound, 1e-38.
-# The results were subnormal, which needs microcode, and its backward pass took 3 to 5 times as
-# long, for the same bits. Only gcc has this option.
+# Jump threading generates separate code for each side of a bound, and a vectorised loop computes
+# both sides for every lane. GELU therefore multiplied all inputs by the value of the logistic
+# function at its bound, 1e-38. The results were subnormal, which needs microcode, so GELU's
+# backward function took 3 to 5 times as long for the same result. Only gcc has this option.
 _GCC_FLAGS = ("-fno-thread-jumps",)
-# Two seconds on the development machine, longer if many ranks start at the same time.
+# A build takes two seconds on the development machine, more if many ranks start at the same time.
 _TIMEOUT_S = 300
 
 
 def built_library(cache: Path) -> Path:
     """Return the shared library in `cache`, building it if missing.
 
-    Of several processes, one builds and the others wait for it. Raises KernelsUnavailableError.
+    If several processes call this, one builds and the others wait. Raises KernelsUnavailableError.
     """
     if platform.system() != "Linux":
         raise KernelsUnavailableError(f"they need Linux, this machine has {platform.system()}")
@@ -65,7 +65,7 @@ def built_library(cache: Path) -> Path:
 
 
 def _compile(library: Path) -> None:
-    """Build the library under a temporary name, then rename it: it is complete or absent."""
+    """Build the library under a temporary name, then rename it, so that it is never incomplete."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise KernelsUnavailableError("this machine has no C++ compiler (apt-get install g++)")
@@ -73,10 +73,11 @@ def _compile(library: Path) -> None:
     partial = library.with_suffix(f".{os.getpid()}.partial")
     flags = _FLAGS + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
     command = [compiler, *flags, *(str(folder / name) for name in SOURCES), "-o", str(partial)]
-    # The process has torch's libraries loaded: the library needs no path to them at run time.
+    # The process has already loaded torch's libraries, so the library needs no path to them.
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
     try:
-        # Not in the user's folder: an empty entry of CPATH would search it for headers.
+        # The compiler does not run in the user's folder: with an empty entry in CPATH, it would
+        # search this folder for headers.
         done = subprocess.run(
             command,
             cwd=library.parent,
@@ -89,7 +90,7 @@ def _compile(library: Path) -> None:
             lines = done.stderr.strip().splitlines()
             reason = next((line for line in lines if "error" in line), "no reason given")
             raise KernelsUnavailableError(f"{compiler} failed: {reason}")
-        # Without fsync, a power cut could leave an empty library under its name.
+        # Without fsync, a power failure could leave an empty file under the library's name.
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.chmod(0o700)
@@ -102,7 +103,7 @@ def _compile(library: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """Return a hash of the machine code's inputs: different machines can share a home folder."""
+    """Return a hash of all inputs of the build: different machines may share a home folder."""
     digest = hashlib.sha256()
     for name in (*SOURCES, *_HEADERS):
         digest.update((Path(__file__).parent / name).read_bytes())

@@ -1,4 +1,4 @@
-"""Folders of machine code that a process loads, protected from other users."""
+"""Protects the folders of machine code that a process loads from other users."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 def own_folder(path: Path) -> Path:
     """Return `path`, created if missing, if only this user and root can write to it.
 
-    Raises PermissionError for another user's folder, except the owner of the home folder: in some
-    containers root has another user's home. Raises OSError if it cannot be created.
+    Raises PermissionError for a folder of another user, unless this is the owner of the home
+    folder: in some containers, root has the home of another user. Raises OSError if it cannot be
+    created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_trusted_owner(path):
@@ -35,9 +36,10 @@ def is_own_file(path: Path) -> bool:
 def keep_inductor_home() -> None:
     """Make torch.compile keep its machine code in this user's home.
 
-    By default that is a folder with a known name in the temporary folder, which another user could
-    create first: torch loads the code and unpickles the graphs in it. If the home folder cannot
-    be used, this process gets a new temporary folder. A folder set in the environment is kept.
+    By default, torch uses a folder with a known name in the temporary folder. Another user could
+    create this folder first, and torch loads code and unpickles graphs from it. If the home folder
+    cannot be used, this process gets a new temporary folder. A folder set in the environment is
+    kept.
     """
     if os.environ.get(_INDUCTOR):
         return

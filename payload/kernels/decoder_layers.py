@@ -1,8 +1,8 @@
 """Layers of the Llama family in bf16, as autograd functions over the kernels.
 
 The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32.
-Projections of one input are one matmul: queries, keys and values, and the gate and its partner.
-B batch, T tokens, C width, H query heads, K key heads, D head width, N = B x T.
+Projections with the same input are one matmul: queries, keys and values; gate and up.
+Shapes: B batch, T tokens, C width, H query heads, K key heads, D head width, N = B x T.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from payload.kernels.linears import Grads, LayerContext, Linears, Projection, jo
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """An RMS norm's parameter and constants."""
+    """The weight and the constants of an RMS norm."""
 
     weight: Tensor
     eps: float
@@ -40,10 +40,10 @@ class AttentionSettings:
 
     batch: int
     sizes: HeadSizes
-    """With documents, the rotation's tables have a row for each of the B x T tokens."""
+    """With packed documents, its `length` is B x T: the rotation's tables have a row per token."""
     scale: float
     rotation: Rotation | None
-    """None in a layer without positions."""
+    """None in a layer without rotary embedding."""
     starts: Tensor | None
     """(B, T) index of the first token that each token attends to; None = 0."""
 
@@ -70,7 +70,7 @@ def attention(
     settings: AttentionSettings,
     context: LayerContext,
 ) -> Tensor:
-    """Return causal self-attention of x (N, C); `norms` apply to each query and each key."""
+    """Return causal self-attention of x (N, C); `norms` are for the queries and for the keys."""
     qkv_layers, out_layer = join(projections, context), join((out,), context)
     scales = () if norms is None else (norms[0].weight, norms[1].weight)
     scale = None
@@ -89,7 +89,7 @@ def gated_mlp(
     gate: Gate,
     context: LayerContext,
 ) -> Tensor:
-    """Return `down(activation(first(x)) * second(x))` for x (N, C) and two projections."""
+    """Return `down(activation(first(x)) * second(x))` for x (N, C) and the two `projections`."""
     wide_layers, down_layer = join(projections, context), join((down,), context)
     parameters = (*wide_layers.parameters, *down_layer.parameters)
     made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)
@@ -97,7 +97,7 @@ def gated_mlp(
 
 
 class _AddNorm(torch.autograd.Function):
-    """The residual sum and its RMS norm."""
+    """Computes the residual sum and its RMS norm."""
 
     @staticmethod
     def forward(
@@ -107,14 +107,14 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, rstd)
         ctx.library, ctx.norm, ctx.adds = library, norm, added is not None
         ctx.set_materialize_grads(False)
-        # Autograd requires that an output that equals an input is another tensor.
+        # Autograd requires a new tensor object for an output that equals an input.
         return total if added is not None else total.view_as(total), normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor | None, grad_normed: Tensor) -> Grads:
         total, rstd = ctx.saved_tensors
-        # The gradient of the sum has no other reader and is overwritten.
+        # The gradient of the sum has no other reader, so it is overwritten.
         grads = pointwise.rms_norm_backward(
             ctx.library,
             total,
@@ -129,7 +129,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _BranchNorm(torch.autograd.Function):
-    """The RMS norm of a bf16 tensor."""
+    """Computes the RMS norm of a bf16 tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm, library: Library) -> Tensor:
@@ -156,7 +156,7 @@ class _BranchNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Projection to queries, keys and values, attention, and the output projection."""
+    """Computes the projection to queries, keys and values, attention, and the output projection."""
 
     @staticmethod
     def forward(
@@ -206,7 +206,7 @@ class _Attention(torch.autograd.Function):
         out_grads = out_layer.backward(grad, mixed, kept_out, grad_low)
         qk = None
         if scale is not None:
-            # Recomputed: that costs less time than keeping them for a layer is worth.
+            # Normed queries and keys are recomputed: this takes little time and saves their memory.
             qk = pointwise.norm_rotate_forward(
                 library, qkv, scale, settings.rotation, settings.sizes
             )
@@ -235,7 +235,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _GatedMlp(torch.autograd.Function):
-    """The gate, its partner and the down projection; the backward pass recomputes their product."""
+    """Computes gate, up and down projections; backward recomputes the product of gate and up."""
 
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ class _GatedMlp(torch.autograd.Function):
         wide_layers, down_layer = ctx.layers
         inner, grad_low = down_layer.input_gradient(grad, kept_down)
         grad_wide = pointwise.gated_backward(ctx.library, wide, inner, ctx.gate)
-        # `inner` now has the input of the down projection.
+        # `inner` now holds the input of the down projection.
         down_grads = down_layer.backward(grad, inner, kept_down, grad_low)
         needs_x = ctx.needs_input_grad[0]
         grad_x, grad_low = wide_layers.input_gradient(grad_wide, kept_wide, needed=needs_x)

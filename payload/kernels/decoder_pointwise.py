@@ -1,6 +1,6 @@
 """The decoder's pointwise ops and norms on tensors: RMS norms, rotary embedding, gates.
 
-Each function raises ValueError for tensors of another dtype or shape, as in `library`.
+Each function raises ValueError for tensors of a wrong dtype or shape, as in `library`.
 N tokens of all sequences, T tokens of one, C width, H query heads, K key heads, D head width.
 """
 
@@ -15,29 +15,29 @@ from torch import Tensor
 from payload.kernels.library import Library, require_tensor
 
 Gate = Literal["silu", "gelu_tanh"]
-"""The gate's activation: SiLU for SwiGLU, or GELU's tanh form for GeGLU."""
+"""Activation of the gate: SiLU for SwiGLU, or the tanh form of GELU for GeGLU."""
 
 LONGEST_HEAD = 512
 """Largest head width: a thread keeps a head on its stack (decoder.cpp)."""
 
 _SUM_ROWS = 64
-"""Rows summed into one partial sum."""
+"""Number of rows that are added up into one partial sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormScale:
-    """Scale of an RMS norm: weight + offset; `eps` is added to the mean square."""
+    """The scale of an RMS norm, weight + offset, and `eps`, which is added to the mean square."""
 
     weight: Tensor
     """(C,) fp32."""
     eps: float
     offset: float = 0.0
-    """1 in Gemma, whose zero weights mean a scale of 1."""
+    """1 in Gemma, where a weight of zero means a scale of 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """Query and key heads of qkv (N, H + 2 K, D), in sequences of T tokens."""
+    """The sizes of qkv (N, H + 2 K, D) with sequences of `length` tokens."""
 
     length: int
     heads: int
@@ -45,7 +45,7 @@ class HeadSizes:
     width: int
 
     def columns(self) -> int:
-        """Return the columns of queries, keys and values together."""
+        """Return the number of columns of queries, keys and values together."""
         return (self.heads + 2 * self.key_heads) * self.width
 
 
@@ -57,7 +57,7 @@ class Rotation:
     sin: Tensor
 
     def require(self, sizes: HeadSizes) -> None:
-        """Raise ValueError for tables that do not fit."""
+        """Raise ValueError if the tables do not fit `sizes`."""
         for name, table in (("cos", self.cos), ("sin", self.sin)):
             require_tensor(name, table, torch.float32, (sizes.length, sizes.width // 2))
 
@@ -96,7 +96,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, of `added` (if `adds`) and, unless it is frozen, of the weight.
 
-    `total` and `rstd` are the forward pass's. The gradient of x overwrites `grad_total` if it is
+    `total` and `rstd` are from the forward pass. The gradient of x overwrites `grad_total` if it is
     given.
     """
     rows, width = total.shape
@@ -132,9 +132,10 @@ def rotate(
 def norm_rotate_forward(
     library: Library, qkv: Tensor, scale: NormScale, rotation: Rotation | None, sizes: HeadSizes
 ) -> Tensor:
-    """Return normed and rotated queries and keys: (N, H + K, D) bf16.
+    """Return normed and rotated queries and keys, (N, H + K, D) bf16.
 
-    The scale's weight is (2, D): the queries' and the keys'. Without a rotation, only norm.
+    The scale's weight is (2, D), for the queries and for the keys. Without a rotation, they are
+    only normed.
     """
     _require_heads(qkv, sizes)
     require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
@@ -154,7 +155,7 @@ def norm_rotate_backward(
     grad: Tensor,
     sizes: HeadSizes,
 ) -> Tensor:
-    """Convert `grad`, of qkv's shape, from the outputs' to the inputs' gradient, in place.
+    """Convert `grad`, with the shape of qkv, from output to input gradients in place.
 
     Return the gradient of the scale's weight (2, D).
     """
@@ -169,7 +170,7 @@ def norm_rotate_backward(
 
 
 def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
-    """Return activation(gate) * up (N, I) for `wide` (N, 2 I) bf16, which has both side by side."""
+    """Return activation(gate) * up (N, I) for `wide` (N, 2 I) bf16, the columns of gate and up."""
     require_tensor("wide", wide, torch.bfloat16)
     rows, width = wide.shape
     y = wide.new_empty(rows, width // 2)
@@ -178,7 +179,7 @@ def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
 
 
 def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> Tensor:
-    """Return the gradient of `wide`; overwrite `grad`, of the output, with the output."""
+    """Return the gradient of `wide`; overwrite `grad`, the output's gradient, with the output."""
     require_tensor("wide", wide, torch.bfloat16)
     rows, width = wide.shape
     require_tensor("grad", grad, torch.bfloat16, (rows, width // 2))
@@ -189,7 +190,7 @@ def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> 
 
 
 def _require_norm(x: Tensor, added: Tensor | None, scale: NormScale) -> bool:
-    """Raise ValueError for tensors that do not fit; return whether x is bf16."""
+    """Raise ValueError for tensors that do not fit each other; return whether x is bf16."""
     is_bf16 = x.dtype is torch.bfloat16
     require_tensor("x", x, torch.bfloat16 if is_bf16 else torch.float32)
     if is_bf16 and added is not None:

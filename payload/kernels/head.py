@@ -1,10 +1,12 @@
 """The output head and its loss, without a second copy of the logits.
 
 One buffer of logits in the matmuls' dtype serves all chunks of tokens. Each chunk's logits are
-overwritten by their gradient, from which both products of the backward pass are computed
-immediately. The buffer is in slices of the vocabulary, (N, W) each, in separate memory: a matmul
-reads or writes one contiguous slice, where rows of the whole vocabulary would be 100 kB apart.
-N tokens, C width, V vocabulary, W vocabulary rows of a slice.
+overwritten by their gradient, from which both matmuls of the backward pass are computed
+immediately. The buffer consists of slices of the vocabulary, (N, W) each, in separate memory: a
+matmul reads or writes one contiguous slice, while rows of the full vocabulary would be 100 kB
+apart.
+
+Shapes: N tokens, C width, V vocabulary, W vocabulary rows of a slice.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from payload.kernels.accumulate import TokenGradient, gradient_dtype
 from payload.kernels.library import Library, Slices
 from payload.models.spec import logits_tokens
 
-# Rows of which the pure torch version holds fp32 copies together.
+# Number of rows that the pure torch version copies to fp32 at a time.
 _ROWS = 128
-# Vocabulary rows of one product. With all 50257 together the logits' product ran at 0.27 TFLOP/s,
-# in slices at 0.42, where square products of size 1024 have 0.43 (two AVX-512 cores, 1024 tokens,
-# 2026-11-21).
+# Vocabulary rows of one matmul. With all 50257 rows together, the matmul of the logits ran at 0.27
+# TFLOP/s, in slices at 0.42; square matmuls of size 1024 run at 0.43 (two AVX-512 cores, 1024
+# tokens, 2026-11-21).
 SLICE = 2048
-# Slices of logits that are copied before the weight's gradient overwrites them: 32 MB of 1024
-# tokens, and enough rows for every thread.
+# Number of slices of logits that are copied before the weight's gradient overwrites them. They take
+# 32 MB for 1024 tokens, and have enough rows for every thread.
 _COPIED_SLICES = 8
 
 
@@ -37,8 +39,8 @@ def mean_loss(
 ) -> Tensor:
     """Return the mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
-    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, the matmuls' dtype, or in
-    fp32; then each matmul rounds its slice.
+    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, which the matmuls use, or in fp32; in
+    this case each matmul rounds its slice.
     """
     loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, loss)
@@ -65,13 +67,13 @@ def token_losses(
 def trained_losses(
     hidden: Tensor, weight: Tensor, cast_weight: Tensor, targets: Tensor, gradient: TokenGradient
 ) -> Tensor:
-    """Return the same with gradients, for a loss that weighs each token by all losses."""
+    """Return `token_losses` with gradients, for a loss that depends on all tokens' losses."""
     losses = _TokenLosses.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, losses)
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Recomputes logits in the backward pass, when each token's weight is known."""
+    """Recomputes the logits in the backward pass, when the gradient of each loss is known."""
 
     @staticmethod
     def forward(
@@ -161,7 +163,7 @@ class _MeanLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = float(grad)
-        # Computed in the forward pass only for this backward pass, so they can be overwritten.
+        # These were computed in the forward pass only for this use, so they can be overwritten.
         if grad_weight is not None:
             ctx.gradient.add_head(ctx.weight, grad_weight, scale)
         if scale != 1:
@@ -172,39 +174,39 @@ class _MeanLoss(torch.autograd.Function):
 def _weight_gradient_buffer(
     weight: Tensor, gradient: TokenGradient, *, tokens: int
 ) -> Tensor | None:
-    """Return memory for the weight's gradient; None if it is frozen."""
+    """Return memory for the weight's gradient, or None if the weight is frozen."""
     if not weight.requires_grad:
         return None
     place = gradient.head_gradient(weight)
-    # The sum over several chunks is fp32; `add_head` rounds it.
+    # A sum over several chunks is in fp32; `add_head` rounds it.
     adds_up = place.dtype is torch.bfloat16 and tokens > logits_tokens(len(weight))
     return torch.empty(weight.shape) if adds_up else place
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Yield slices of tokens whose logits fit in the buffer together."""
+    """Yield slices of tokens, each small enough for its logits to fit in the buffer."""
     size = logits_tokens(vocabulary)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 
 
 def _mean(losses: Tensor, count: int) -> Tensor:
-    # Without targets it is 0 / 0, as in torch.
+    # Without targets, the mean is 0 / 0, as in torch.
     return (losses.sum(dtype=torch.float64) / count).float()
 
 
 def _buffer(hidden: Tensor, *, vocabulary: int) -> list[Tensor]:
     rows = min(len(hidden), logits_tokens(vocabulary))
-    # One row more than needed: at a distance of a power of two, a row's elements in all slices
-    # would compete for a few sets of the caches.
+    # A slice has one row more than needed: if slices began at distances of a power of two, a row's
+    # elements in all slices would compete for a few cache sets.
     buffer = [hidden.new_empty(rows + 1, SLICE) for _ in range(-(-vocabulary // SLICE))]
     _clear_end(buffer, vocabulary)
     return buffer
 
 
 def _clear_end(buffer: Slices, vocabulary: int) -> None:
-    # With AMX, oneDNN 3.12 reads whole tiles of a left operand and multiplies the elements after
-    # the end of its rows by zero: they must be finite (maybe_pre_process_k_tail).
+    # With AMX, oneDNN 3.12 reads full tiles of the left operand and multiplies the elements after
+    # the end of its rows by zero, so these must be finite (maybe_pre_process_k_tail).
     if used := vocabulary % SLICE:
         buffer[-1][:, used:] = 0
 
@@ -223,9 +225,9 @@ def _shared_memory(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return memory for the weight's gradient (V, C), and slices of logits in the same memory.
 
-    Slice by slice, logits (N, W) become their part (W, C) of the gradient, where N <= C. Each
-    slice begins a row after that part, for the reason in `_buffer`, so a part covers
-    its own slice and the end of the previous one.
+    Slice by slice, logits (N, W) are overwritten by their part (W, C) of the gradient; this
+    requires N <= C. Each slice has one row more than its part, for the reason in `_buffer`, so a
+    part covers its own slice and the end of the previous slice.
     """
     tokens, width = hidden.shape
     vocabulary, stride = len(weight), SLICE * (width + 1)
@@ -237,7 +239,7 @@ def _shared_memory(
 
 
 def _overwrite_logits(grad: Tensor, logits: Slices, rows: Tensor, library: Library) -> None:
-    """Compute the weight's gradient in `_shared_memory`, from copies of a few slices at a time."""
+    """Compute the weight's gradient over the logits, from copies of a few slices at a time."""
     for first in range(0, len(logits), _COPIED_SLICES):
         copies = [each.clone() for each in logits[first : first + _COPIED_SLICES]]
         part = grad[first * SLICE :][: len(copies) * SLICE]
@@ -297,7 +299,7 @@ def _cross_entropy(
     vocabulary: int,
     grad_scale: float | None,
 ) -> Tensor:
-    """Return the loss of each row, fp32; with a scale, overwrite `logits` by their gradient."""
+    """Return the loss of each row, fp32; with a scale, overwrite `logits` with their gradient."""
     if library is not None:
         return library.cross_entropy(logits, targets, vocabulary=vocabulary, grad_scale=grad_scale)
     losses = torch.empty(len(targets))

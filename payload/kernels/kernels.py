@@ -1,4 +1,4 @@
-"""The kernels of a model: computations that run faster than the reference."""
+"""The kernels of a model, which compute the same as the reference, but faster."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ log = logging.getLogger(__name__)
 
 
 class Kernels:
-    """Faster computation of a model's steps; without a library, some of it in pure torch."""
+    """Computes parts of a training step faster; without a library, some of them in pure torch."""
 
     def __init__(self, library: Library | None) -> None:
         self._library = library
         self._copies = Bf16Copies()
         self.token_gradient = accumulate.TokenGradient(library)
-        """Adds up the token embedding's gradient; an exchange between ranks sets its own."""
+        """Adds up the token embedding's gradient; a gradient exchange replaces this object."""
         self._layers: LayerContext | None = None
         if library is not None and library.has_products:
             gradients = accumulate.WeightGradients(library)
             self._layers = LayerContext(library, self._copies, gradients)
 
     def layers_note(self, dtype: Dtype) -> str | None:
-        """Return why a run in `dtype` has no layer kernels, as log text; None if it has."""
+        """Return a log text on why a run in `dtype` has no layer kernels, or None."""
         if self._library is None or (self._layers is not None and dtype == "bf16"):
             return None
         why = "layer kernels need bf16, this run is in fp32"
@@ -47,15 +47,15 @@ class Kernels:
         return self._library is not None
 
     def weights_changed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Drop data derived from the optimizer's weights; a hook for its steps."""
+        """Drop data derived from the optimizer's weights; registered as a hook after its steps."""
         self._copies.drop(each for group in optimizer.param_groups for each in group["params"])
 
     def keep_no_copies(self) -> None:
-        """Keep no data derived from weights after the matmul that needs it."""
+        """Keep data derived from weights only for the matmul that needs it."""
         self._copies.keep_none()
 
     def make_gradients_at(self, place: Callable[[Tensor], Tensor]) -> None:
-        """Compute weight gradients in the memory that `place` returns, where kernels do it."""
+        """Make the kernels compute weight gradients in the memory that `place` returns."""
         if self._layers is not None:
             self._layers.gradients.place = place
 
@@ -71,19 +71,19 @@ class Kernels:
         self.token_gradient.updated()
 
     def make_state(self, optimizer: torch.optim.AdamW) -> None:
-        """Create the missing parts of the optimizer's state."""
+        """Create the optimizer's missing state."""
         update.make_state(optimizer)
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
-        """Look up rows of the token embedding that is also the head's weight."""
+        """Look up rows of a token embedding that is also the output head."""
         return accumulate.embed(weight, tokens, self.token_gradient)
 
     def layer_context(self) -> LayerContext | None:
-        """Return the context for functions of `layers`; None in fp32 or without layer kernels."""
+        """Return the context for the layer functions; None in fp32 or without layer kernels."""
         return self._layers if _is_bf16() else None
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of (B, T, C) against (B, T), a scalar."""
+        """Return the mean cross entropy of `hidden` (B, T, C) against `targets` (B, T)."""
         hidden, cast_weight = self._cast(hidden, weight)
         flat = (hidden.flatten(0, 1), weight, cast_weight, targets.flatten())
         with torch.autocast("cpu", enabled=False):
@@ -107,9 +107,10 @@ class Kernels:
             return hidden, weight
         hidden = hidden.to(torch.bfloat16)
         if hidden.shape[:-1].numel() <= logits_tokens(len(weight)):
-            # Two matmuls read it and round it themselves: a copy would add to the peak.
+            # Only two matmuls read the weight and round it themselves; a copy would add to the
+            # peak.
             return hidden, weight
-        # Made for this micro-batch: a kept copy would add to all gradients.
+        # The copy is made for this micro-batch: a kept copy would be in memory with all gradients.
         return hidden, weight.to(torch.bfloat16)
 
 
@@ -118,7 +119,7 @@ def _is_bf16() -> bool:
 
 
 def find_kernels() -> Kernels:
-    """Return this machine's kernels, built if missing; log missing kernels and use torch."""
+    """Return this machine's kernels, built if missing; if that fails, log it and use torch."""
     try:
         library = load_library()
     except KernelsUnavailableError as error:

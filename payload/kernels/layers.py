@@ -1,7 +1,9 @@
 """Layers of GPT-2 in bf16, as autograd functions over the kernels.
 
-The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32: the same
-as autocast, with fewer passes over memory. B batch, T tokens, C width, H heads, N = B x T.
+The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32, as with
+autocast, but with fewer passes over memory.
+
+Shapes: B batch, T tokens, C width, H heads, N = B x T.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def attention(
 ) -> Tensor:
     """Return causal self-attention of x (N, C); `heads` is (B, T, H), `qkv` is (3 C, C).
 
-    `starts` (B, T) are the first tokens that each token attends to; None = 0.
+    `starts` (B, T) has the index of the first token that each token attends to; None = 0.
     """
     layers = tuple(join((each,), context, keeps_copies=True) for each in (qkv, out))
     parameters = (*layers[0].parameters, *layers[1].parameters)
@@ -43,7 +45,7 @@ def attention(
 
 
 def mlp(x: Tensor, up: Projection, down: Projection, context: LayerContext) -> Tensor:
-    """Return `down(gelu(up(x)))` for x (N, C), with GELU's tanh form."""
+    """Return `down(gelu(up(x)))` for x (N, C), with the tanh form of GELU."""
     layers = tuple(join((each,), context, keeps_copies=True) for each in (up, down))
     parameters = (*layers[0].parameters, *layers[1].parameters)
     made = _Mlp.apply(x, *layers, context.library, *parameters)
@@ -51,7 +53,7 @@ def mlp(x: Tensor, up: Projection, down: Projection, context: LayerContext) -> T
 
 
 class _AddNorm(torch.autograd.Function):
-    """The residual sum and its layer norm."""
+    """Computes the residual sum and its layer norm."""
 
     @staticmethod
     def forward(
@@ -67,7 +69,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, mean, rstd, weight)
         ctx.library, ctx.adds, ctx.has_bias = library, added is not None, bias is not None
         ctx.set_materialize_grads(False)
-        # Autograd requires that an output that equals an input is another tensor.
+        # Autograd requires a new tensor object for an output that equals an input.
         return total if added is not None else total.view_as(total), normed
 
     @staticmethod
@@ -81,7 +83,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Projection to queries, keys and values, attention, and the output projection."""
+    """Computes the projection to queries, keys and values, attention, and the output projection."""
 
     @staticmethod
     def forward(
@@ -123,7 +125,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """Two matmuls with GELU in between; the backward pass recomputes GELU's output."""
+    """Computes two matmuls with GELU in between; backward recomputes the output of GELU."""
 
     @staticmethod
     def forward(

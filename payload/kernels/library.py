@@ -1,7 +1,8 @@
 """The built library's functions, on tensors.
 
-C++ gets addresses and sizes and checks neither. So each function first raises ValueError for
-tensors of another dtype or shape. It does not use `assert`, which `python -O` removes.
+The C++ code gets addresses and sizes and checks neither. Each function therefore first raises
+ValueError for tensors of a wrong dtype or shape. `assert` is not used, because `python -O` removes
+it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from payload.kernels.build import built_library
 from payload.kernels.unavailable import KernelsUnavailableError
 
 _SUM_ROWS = 64
-"""Rows summed into one partial sum."""
+"""Number of rows that are added up into one partial sum."""
 
 Slices = Sequence[Tensor]
-"""Columns of one matrix, equally many in each tensor."""
+"""Slices of a matrix by columns; each tensor has equally many columns."""
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double
@@ -59,13 +60,14 @@ _TAKES_MEMORY = {
     "sum_squares",
     "adamw",
 }
-"""Functions that return whether they ran out of memory; the others return nothing."""
+"""Functions that return whether they ran out of memory; all other functions return nothing."""
 
 
 class TensorUpdate(ctypes.Structure):
-    """One tensor of an AdamW update: addresses of fp32 elements, of the bf16 copy or None.
+    """The addresses and constants for the AdamW update of one tensor.
 
-    The gradient is at `grad` in fp32 or at `rounded_grad` in bf16; the other one is null.
+    The gradient is at `grad` in fp32 or at `rounded_grad` in bf16; the other address is null.
+    `copy` is the address of the bf16 copy, or null. All other tensors are fp32.
     """
 
     _fields_ = (
@@ -83,7 +85,7 @@ class TensorUpdate(ctypes.Structure):
 
 
 class Library:
-    """The loaded kernels. They use torch's number of threads at the time of the call."""
+    """The loaded kernels; each call uses as many threads as torch does at that time."""
 
     def __init__(self, path: Path) -> None:
         """Load the result of `built_library`. Raises KernelsUnavailableError."""
@@ -96,7 +98,7 @@ class Library:
             function.argtypes = types
             function.restype = _INT if name in _TAKES_MEMORY else None
         self.has_products: bool = bool(self._functions.tileforge_has_products())
-        """True if this CPU multiplies bf16 blocks; otherwise torch computes the layers."""
+        """True if this CPU has bf16 matmul instructions; otherwise torch computes the layers."""
 
     def attention_forward(
         self, qkv: Tensor, *, starts: Tensor | None = None
@@ -115,7 +117,7 @@ class Library:
         *,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; `out` and `log_sums` are the forward pass's."""
+        """Return the gradient of qkv; `out` and `log_sums` are from the forward pass."""
         _require_qkv(qkv)
         flat, key_heads = qkv.flatten(2, 3), qkv.shape[3]
         grad = self.grouped_attention_backward(
@@ -134,10 +136,10 @@ class Library:
     ) -> tuple[Tensor, Tensor]:
         """Return causal attention (B, T, H, D) bf16 and its log sums (B, H, T).
 
-        `qkv` is (B, T, H + 2 K, D) bf16: query heads, then K heads of keys and K of values,
+        `qkv` is (B, T, H + 2 K, D) bf16: query heads, then K heads of keys and K heads of values,
         each shared by H / K query heads. If `qk` (B, T, H + K, D) is given, it replaces queries and
-        keys. A token attends to those from `starts` (B, T) int64 up to itself; None = all. The
-        default scale is one over the root of D.
+        keys. A token attends to the tokens from `starts` (B, T) int64 up to itself; None = from the
+        first token. The default scale is one over the root of D.
         """
         batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
         out = qkv.new_empty(batch, length, heads, width)
@@ -158,9 +160,9 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; with `qk`, the part for queries and keys is the one of `qk`.
+        """Return the gradient of qkv; with `qk`, its part for queries and keys is that of `qk`.
 
-        `out` and `log_sums` are the forward pass's.
+        `out` and `log_sums` are from the forward pass.
         """
         batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
         sizes = (batch, length, heads, width)
@@ -176,7 +178,7 @@ class Library:
     def cross_entropy(
         self, logits: Slices, targets: Tensor, *, vocabulary: int, grad_scale: float | None
     ) -> Tensor:
-        """Return the loss of each row, fp32; with a scale, overwrite `logits` by their gradient.
+        """Return the loss of each row, fp32; with a scale, overwrite `logits` with their gradient.
 
         The gradient is multiplied by the scale. `logits` are bf16 or fp32, (N, W) for each of S
         slices of the vocabulary. Columns beyond the vocabulary in the last slice are unchanged.
@@ -204,7 +206,7 @@ class Library:
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return the recomputed output; overwrite `grad`, of the output, by the gradient of `x`."""
+        """Return the recomputed output; overwrite its gradient `grad` with the gradient of `x`."""
         require_tensor("x", x, torch.bfloat16)
         require_tensor("grad", grad, torch.bfloat16, x.shape)
         y = torch.empty_like(x)
@@ -216,8 +218,9 @@ class Library:
     ) -> None:
         """Compute the transpose of `grad` (N, R) times x (N, C), both bf16, into `total` (R, C).
 
-        `total` is fp32, and with `add` the product is added to it; or it is bf16, rounded from fp32
-        sums. `grad` may be S slices of R, (N, W) each; the last slice may have extra columns.
+        `total` is fp32, and with `add` the product is added to it; or `total` is bf16 and gets
+        rounded fp32 sums. `grad` may be S slices of R, (N, W) each; the last slice may have extra
+        columns.
         """
         slices = (grad,) if isinstance(grad, Tensor) else grad
         rows, width = total.shape
@@ -226,7 +229,7 @@ class Library:
         self._weight_gradients(slices, x, [(total, add)])
 
     def weight_gradients(self, grad: Tensor, x: Tensor, totals: list[tuple[Tensor, bool]]) -> None:
-        """Compute it for several weights, each with whether the product is added to its total.
+        """Compute `weight_gradient` for several weights; `totals` has (total, add) for each.
 
         The columns of `grad` (N, R) belong to the first weight, then to the next, and so on.
         """
@@ -254,7 +257,7 @@ class Library:
         self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
-        """Return the sum of the rows of x (N, C) bf16, in fp32 without converting all of x."""
+        """Return the sum in fp32 of the rows of x (N, C) bf16, without converting all of x."""
         require_tensor("x", x, torch.bfloat16)
         rows, width = x.shape
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
@@ -321,7 +324,7 @@ class Library:
         return grad_x, grad_added, weight_grad, bias_grad
 
     def sum_squares(self, tensors: list[Tensor]) -> float:
-        """Return the sum of the squares of all elements, fp32 or bf16, of all tensors, in fp64."""
+        """Return the fp64 sum of the squares of all elements of fp32 or bf16 tensors."""
         for each in tensors:
             _require(each.dtype in (torch.float32, torch.bfloat16), "a tensor of another dtype")
             require_tensor("a tensor", each, each.dtype)
@@ -345,7 +348,7 @@ class Library:
         self.call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
 
     def call(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Call a kernel. Raises MemoryError; its output is undefined then."""
+        """Call a kernel. Raises MemoryError; in this case the output is undefined."""
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
@@ -361,7 +364,7 @@ class Library:
 def require_tensor(
     name: str, tensor: Tensor | None, dtype: torch.dtype, size: tuple[int, ...] | None = None
 ) -> None:
-    """Raise ValueError if a tensor is not contiguous or has another dtype or size.
+    """Raise ValueError if a tensor is not contiguous or has a wrong dtype or size.
 
     None is accepted.
     """
@@ -411,7 +414,7 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _require_slices(slices: Slices, columns: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (N, W) of each slice. Raises ValueError for others, or too many for `columns`."""
+    """Return (N, W) of each slice. Raises ValueError for invalid or too many slices."""
     _require(slices[0].ndim == 2, "a slice is not (N, W)")
     rows, width = slices[0].shape
     for each in slices:
@@ -422,5 +425,5 @@ def _require_slices(slices: Slices, columns: int, dtype: torch.dtype) -> tuple[i
 
 
 def load_library() -> Library:
-    """Load the library, built if missing. Raises KernelsUnavailableError."""
+    """Load the library, which is built if missing. Raises KernelsUnavailableError."""
     return Library(built_library(Path.home() / ".cache" / "tileforge" / "kernels"))

@@ -1,4 +1,4 @@
-"""Linear layers of one input as one bf16 matmul: trained, or frozen with adapters.
+"""Computes linear layers with the same input as one bf16 matmul: trained, or frozen with adapters.
 
 N tokens, I inputs, O outputs of all layers together, R ranks of all their adapters together.
 """
@@ -19,14 +19,14 @@ from payload.kernels.library import Library
 
 Grads = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
-"""Activations between the low-rank matrices, (N, R), and dropout's mask of kept elements, (A, N, I)
-bool for A adapters; None without adapters or dropout."""
+"""Activations between the low-rank matrices, (N, R), and dropout's masks of kept elements, (A, N,
+I) bool for A adapters. Without adapters or dropout: None."""
 _NOTHING: Kept = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """Objects that the layers' functions need."""
+    """The objects that the layer functions need."""
 
     library: Library
     copies: Bf16Copies
@@ -48,10 +48,10 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer's parameters; a frozen one can have an adapter."""
+    """The parameters of a linear layer; a frozen layer can have an adapter."""
 
     weight: Tensor
-    """(outputs, inputs) fp32, or bf16 if it is frozen."""
+    """(outputs, inputs) fp32; bf16 is possible if frozen."""
     bias: Tensor | None
     adapter: LowRank | None = None
 
@@ -60,13 +60,13 @@ class Linears(ABC):
     """Linear layers with the same input; their outputs are concatenated."""
 
     parameters: tuple[Tensor | None, ...]
-    """Inputs of the autograd function; `backward` returns a gradient or None for each."""
+    """Inputs of the autograd function; `backward` returns a gradient or None for each of them."""
     keeps_input: bool
     """True if `backward` needs the input."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
-        """Return the output (N, O) of x (N, I), and the adapters' tensors for the backward pass."""
+        """Return the output (N, O) for x (N, I), and the adapters' tensors that backward needs."""
 
     @abstractmethod
     def input_gradient(
@@ -74,15 +74,15 @@ class Linears(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the input (N, I) and of the tensor between low-rank matrices.
 
-        `grad` is the output's (N, O), `kept` is `forward`'s. Unless it is `needed`, the input's
-        gradient is empty.
+        `grad` is the gradient of the output (N, O), and `kept` is from `forward`. Unless it is
+        `needed`, the input's gradient is empty.
         """
 
     @abstractmethod
     def backward(self, grad: Tensor, x: Tensor, kept: Kept, grad_low: Tensor | None) -> Grads:
         """Add the weights' gradients to their memory; return the gradients of `parameters`.
 
-        `kept` is `forward`'s, `grad_low` is `input_gradient`'s second result.
+        `kept` is from `forward`, and `grad_low` is the second result of `input_gradient`.
         """
 
 
@@ -91,7 +91,7 @@ def join(
 ) -> Linears:
     """Join layers that are all trained or all frozen.
 
-    With `keeps_copies` the bf16 weights of trained layers last until the next update.
+    With `keeps_copies`, the bf16 weights of trained layers are kept until the next update.
     """
     if projections[0].weight.requires_grad:
         return _Trained(projections, context, keeps_copies=keeps_copies)
@@ -101,8 +101,9 @@ def join(
 class _Trained(Linears):
     """Trained layers, whose bf16 weights are concatenated by rows.
 
-    Unless they are kept, they are made for each matmul: rounding them takes a hundredth of the time
-    for 4 x 1024 tokens, and all of them together are 2 bytes a parameter.
+    Unless copies are kept, the bf16 weights are made for each matmul: rounding takes a hundredth of
+    the matmul's time for 4 x 1024 tokens, while copies of all weights would take 2 bytes per
+    parameter.
     """
 
     keeps_input = True
@@ -145,8 +146,8 @@ class _Trained(Linears):
 class _Frozen(Linears):
     """Frozen layers, whose adapters' low-rank matrices are joined as well.
 
-    All adapters' first matrices are concatenated by rows, (R, I). The second ones, times their
-    scales, are blocks of one matrix (O, R) that is zero outside them.
+    The first matrices of all adapters are concatenated by rows, (R, I). The second matrices,
+    multiplied by their scales, are blocks of a matrix (O, R) that is zero outside the blocks.
     """
 
     def __init__(self, projections: Sequence[Projection], context: LayerContext) -> None:
@@ -213,7 +214,7 @@ class _Frozen(Linears):
             for (each, _, ranks), mask in zip(self._blocks, masks, strict=True):
                 part = grad_low[:, ranks].contiguous()
                 gradients.add(each.first, part, self._dropped(x, mask))
-        # Of all pairs of a rank and an output, only those of the same adapter are needed.
+        # Only the blocks with rank and output of the same adapter are needed.
         every = torch.empty(low.shape[1], grad.shape[1])
         library.weight_gradient(low, grad, every, add=False)
         for adapter, rows, ranks in self._blocks:
@@ -221,7 +222,7 @@ class _Frozen(Linears):
         return (None,) * len(self.parameters)
 
     def _draw_masks(self, x: Tensor) -> Tensor | None:
-        """Draw the adapters' dropout masks like torch's dropout, in the reference's order."""
+        """Draw the adapters' dropout masks as torch's dropout does, in the reference's order."""
         if not self._dropout:
             return None
         masks = torch.empty(len(self._adapters), *x.shape, dtype=torch.bool)
@@ -246,7 +247,7 @@ class _Frozen(Linears):
 
 
 def join_rows(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parameters in one bf16 tensor, without a copy if they are adjacent."""
+    """Return the rows of all parameters as one bf16 tensor, without a copy if they are adjacent."""
     first = parameters[0].detach()
     if first.dtype is torch.bfloat16 and _are_adjacent(parameters):
         size = (sum(len(each) for each in parameters), *first.shape[1:])

@@ -4,5 +4,5 @@
 class KernelsUnavailableError(Exception):
     """The kernels cannot be built or used on this machine; the text gives the reason.
 
-    Not an error for the user: the run logs it and uses torch.
+    This does not stop a run, which logs the reason and uses torch.
     """

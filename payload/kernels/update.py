@@ -1,4 +1,4 @@
-"""Gradient norm and AdamW by the kernels, on torch's own optimizer and its state."""
+"""Computes the gradient norm and AdamW with the kernels, on torch's optimizer and its state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def norm(tensors: list[Tensor], library: Library) -> float:
 def adamw(
     optimizer: torch.optim.AdamW, *, grad_scale: float, library: Library, copies: Bf16Copies
 ) -> None:
-    """Run `optimizer.step()` with gradients times `grad_scale`; `copies` are updated, too.
+    """Run `optimizer.step()` with gradients times `grad_scale`, and also update `copies`.
 
-    The state is the optimizer's, under its names.
+    The state is kept in the optimizer, under torch's names.
     """
     for group in optimizer.param_groups:
         if group["amsgrad"] or group["maximize"]:
@@ -67,7 +67,7 @@ def _tensor_update(
     tensors = (parameter, state["exp_avg"], state["exp_avg_sq"])
     copy = copies.existing(parameter)
     is_rounded = gradient.dtype is torch.bfloat16
-    # C++ checks nothing, and the state can come from a file.
+    # The C++ code checks nothing, and the state may come from a file.
     for each in tensors:
         require_tensor("an AdamW tensor", each, torch.float32, parameter.shape)
     grad_dtype = torch.bfloat16 if is_rounded else torch.float32

@@ -1,4 +1,4 @@
-"""LoRA's sizes and costs: the linears with an adapter, and what is trained.
+"""Sizes and costs of LoRA: which linears get an adapter, and which weights are trained.
 
 LoRA: https://arxiv.org/abs/2106.09685. rsLoRA's scale: https://arxiv.org/abs/2312.03732.
 """
@@ -21,7 +21,7 @@ from payload.models.spec import (
 from payload.models.wrapper_spec import WrappedSpec
 
 _GAPS = 1.3
-"""Ratio of the activations' memory with fragmentation to that without. Measured on two AMX cores:
+"""Factor by which fragmentation increases the activations' memory. Measured on two AMX cores:
 1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens. In fp32 on two AVX-512 cores: 1.2
 to 1.4 for SmolLM2-135M, with and without 4 bits, at 512 to 2,048 tokens."""
 
@@ -51,7 +51,7 @@ def is_target(module: str, names: tuple[str, ...] | None) -> bool:
 
 
 def scale(*, rank: int, alpha: float, rslora: bool) -> float:
-    """Return the factor of the adapter's output."""
+    """Return the factor by which the adapter's output is multiplied."""
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
@@ -61,12 +61,12 @@ class AdaptedSpec(WrappedSpec):
 
     rank: int
     targets: tuple[str, ...] | None
-    """Names of linears; None = all."""
+    """Names of the linears with an adapter; None = all linears."""
     has_dropout: bool = False
     is_quantized: bool = False
-    """True if the layers' linears have 4 bits and other base weights the matmuls' dtype."""
+    """True if the layers' linears are in 4 bits; other base weights have the matmuls' dtype."""
     is_dora: bool = False
-    """True if the norm of each output's weights is trained, too."""
+    """True if DoRA also trains the norm of each output's weights."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class AdaptedSpec(WrappedSpec):
     ) -> AdaptedSpec:
         """Return the spec of `base` with an adapter.
 
-        Raises ConfigError for an unknown target, and for a rank above every target's width.
+        Raises ConfigError for an unknown target, and for a rank above the width of all targets.
         """
         names = target_names(target)
         known = base.linears()
@@ -112,7 +112,7 @@ class AdaptedSpec(WrappedSpec):
         )
 
     def num_params(self) -> int:
-        """Return the number of weights of base and adapter."""
+        """Return the number of weights of the base and the adapter together."""
         trained_beside = self.base.task_head_size()
         return self.base.num_params() - trained_beside + self.num_trainable_params()
 
@@ -127,7 +127,8 @@ class AdaptedSpec(WrappedSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        The base's weights have no gradient: 4 instead of 6 per multiplying parameter.
+        The base's weights get no gradient, so each weight of a matmul costs 4 FLOPs per token
+        instead of 6.
         """
         head = self.base.head_rows() * self.width() - self.base.task_head_size()
         frozen = sum(each.inputs * each.outputs for each in self.linears()) + head
@@ -139,7 +140,7 @@ class AdaptedSpec(WrappedSpec):
 
         The base's linears are in the dtype of the matmuls and have neither gradients nor optimizer
         state. With kernels and in fp32, temporary tensors fragment the activations' memory.
-        Loading holds the whole base in fp32 and does not return its memory.
+        Loading holds the full base in fp32, and this memory is not returned to the system.
         """
         if self.is_quantized:
             return self._quantized_memory_bytes(setting)
@@ -156,10 +157,10 @@ class AdaptedSpec(WrappedSpec):
         return max(held + activations, loading)
 
     def _quantized_memory_bytes(self, setting: RankSetting) -> int:
-        """Estimate a training rank's peak memory with 4-bit linears, which the kernels do not run.
+        """Estimate a training rank's peak memory with 4-bit linears, which have no kernels.
 
-        Each linear is in bf16 while it is loaded and while it multiplies. An fp32 run then also
-        has an fp32 copy.
+        Each linear has a bf16 copy while it is loaded and during its matmul. In an fp32 run, it
+        also has an fp32 copy at these times.
         """
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()
@@ -170,12 +171,12 @@ class AdaptedSpec(WrappedSpec):
         return held + whole * largest + self._activation_bytes(setting) + PROCESS_BYTES
 
     def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
-        """Estimate a rank's peak memory, including its start.
+        """Estimate a rank's peak memory, including the loading of the model.
 
-        An fp32 run converts a quantised base's other weights one by one, before there are
-        activations. The largest is the embedding.
+        An fp32 run converts the unquantised weights of a quantised base one by one, before there
+        are activations. The largest of these weights is the embedding.
         """
-        # Not super(): a dataclass with slots replaces the class that super() refers to.
+        # super() cannot be used: a dataclass with slots replaces the class that super() refers to.
         training = WrappedSpec.rank_memory_bytes(self, setting, checkpointed=checkpointed)
         if not self.is_quantized or setting.dtype == "bf16":
             return training
@@ -194,18 +195,18 @@ class AdaptedSpec(WrappedSpec):
 
     def _activation_bytes(self, setting: RankSetting) -> int:
         """Return the bytes that the base's forward pass keeps, as in full training."""
-        # Both settings hold all gradients, so the difference has only activations.
+        # Both settings include all gradients, so their difference is only the activations.
         some = replace(setting, alone=False, accumulates=True)
         none = replace(some, micro_batch_size=0)
         kept = self.base.memory_bytes(some) - self.base.memory_bytes(none)
         if self.is_dora:
-            # Each linear's output, which is multiplied by its norm.
+            # DoRA keeps the output of each linear, which is multiplied by the norm's factor.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.outputs for each in self._adapted()) * setting.value_bytes()
         if setting.dtype == "bf16" and not setting.kernels:
             return kept
         if self.has_dropout:
-            # The dropped-out input of each adapter, one byte for each element.
+            # Dropout's mask for the input of each adapter takes one byte per element.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.inputs for each in self._adapted())
         return int(kept * _GAPS)
@@ -217,7 +218,7 @@ class AdaptedSpec(WrappedSpec):
         return linears * setting.value_bytes() + others * BYTES_PER_WEIGHT
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
-        """Return the adapter's matrices in the order in which the backward pass finishes them."""
+        """Return the trained parameters in the order in which the backward pass finishes them."""
         head = self.base.task_head_size()
         sizes = [GradientSize(head, "head")] if head else []
         for each in reversed(self._adapted()):

@@ -1,4 +1,4 @@
-"""A classifier's sizes and costs: a language model with one row a label as its output head."""
+"""Sizes and costs of a classifier: a language model whose output head has a row per label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from payload.models.wrapper_spec import WrappedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec(WrappedSpec):
-    """A language model with a linear layer from its width to the labels as its output head."""
+    """A language model whose output head is a linear layer from the width to the labels."""
 
     num_labels: int
 
@@ -49,7 +49,7 @@ class ClassifierSpec(WrappedSpec):
         return self.base.flops_per_token() - 6 * self.embedding_size()
 
     def memory_bytes(self, setting: RankSetting) -> int:
-        """Estimate a training rank's peak memory: the base's without logits."""
+        """Estimate a training rank's peak memory: that of the base without logits."""
         whole = self.base.memory_bytes(setting)
         tokens = setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()

@@ -1,4 +1,4 @@
-"""The interface of a model family: how to recognise its models, their sizes and other names.
+"""The interface of a model family: recognising its models, their sizes, and names in GGUF.
 
 A family is a folder of this package with a `family.py` and a line in `registry.py`. `family.py` has
 a subclass of `Family` and its instance `FAMILY`. `read` returns the family's `ModelSpec`
@@ -21,19 +21,19 @@ class Family(ABC):
     """A model family, listed in the registry."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
-    """Each `model_type` of config.json that only this family reads."""
+    """The values of `model_type` in config.json that only this family reads."""
     tensors: ClassVar[str]
     """The module with `build(spec, dropout=..., random=...)`, which returns the CausalLM."""
     presets: ClassVar[Mapping[str, ModelSpec]] = {}
-    """Models by name, for training from scratch and for names on the hub."""
+    """Specs by name, for training from scratch and for models on the hub of these names."""
     hub_configs: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """config.json of models on the hub, by the last part of their names."""
+    """The config.json of models on the hub, by the last part of their names."""
     tokenizer: ClassVar[str | None] = None
-    """Packaged tokenizer for folders without one; None = the folder must have a tokenizer."""
+    """The packaged tokenizer for folders without a tokenizer; None = the folder must have one."""
     gguf_architectures: ClassVar[tuple[str, ...]] = ()
-    """llama.cpp's names of the architectures that can be read from GGUF files."""
+    """The architectures, as llama.cpp names them, that can be read from GGUF files."""
     gguf_types: ClassVar[tuple[str, ...]] = ()
-    """Each `model_type` that can be exported to a GGUF file."""
+    """The values of `model_type` that can be exported to a GGUF file."""
 
     @abstractmethod
     def read(self, raw: Mapping[str, Any], *, where: str) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""GGUF files of every family: finding a file, reading its model, and planning an export."""
+"""GGUF files of every family: finds a file, reads its model and plans an export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from payload.models.spec import ModelSpec
 def gguf_file(source: Path) -> Path | None:
     """Return the GGUF file at or in `source`, or None for a folder without one.
 
-    Raises CheckpointError for a folder with several, or with a link to another folder.
+    Raises CheckpointError for a folder with several GGUF files, or if the file is a link that leads
+    outside the folder.
     """
     if source.is_file():
         return source if source.suffix == SUFFIX else None
@@ -50,7 +51,7 @@ def read_gguf(path: Path) -> ModelSpec:
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
-    """Return the config.json of the model with this header. Raises CheckpointError."""
+    """Return a config.json for the model with this header. Raises CheckpointError."""
     return _family_of(header, where=where).gguf_config(header, where=where)
 
 

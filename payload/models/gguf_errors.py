@@ -11,7 +11,7 @@ FIX = "Use a folder in the Hugging Face layout, with safetensors."
 
 
 def refuse_import(where: str, key: str, value: object, problem: str) -> NoReturn:
-    """Raise CheckpointError for a GGUF file that would be read as another model."""
+    """Raise CheckpointError for a GGUF file that would be read as a different model."""
     raise CheckpointError(f"{where}: {key} = {shown(value)}: {problem}. {FIX}")
 
 

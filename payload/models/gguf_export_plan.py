@@ -1,4 +1,4 @@
-"""The part of an exported GGUF file that config.json determines."""
+"""Describes the part of an exported GGUF file that config.json determines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufPlan:
-    """Metadata of a GGUF file, and the conversion of its tensors, with llama.cpp's names."""
+    """The metadata of a GGUF file and how its tensors are converted, with llama.cpp's names."""
 
     architecture: str
     """llama.cpp's name of the architecture."""
@@ -18,14 +18,14 @@ class GgufPlan:
     vocab_size: int
     """Rows of the token embedding."""
     rotated_heads: Mapping[str, int]
-    """Number of heads in projections whose rows llama.cpp reorders, by the end of their names."""
+    """Projections whose rows llama.cpp reorders: the end of the name, and the number of heads."""
     prefix: str = ""
-    """Prefix of every tensor name in transformers, which some files omit."""
+    """Prefix of all tensor names in transformers, which some files omit."""
     norm_shift: float = 0.0
-    """Added to every norm's scale."""
+    """Constant that is added to the weight of every norm."""
     transposed: tuple[str, ...] = ()
     """Ends of the names of matrices that the Hugging Face layout stores as (in, out)."""
     rope_factors: tuple[float, ...] = ()
-    """Divisors of the rotary frequencies; empty = 1."""
+    """Divisors of the rotary frequencies; empty = all 1."""
     notes: tuple[str, ...] = ()
     """Differences in how other programs read the file, one sentence each."""

@@ -1,7 +1,7 @@
-"""Reads a GGUF file's header, its metadata and tensor sizes, without any package.
+"""Reads the metadata and tensor sizes in a GGUF file's header, without any package.
 
-The file can have any origin: every count, size and offset is checked against the file before
-use. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The file may be untrusted, so every count, size and offset is checked against it before use. Format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Return the file's header. Raises CheckpointError for a damaged file or another format."""
+    """Return the file's header. Raises CheckpointError for a damaged file or a different format."""
     try:
         with open_regular(path) as file:
             return _Reader(file, path).header()

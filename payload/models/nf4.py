@@ -1,14 +1,15 @@
-"""NF4's sizes: 4-bit weights in blocks with a common scale. Pure arithmetic.
+"""Sizes of NF4 tensors: 4-bit weights in blocks with a common scale.
 
-Double quantisation keeps the blocks' scales in 8 bits. Source: https://arxiv.org/abs/2305.14314.
+Double quantisation stores the scales of the blocks in 8 bits. Source:
+https://arxiv.org/abs/2305.14314.
 """
 
 from __future__ import annotations
 
 BLOCK_SIZE = 64
-"""Weights with a common scale, as in bitsandbytes' Linear4bit."""
+"""Number of weights with a common scale, as in bitsandbytes' Linear4bit."""
 GROUP_SIZE = 256
-"""Scales with a common second-level scale."""
+"""Number of scales with a common second-level scale."""
 
 
 def num_blocks(elements: int) -> int:

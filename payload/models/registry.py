@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, str] = {
     "llama": "payload.models.llama.family",
     "transformers": "payload.models.transformers.family",
 }
-"""The module of each family, which defines `FAMILY`. A line here adds one, tensors included."""
+"""The module of each family, which defines `FAMILY`. A new family is one more line."""
 _OTHERS = "transformers"
 
 
@@ -43,7 +43,7 @@ def family_name(model_type: str) -> str:
 def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
     """Return the family that reads a config.json; `where` names it in messages.
 
-    Raises CheckpointError that lists the families, if no family reads it.
+    If no family reads it, raises CheckpointError with the list of families.
     """
     kind = raw.get("model_type")
     family = named_family(kind) or next(
@@ -81,7 +81,7 @@ def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
             "in bf16 or fp32."
         )
     if raw.get("is_causal", True) is not True:
-        # transformers treats null as false, too: a token would see the tokens to predict.
+        # transformers also treats null as false: a token would attend to the tokens to predict.
         raise CheckpointError(
             f"{where}: is_causal = {shown(raw['is_causal'])}: the model attends to later tokens, "
             "so it is not a language model. Use another model."
@@ -89,7 +89,7 @@ def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
 
 
 def presets() -> dict[str, ModelSpec]:
-    """Return every family's named models."""
+    """Return the specs of the named models of all families."""
     return {name: spec for family in families() for name, spec in family.presets.items()}
 
 
@@ -100,7 +100,7 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 
 
 def preset_of_hub_name(name: str) -> ModelSpec | None:
-    """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, if its sizes are packaged."""
+    """Return the spec of hub model `NAME` or `OWNER/NAME`; None if its sizes are not packaged."""
     last = name.partition("@")[0].rpartition("/")[2]
     for family in families():
         if last in family.hub_configs:

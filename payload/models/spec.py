@@ -1,4 +1,4 @@
-"""A model's sizes and costs, for every family: parameters, FLOPs, bytes. Pure arithmetic.
+"""Sizes and costs of a model of any family: parameters, FLOPs, bytes.
 
 The launch plan, the trainer and the benchmarks all use these numbers.
 """
@@ -18,21 +18,22 @@ from payload.optimizers.registry import default_state_bytes
 _MOST_LOGITS_TOKENS = 2048
 _MOST_LOGITS = 160 * 10**6
 
-# Python, torch and the stacks of their threads, on the development machine.
+# Memory of Python, torch and the stacks of their threads, measured on the development machine.
 PROCESS_BYTES = 350 * 2**20
 
 WHOLE_ACTIVATIONS = 12 / 28
-"""Share of a layer's activations on every tensor rank: its norms and the residual stream."""
+"""Share of a layer's activations that every tensor rank holds in full: norms, residual stream."""
 
 BYTES_PER_WEIGHT = 4
-"""An fp32 weight in a checkpoint on disk."""
+"""Bytes of an fp32 weight."""
 
 
 def logits_tokens(vocab_size: int) -> int:
     """Return the tokens in a chunk of the kernels' head: a power of two, at most 2048.
 
-    For a vocabulary of 50,257 its logits take 206 MB in bf16. A larger vocabulary has smaller
-    chunks, below 320 MB: 1024 tokens for 151,936 rows, 512 for 262,144.
+    For a vocabulary of 50,257, the logits of a chunk take 206 MB in bf16. A larger vocabulary has
+    smaller chunks, whose logits take less than 320 MB: 1024 tokens for 151,936 rows, 512 for
+    262,144.
     """
     most: int = 2 ** (max(_MOST_LOGITS // vocab_size, 1).bit_length() - 1)
     return min(most, _MOST_LOGITS_TOKENS)
@@ -40,13 +41,13 @@ def logits_tokens(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GradientSize:
-    """One trainable parameter, in a list ordered by the backward pass."""
+    """The size of a trainable parameter, in a list ordered by the backward pass."""
 
     elements: int
     kind: Literal["head", "matrix", "vector", "embedding"]
-    """`head`: a separate output head. `matrix`: of a layer; its matmuls take most of the backward
-    pass. `vector`: norms and biases. `embedding`: looked up at the start of the forward pass, so
-    its gradient is the last one."""
+    """`head`: a separate output head. `matrix`: of a layer; matmuls with these take most of the
+    backward pass. `vector`: norms and biases. `embedding`: looked up at the start of the forward
+    pass, so its gradient is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class LinearSize:
     """A linear of a layer, a possible target of an adapter."""
 
     name: str
-    """Its dotted path inside the model, in this project's module names."""
+    """Dotted path of the linear in the model, with this project's module names."""
     inputs: int
     outputs: int
 
@@ -101,7 +102,7 @@ class ModelSpec(ABC):
     """A model's sizes and costs; every family has a subclass with its own config's fields."""
 
     model_type: str
-    """As in config.json; the registries look up the family's files by it."""
+    """The `model_type` of config.json, by which the registries find the family."""
     sequence_length: int
     """Tokens of a training sequence."""
     vocab_size: int
@@ -131,8 +132,8 @@ class ModelSpec(ABC):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        6 per multiplying parameter, plus 12 x layers x heads x head width x sequence length for
-        full (not causal) attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
+        These are 6 per weight of a matmul, plus 12 x layers x heads x head width x sequence length
+        for full (not causal) attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
         """
 
     @abstractmethod
@@ -142,7 +143,7 @@ class ModelSpec(ABC):
     def checkpointed_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with activation checkpointing.
 
-        Each layer keeps its input in fp32, and one layer at a time its other activations.
+        Each layer keeps its input in fp32; only one layer at a time has its other activations.
         """
         whole, empty = (
             self.memory_bytes(each) for each in (setting, replace(setting, micro_batch_size=0))
@@ -156,12 +157,12 @@ class ModelSpec(ABC):
         return min(whole, whole - layers + layers // max(1, self.num_layers()) + kept)
 
     def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
-        """Estimate a rank's peak memory, with the whole model or with its shard.
+        """Estimate a rank's peak memory, with the full model or with its shard.
 
-        A sharded rank has 1/N of the state. Whole at one time are the weights outside the layers
-        (and their gradients if trained) and one layer: its weights, its gradients, and both
-        buffers of their exchange. At the end of the backward pass, the weights outside the layers
-        take the same instead of the activations.
+        A sharded rank has 1/N of the state. Two things are gathered in full at a time: the weights
+        outside the layers (and their gradients if trained), and one layer with its weights, its
+        gradients and both exchange buffers. At the end of the backward pass, the weights outside
+        the layers need these buffers instead of the activations.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
         if setting.tensor > 1 or setting.stages > 1:
@@ -175,9 +176,9 @@ class ModelSpec(ABC):
     def _shard_bytes(
         self, setting: RankSetting, activations: float, *, outer: float, share: float = 1.0
     ) -> int:
-        """Estimate the peak of a rank with 1/N of `share` of the weights.
+        """Estimate the peak memory of a rank with 1/N of `share` of the weights.
 
-        `outer` of these are outside the layers.
+        `outer` weights of this share are outside the layers.
         """
         trained = self.num_trainable_params() == self.num_params()
         layer = (self.num_params() - self.outer_elements()) / max(1, self.num_layers())
@@ -195,9 +196,9 @@ class ModelSpec(ABC):
     ) -> int:
         """Estimate the peak of the largest rank, with a part of each layer, some layers, or both.
 
-        Each tensor rank has whole norms and the whole residual stream. A stage keeps the
-        activations of several micro-batches; the last one has the logits. Shards divide the state
-        of these.
+        Each tensor rank holds the norms and the residual stream in full. A stage keeps the
+        activations of several micro-batches, and the last stage also has the logits. With shards,
+        each rank holds 1/N of this state.
         """
         # Imported here: the module imports this one.
         whole = replace(setting, tensor=1, stages=1, alone=False)
@@ -231,8 +232,9 @@ class ModelSpec(ABC):
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        Only if a gradient comes from a single bf16 matmul, which autocast rounds as well: one rank
-        and one micro-batch a step. Sums over micro-batches or ranks are in fp32.
+        They are only if a gradient comes from a single bf16 matmul, which autocast would round as
+        well: with one rank and one micro-batch per step. Sums over micro-batches or ranks are in
+        fp32.
         """
         del setting
         return False, False
@@ -260,16 +262,16 @@ class ModelSpec(ABC):
         yield from ()
 
     def is_counted(self) -> bool:
-        """Return whether the parameters are counted: some families' config.json is not enough."""
+        """Return whether the parameters are counted; for some models config.json is not enough."""
         return True
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
-        """Return the same model, counted by the shapes of its tensors if necessary."""
+        """Return the same model, with its parameters counted from tensor shapes if necessary."""
         del shapes
         return self
 
     def note(self) -> str | None:
-        """Return what the numbers leave out, or None."""
+        """Return a note on what the counts leave out, or None."""
         return None
 
     def linears(self) -> tuple[LinearSize, ...]:
@@ -295,11 +297,11 @@ class ModelSpec(ABC):
         return self.num_params()
 
     def head_rows(self) -> int:
-        """Return the rows of the output head: the logits of a token."""
+        """Return the rows of the output head, which is the number of logits of a token."""
         return self.vocab_size
 
     def task_head_size(self) -> int:
-        """Return the elements of a task's head that an adapter's run trains, too."""
+        """Return the elements of a task's head, which is trained together with an adapter."""
         return 0
 
     def embedding_size(self) -> int:
@@ -309,7 +311,8 @@ class ModelSpec(ABC):
     def checkpoint_bytes(self, *, state_bytes: int | None = None) -> int:
         """Return the size of a checkpoint on disk, without the small files.
 
-        `state_bytes` is the optimizer state of a trained weight; None = the default optimizer's.
+        `state_bytes` is the optimizer state of a trained weight; None = that of the default
+        optimizer.
         """
         state = default_state_bytes() if state_bytes is None else state_bytes
         return self.num_saved_params() * BYTES_PER_WEIGHT + self.num_trainable_params() * state
@@ -335,7 +338,7 @@ class ModelSpec(ABC):
 
 
 def uneven_split(counts: Mapping[str, int], ranks: int) -> str | None:
-    """Return the first of `counts` that `ranks` ranks cannot divide evenly, or None."""
+    """Return a message on the first count that `ranks` ranks cannot divide evenly, or None."""
     for name, count in counts.items():
         if count % ranks:
             return f"its {count} {name} are no multiple of {ranks}"
@@ -343,7 +346,7 @@ def uneven_split(counts: Mapping[str, int], ranks: int) -> str | None:
 
 
 def stages_conflict(spec: ModelSpec, stages: int) -> str | None:
-    """Return that there are more pipeline stages than layers, or None."""
+    """Return a message if there are more pipeline stages than layers, or None."""
     if stages > spec.num_layers():
         return f"it has fewer layers ({spec.num_layers()}) than stages"
     return None

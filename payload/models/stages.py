@@ -1,4 +1,4 @@
-"""The layers of each pipeline stage, balanced by cost, including the output head's."""
+"""Divides layers into pipeline stages, balanced by FLOPs, including those of the output head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Layered(Protocol):
 def stage_layers(spec: Layered, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, in order; each has at least one.
 
-    The head's matmuls are on the last stage. The token embedding's lookup costs nothing. Of equally
-    fast divisions, the one with the larger last stages is chosen: an earlier stage keeps the
-    activations of more micro-batches.
+    The head's matmuls are on the last stage, and the lookup in the token embedding costs nothing.
+    If several divisions are equally fast, the one with larger last stages is chosen, because
+    earlier stages keep the activations of more micro-batches.
     """
     layers = spec.num_layers()
     assert 1 <= stages <= layers, "require_split rejects fewer layers than stages"
@@ -54,7 +54,8 @@ def slowest_share(spec: Layered, stages: int) -> float:
 def largest_stage(spec: Layered, stages: int) -> float:
     """Return the largest stage's share of all weights.
 
-    The last stage has the head; if that is the token embedding, the first stage has a copy.
+    The last stage has the head; if the head is the token embedding, the first stage also has a
+    copy.
     """
     return max(stage_weights(spec, stages)) / spec.num_params()
 

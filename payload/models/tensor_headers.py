@@ -1,8 +1,8 @@
 """Reads the headers of a model's safetensors files, without their data and without any package.
 
-A folder has one file, or shards and an index that maps tensors to shards. It can have any
-origin: every name, size and offset is checked against the files before use.
-Format: https://github.com/huggingface/safetensors#format
+A folder has one file, or shards and an index that maps tensors to shards. The folder may be
+untrusted, so every name, size and offset is checked against the files before use. Format:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E8M0": 1,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Supported types of a model's weights; smaller ones are quantised."""
+"""Supported dtypes of a model's weights; weights in smaller dtypes are quantised."""
 
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6
@@ -57,21 +57,21 @@ class TensorHeader:
 
     path: Path
     dtype: str
-    """The format's name of the type: F32, BF16, ..."""
+    """The dtype as the format names it: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
-    """Offset of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
 
     def num_elements(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
 
     def is_weight(self) -> bool:
-        """Return whether its elements are floats from which a model can be trained."""
+        """Return whether the tensor's dtype is supported for weights."""
         return self.dtype in FLOAT_DTYPES
 
     def num_bytes(self) -> int:
-        """Return its size in the file."""
+        """Return the tensor's size in the file, in bytes."""
         return self.num_elements() * DTYPE_BYTES[self.dtype]
 
 
@@ -88,7 +88,7 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return every tensor of the model in `folder`, by name.
 
     Raises CheckpointError for missing, truncated or damaged files, for shards and an index that
-    contradict each other, and for weights in another format.
+    contradict each other, and for weights in a different format.
     """
     if not has_shards(folder):
         return file_headers(_weights_file(folder, WEIGHTS_FILE))
@@ -114,7 +114,7 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:
-    """Return the file's path. Raises CheckpointError if it is missing or a link to elsewhere."""
+    """Return the file's path. Raises CheckpointError if it is missing or links elsewhere."""
     path = own_file(folder, name)
     if not path.is_file():
         if index is not None:
@@ -139,7 +139,7 @@ def _why_no_weights(folder: Path) -> str:
 
 
 def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
-    """Return the tensors of one file, each checked to be inside it.
+    """Return the tensors of one file, after checking that each is inside the file.
 
     Raises CheckpointError, ending with `fix`, if the file is missing, truncated or damaged.
     """

@@ -1,4 +1,4 @@
-"""Sizes and costs of a model that wraps another: an adapter's base, a classifier's body."""
+"""Sizes and costs of a model that wraps a base model: with an adapter, or as a classifier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from payload.models.spec import LinearSize, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrappedSpec(ModelSpec):
-    """A model whose layers are those of `base`."""
+    """A model that has the layers of `base`."""
 
     base: ModelSpec
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 UPDATE_S_PER_WEIGHT = 2.4e-9
-"""One core's time, clipping included: it moves 28 bytes for each weight.
+"""Seconds of one core per weight, including clipping; it moves 28 bytes for each weight.
 Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
 """The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
@@ -18,7 +18,7 @@ L4 is the slowest supported GPU; an H100 has eleven times that bandwidth. Not me
 
 
 class AdamW(Optimizer):
-    """AdamW for all parameters, or for those that a first optimizer leaves."""
+    """Trains all parameters with AdamW, or those that another optimizer leaves out."""
 
     state_bytes = 8  # Two moments in fp32.
     update_s = UPDATE_S_PER_WEIGHT
@@ -27,7 +27,7 @@ class AdamW(Optimizer):
     def build(
         self, parameters: Parameters, settings: Hyperparameters, *, prepare: Prepare
     ) -> torch.optim.Optimizer:
-        """Construct torch's AdamW; weight decay is for matrices and embeddings."""
+        """Construct torch's AdamW, with weight decay only for matrices and embeddings."""
         import torch
 
         made: torch.optim.Optimizer = prepare(torch.optim.AdamW)(

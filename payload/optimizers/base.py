@@ -2,7 +2,7 @@
 
 An optimizer is one file of this package with a subclass of `Optimizer` and one instance,
 `OPTIMIZER`. Plans and checks read its costs and conflicts without torch, which only `build`
-imports. Its state in a checkpoint is tensors of the parameter's shape, and a 0-d `step`. Our
+imports. In a checkpoint, the state of a parameter is tensors of its shape and a 0-d `step`. Our
 kernels update the parameters of torch's AdamW.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["matrices", "model"]
-"""A shard of each matrix on each rank; or tensor- or pipeline-parallel parts of the model."""
+"""`matrices`: each rank has a shard of each matrix. `model`: tensor or pipeline parallelism."""
 
 
 class Hyperparameters(Protocol):
@@ -27,7 +27,7 @@ class Hyperparameters(Protocol):
 
     @property
     def lr(self) -> float:
-        """Return the peak learning rate; the schedule sets each step's."""
+        """Return the peak learning rate; the schedule sets the learning rate of each step."""
 
     @property
     def weight_decay(self) -> float:
@@ -53,7 +53,7 @@ class Parameters:
 
 
 class Prepare(Protocol):
-    """Returns the class to construct for a class of torch.optim."""
+    """A function that returns the class to construct for a class of torch.optim."""
 
     def __call__(self, kind: type[torch.optim.Optimizer]) -> Any:
         """Return `kind`, or its equivalent that does not import torch's compiler."""
@@ -63,27 +63,27 @@ class Optimizer(ABC):
     """Updates the weights of a run."""
 
     state_bytes: ClassVar[int]
-    """Bytes of state for a trained weight, in memory and in a checkpoint; the largest number if
+    """Bytes of state per trained weight, in memory and in a checkpoint; the largest number if
     weights differ."""
     update_s: ClassVar[float]
-    """Seconds in which one core updates a weight, clipping included."""
+    """Seconds in which one core updates a weight, including clipping."""
     gpu_update_s: ClassVar[float]
     """Seconds in which a GPU updates a weight."""
     beside: ClassVar[Optimizer | None] = None
-    """The optimizer of the remaining parameters; None = this one trains all."""
+    """The optimizer of the remaining parameters; None = this optimizer trains all parameters."""
 
     @property
     def name(self) -> str:
-        """Return the optimizer's name, which is its file's."""
+        """Return the optimizer's name, which is also the name of its source file."""
         return file_name(self)
 
     def takes(self, *, is_layer_matrix: bool) -> bool:
-        """Return whether it trains a parameter, if it has an optimizer `beside` it."""
+        """Return whether this optimizer trains a parameter; called only if `beside` is set."""
         del is_layer_matrix
         return True
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return why it conflicts with `setting`, which splits weights, and the fix; or None."""
+        """Return why the optimizer conflicts with `setting`, which splits weights, or None."""
         del setting, splits
         return None
 

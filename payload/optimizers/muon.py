@@ -1,4 +1,4 @@
-"""Muon for the layers' matrices, AdamW for the other parameters."""
+"""Trains the layers' matrices with Muon, and all other parameters with AdamW."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Muon(Optimizer):
     """torch's Muon, scaled to the size of AdamW's updates."""
 
-    # Its matrices have one momentum, 4 bytes; plans count AdamW's 8 bytes for all weights.
+    # A matrix has only one momentum, 4 bytes; plans count 8 bytes, as for AdamW, for all weights.
     state_bytes = adamw.OPTIMIZER.state_bytes
-    # Not measured: AdamW's.
+    # Muon was not measured; these are the times of AdamW.
     update_s = adamw.UPDATE_S_PER_WEIGHT
     gpu_update_s = adamw.GPU_UPDATE_S_PER_WEIGHT
     beside = adamw.OPTIMIZER
@@ -27,7 +27,7 @@ class Muon(Optimizer):
         return is_layer_matrix
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return that Muon needs whole matrices, and what to use with `setting`."""
+        """Return a message: Muon needs full matrices, and what to use with `setting`."""
         if splits == "matrices":
             what, fix = "them", 'adamw, or strategy = "replicate"'
         else:

@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Optimizer:
-    """Return the optimizer of that name. Raises ConfigError that lists the available names."""
+    """Return the optimizer `name`. Raises ConfigError with the available names if it is unknown."""
     known = names()
     if name not in known:
         raise ConfigError(f"optimizer.name = {name!r}: choose one of {', '.join(known)}.")
@@ -30,5 +30,5 @@ def find(name: str) -> Optimizer:
 
 
 def default_state_bytes() -> int:
-    """Return the bytes of state for a trained weight of the default optimizer."""
+    """Return the bytes of state per trained weight of the default optimizer."""
     return find(DEFAULT).state_bytes

@@ -1,1 +1,1 @@
-"""Runs on every rank: one model, trained by all ranks together."""
+"""The training program, which runs on every rank; all ranks train one model together."""

@@ -148,7 +148,7 @@ class ExitRecorder:
             exit_now(exit_code)
 
     def record_stop(self, number: signal.Signals) -> None:
-        """Record that this rank received the signal and stopped in order."""
+        """Record that this rank received the signal and stopped normally."""
         self._record(ExitCode.OK, f"was sent {number.name}")
 
     def _record(self, exit_code: ExitCode, text: str) -> None:
@@ -225,7 +225,7 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
 def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
     """Return the settings outside the run folder that the user has approved for this run.
 
-    Of the run folder's own settings, only those that need approval.
+    Without `--config`, these are only the data, the model and the settings given by `--set`.
     """
     if arguments.config is not None:
         return settings_to_approve(config)

@@ -50,7 +50,7 @@ def describe(
 
 
 def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str]:
-    """Return the line on the sync check; none if every rank has the whole model."""
+    """Return the log line on the sync check, or no line if every rank has the whole model."""
     mesh = config.distributed.mesh(world.world_size)
     if mesh.replicate == world.world_size:
         return []
@@ -60,7 +60,7 @@ def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str
 def _dequantizing(
     config: RunConfig, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
-    """Return the line on the time of dequantising 4-bit linears, by this machine's measurement."""
+    """Return the log line on the time of dequantising 4-bit linears, if it was measured."""
     rate = calibration.dequantized_per_s
     if rate is None:
         return []
@@ -76,7 +76,7 @@ def _dequantizing(
 def _predictions(
     config: RunConfig, tokens: int, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
-    """Return the lines on predicted gradient exchange and step time."""
+    """Return the log lines on the predicted gradient exchange and step time."""
     config = replace(config, device=replace(config.device, kind=world.kind))
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s

@@ -25,13 +25,13 @@ MARK = "tileforge-trial "
 _ROUNDS = 5
 _ROUND_S = 0.12
 _SUMMED = 256
-# mpirun ends all ranks with the first that fails; this delay lets other failing ranks report too.
+# mpirun ends all ranks when the first one fails; the delay lets other ranks report their errors.
 _REPORT_DELAY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Speed of one rank's matmuls, FLOP/s."""
+    """The matmul speeds of one rank, in FLOP/s."""
 
     node: str
     bf16: float
@@ -42,8 +42,8 @@ def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
     """Measure and return 0; report an error on stdout and return 1.
 
     The argument is a JSON object: `deadline_s`; `device` (cpu or cuda); `ranks`, each with node,
-    node_rank, local_rank, cores, threads and interface; and `environment`, which replaces the
-    launcher's.
+    node_rank, local_rank, cores, threads and interface; and `environment`, variables that override
+    the launcher's.
     """
     parser = argparse.ArgumentParser(prog="payload.train.fabric")
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="what to measure")
@@ -70,7 +70,7 @@ def report(**record: Any) -> None:
 
 
 def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
-    """Return this process's index in `ranks`: the launcher's rank, unless the node sets its own."""
+    """Return this process's index in `ranks`: by NODE_RANK if it is set, or the launcher's rank."""
     names = identify(env)
     if names is None:
         return 0
@@ -82,7 +82,7 @@ def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _apply_placement(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None:
-    """Set the cores, threads and interface of a run's rank; call it before importing torch."""
+    """Apply the rank's cores, threads and interface; must be called before torch is imported."""
     env["OMP_NUM_THREADS"] = str(place["threads"])
     env["GLOO_SOCKET_IFNAME"] = place["interface"]
     env["TILEFORGE_NODE"] = place["node"]
@@ -116,7 +116,7 @@ def _measure(
 def _require_sum(world: World) -> None:
     """Raise RuntimeError if an all-reduce over the ranks returns a wrong sum.
 
-    It is the first exchange between the ranks' devices: over NCCL on GPUs.
+    This is the first communication between the ranks' devices, on GPUs over NCCL.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Measurements of this node: the GEMM peak for MFU, and the network's speed.
+"""Measures this node: the GEMM peak, from which MFU is computed, and the network's speed.
 
 All ranks measure at the same time, each on its own cores, as in training.
 """
@@ -22,14 +22,15 @@ from payload.train.strategies.shard_calibration import ShardingSetup, measure_sh
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-# AMX reaches its peak only in the large product. The small one takes 10 ms at 0.2 TFLOP/s, so on a
-# busy machine some of its runs are not interrupted.
+# AMX reaches its peak only in the large product. The small product takes 10 ms at 0.2 TFLOP/s:
+# short enough to run uninterrupted at times on a busy machine.
 _GEMM_SIZES = (1024, 2048)
 _GPU_GEMM_SIZES = (4096, 8192)
 _GEMM_BUDGET_S = 0.15
-# 0.2 TFLOP/s: on a slower rank, the large product is no faster and exceeds a short round.
+# Corresponds to 0.2 TFLOP/s. On a slower rank, the large product has no higher FLOP/s and takes
+# longer than a short round.
 _FAST_PRODUCT_S = 0.01
-# The exchange starts small and grows: 16 MiB as the first message take minutes at 1 Mbit/s.
+# Messages start small and grow: a first message of 16 MiB would take minutes at 1 Mbit/s.
 _EXCHANGE_SIZES = tuple(4 * 2**10 * 4**i for i in range(7))
 _EXCHANGE_ROUNDS = 3
 _EXCHANGE_BUDGET_S = 4.0
@@ -37,18 +38,18 @@ _EXCHANGE_BUDGET_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Measurements over all ranks."""
+    """The measurements over all ranks."""
 
     dtype: Dtype
     """The compute dtype of the run."""
     reason: str
     """Reason for that dtype, for the log."""
     peak_flops_per_s: float
-    """Sum over ranks, in `dtype`."""
+    """The GEMM peak in `dtype`, summed over the ranks."""
     all_reduce_bytes_per_s: float | None
-    """Gradient bytes all-reduced a second; None with one rank."""
+    """Gradient bytes all-reduced per second; None with one rank."""
     dequantized_per_s: float | None = None
-    """4-bit weights that a rank dequantises a second; None for a run without 4-bit weights."""
+    """4-bit weights that a rank dequantises per second; None for a run without 4-bit weights."""
     shards: ShardTimes | None = None
     """Times of a sharded run's collectives and copies; None for other runs and on GPUs."""
 
@@ -62,8 +63,8 @@ def calibrate(
 ) -> Calibration:
     """Measure this node and choose the dtype; return the same result on every rank.
 
-    `quantizes` adds the speed of dequantising 4-bit linears. `sharded` adds the collectives and
-    copies of a sharded run.
+    `quantizes` adds the speed of dequantising 4-bit linears. `sharded` adds the times of the
+    collectives and copies of a sharded run.
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
@@ -88,7 +89,7 @@ def calibrate(
 
 
 def _dequantized_per_s(world: World, dtype: Dtype) -> float:
-    """Return the weights that a rank dequantises a second, on average, with all ranks active."""
+    """Return the weights that a rank dequantises per second: the mean with all ranks active."""
     linear = QuantizedLinear(nn.Linear(_GEMM_SIZES[1], _GEMM_SIZES[1], bias=False))
     linear.take(torch.full(linear.size(), 0.5, dtype=torch.bfloat16))
     world.barrier()
@@ -102,7 +103,7 @@ def _dequantized_per_s(world: World, dtype: Dtype) -> float:
 
 
 def _sum_over_ranks(world: World, speeds: dict[Dtype, float]) -> dict[Dtype, float]:
-    """Return the sums over all ranks."""
+    """Return the sum of each speed over all ranks."""
     values = torch.tensor(list(speeds.values()), dtype=torch.float64)
     return dict(zip(speeds, world.sum(values).tolist(), strict=True))
 
@@ -122,7 +123,7 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
 
 
 def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
-    """Return the FLOP/s of the fastest of many square products: the peak, free of noise."""
+    """Return the FLOP/s of the fastest of many square matmuls, which noise does not reduce."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
     return 2 * size**3 / best_s
@@ -131,7 +132,7 @@ def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
 def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:
     """Return this rank's FLOP/s per dtype: the median over short rounds of each round's best.
 
-    All ranks multiply at the same time and at one size: the large one if rank 0 is fast.
+    All ranks multiply at the same time and use the same size: the large one if rank 0 is fast.
     """
     factors, (few, many) = {}, _gemm_sizes(world)
     for name, dtype in TORCH_DTYPES.items():
@@ -149,7 +150,7 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
 
 
 def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a square matrix and an output buffer that has been written once."""
+    """Return a square matrix and an output buffer whose pages are already mapped."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
     out = torch.mm(left, left)
     world.synchronize()
@@ -173,20 +174,20 @@ class Exchange:
     """Speed of an all-reduce over all ranks."""
 
     num_bytes: int
-    """Size of the largest message; smaller on a slow network."""
+    """Bytes of the largest message, which is smaller on a slow network."""
     took_s: float
     latency_s: float
-    """Time of the smallest message."""
+    """Time to all-reduce the smallest message."""
 
     def bytes_per_s(self) -> float:
-        """Return the bytes all-reduced a second."""
+        """Return the bytes all-reduced per second."""
         return self.num_bytes / self.took_s
 
 
 def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> Exchange:
-    """All-reduce ever larger tensors while the next round is expected to fit in `budget_s`.
+    """All-reduce increasingly large tensors while the next round is expected to fit in `budget_s`.
 
-    Return the same result on every rank. The first round has no limit.
+    The first round always runs. All ranks get the same result.
     """
     assert world.world_size > 1, "an all-reduce needs two ranks or more"
     began = time.perf_counter()
@@ -208,7 +209,7 @@ def measure_exchange(world: World, *, budget_s: float = _EXCHANGE_BUDGET_S) -> E
 
 
 def _all_reduce_s(world: World, num_bytes: int) -> float:
-    """Return the time of the slowest rank."""
+    """Return the slowest rank's time for an all-reduce of `num_bytes`."""
     values = torch.ones(num_bytes // 4, device=world.device)
     world.barrier()
     before = time.perf_counter()
@@ -220,7 +221,7 @@ def _all_reduce_s(world: World, num_bytes: int) -> float:
 
 
 def receive_bytes_per_s(world: World, *, num_bytes: int) -> float:
-    """Return the rate at which this rank receives from the previous one, in a ring of all ranks."""
+    """Return the rate at which this rank receives from the previous rank in a ring of all ranks."""
     sent, received = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
     world.barrier()
     before = time.perf_counter()

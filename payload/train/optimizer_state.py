@@ -1,6 +1,6 @@
-"""Restores a checkpoint's optimizer state on the ranks: no rank holds more than its shard.
+"""Restores a checkpoint's optimizer state on all ranks, each of which keeps only its shard.
 
-Beside its shard a rank holds at most one whole tensor, and only if rank 0 has to send it.
+In addition to the shard, a rank holds at most one full tensor, if rank 0 has to send it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPE = re.compile("float64|float32|float16|bfloat16|int64|int32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """Description that a rank needs to receive one tensor."""
+    """The name, shape and dtype that a rank must know to receive a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forms:
-    """Tensors in the order in which rank 0 sends them."""
+    """The tensors in the order in which rank 0 sends them."""
 
     tensors: tuple[_Form, ...]
 
@@ -46,7 +46,7 @@ class _Forms:
 def restore_optimizer(
     optimizers: Optimizers, checkpoint: Path | None, *, strategy: Strategy
 ) -> None:
-    """Give every rank its shard of the state in `checkpoint`, whose path only rank 0 needs.
+    """Load this rank's shard of the state in `checkpoint`; only rank 0 needs the path.
 
     Sharded ranks that all see the same file read their own shards. Otherwise rank 0 reads each
     tensor and sends it. Raises CheckpointError.

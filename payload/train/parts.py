@@ -24,18 +24,18 @@ class Observer:
     """Receives the progress of one rank's run, for measurements. This base class ignores it."""
 
     def before_model(self) -> None:
-        """Handle the moment when the data is open and the model is not built yet."""
+        """Called when the data is open, before the model is built."""
 
     def ready(self, context: TrainContext) -> None:
-        """Handle the moment when model and optimizer state are complete, before training."""
+        """Called when model and optimizer state are complete, before training."""
 
     def before_update(self, step: int) -> None:
-        """Handle the moment before the update of the step after `step`; gradients are complete."""
+        """Called before the update that follows step `step`, when the gradients are complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainContext:
-    """State of one rank; each rank has its own."""
+    """The state of this rank that the training loop uses."""
 
     config: RunConfig
     world: World
@@ -44,9 +44,9 @@ class TrainContext:
     calibration: Calibration
     accelerator: Accelerator
     model: CausalLM
-    """The unwrapped model; it shares its parameters with `trained`."""
+    """The unwrapped model, with the same parameters as `trained`."""
     trained: torch.nn.Module
-    """The model as wrapped by the engine and by Accelerate for precision."""
+    """The model wrapped by the engine, and by Accelerate for mixed precision."""
     optimizers: Optimizers
     strategy: Strategy
     tokenizer: Mapping[str, bytes]
@@ -54,9 +54,9 @@ class TrainContext:
     identity: str | None
     """The run's identity, for its checkpoints; on rank 0 only."""
     base: BaseModel | None
-    """The base of an adapter; on rank 0 only."""
+    """The base model of an adapter; on rank 0 only."""
     metrics: MetricsFile | None
-    """On rank 0 only."""
+    """The run's metrics.jsonl; on rank 0 only."""
     heartbeat: Heartbeat
     stop_requested: Callable[[], bool]
     """Returns True after a request to stop this rank; one request stops all ranks."""

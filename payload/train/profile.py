@@ -1,4 +1,4 @@
-"""A torch profiler's trace of one step on one rank, and its operators by time."""
+"""Profiles one step on one rank with torch: a trace, and a table of operators by time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def profiled(folder: Path, *, step: int, rank: int) -> Iterator[None]:
     """Profile the block; write the trace and the table into `folder`, and log the table.
 
-    If the profile cannot be written, log a warning: the step itself is done.
+    If the profile cannot be written, only log a warning: the step itself succeeded.
     """
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         yield

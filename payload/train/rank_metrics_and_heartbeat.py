@@ -1,4 +1,4 @@
-"""The files a rank writes: metrics.jsonl, its heartbeat and its exit record."""
+"""The files that a rank writes: metrics.jsonl, the heartbeat and the exit record."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends rows to metrics.jsonl; each step is in it exactly once, also after a resume.
+    """Appends rows to metrics.jsonl; the file has each step exactly once, also after a resume.
 
-    On a full disk, training continues and rows wait until a checkpoint needs them on disk.
+    If the disk is full, training continues and rows are kept in memory until the next checkpoint,
+    which requires them on disk.
     """
 
     def __init__(self, paths: RunPaths, *, resumed_at_step: int) -> None:
@@ -80,7 +81,7 @@ class MetricsFile:
                 log.warning(f"{self._unwritable(error)} Trying again after every step.")
 
     def require_written(self) -> None:
-        """Raise TrainingError unless all rows are on disk: a checkpoint must not be ahead."""
+        """Raise TrainingError unless all rows are on disk, as they must be before a checkpoint."""
         assert self._file is not None
         try:
             self._write_waiting()
@@ -91,7 +92,8 @@ class MetricsFile:
     def _write_waiting(self) -> None:
         assert self._file is not None
         while self._waiting:
-            # A filling disk can accept part of a row; the rest follows when there is room.
+            # A disk that fills up may accept a part of a row; the rest is written when there is
+            # room.
             written = self._file.write(self._waiting)
             self._waiting = self._waiting[written:]
 
@@ -132,9 +134,9 @@ class MetricsFile:
 
 
 class Heartbeat:
-    """Replaces this rank's progress file; from which the supervisor detects a hung rank.
+    """Replaces this rank's progress file, from which the supervisor detects a hung rank.
 
-    Without a run folder it writes nothing.
+    Nothing is written if the run folder does not exist.
     """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
@@ -148,9 +150,9 @@ class Heartbeat:
     def report(
         self, *, step: int, phase: str, micro_step: int | None = None, of: int | None = None
     ) -> None:
-        """Write the next phase: every change of phase, and within one at most twice a second.
+        """Write the progress: at every change of phase, and within a phase at most twice a second.
 
-        `micro_step` counts the finished micro-batches `of` the phase.
+        `micro_step` of `of` micro-batches of the phase are finished.
         """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:
@@ -169,7 +171,7 @@ class Heartbeat:
             micro_steps=of,
             rss_bytes=rss_bytes(),
         )
-        # Not worth failing the run: if this write fails, the next may succeed.
+        # A failed write must not end the run: the next write may succeed.
         with suppress(OSError):
             write_heartbeat(self._path, beat)
 
@@ -200,7 +202,7 @@ def versions() -> dict[str, str]:
 
 
 def rss_bytes() -> int:
-    """Return this process's resident memory."""
+    """Return this process's resident memory in bytes."""
     try:
         # psutil reads the same number, but its first call takes 0.2 ms.
         return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()

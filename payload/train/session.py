@@ -1,4 +1,4 @@
-"""The run of one rank from start to end: join, calibrate, build, train, report."""
+"""Runs the training of one rank from start to end: checks, model, calibration, training."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def train(
 ) -> Outcome:
     """Train on this rank from the run's newest checkpoint, or from the start.
 
-    The process group must be initialized. A run with invalid data or an invalid model creates no
-    folder. `observer` is notified of this rank's progress. `named` are the settings that the user
-    approved for this run. Rank 0 writes run.toml, metrics.jsonl and summary.json, also on a
-    failure. Raises TileforgeError, and RuntimeError when another rank vanished.
+    The process group must be initialized. If the data or the model is invalid, no run folder is
+    created. `observer` is notified of this rank's progress. `named` holds the settings that the
+    user approved for this run. Rank 0 writes run.toml, metrics.jsonl and summary.json, also after a
+    failure. Raises TileforgeError, and RuntimeError if a different rank has disappeared.
     """
     observer = observer or Observer()
     with SummaryFile(paths, world) as summary:
@@ -97,7 +97,7 @@ def train(
         require_split(start.model.spec, config)
         config = _resolve_batch(config, start, paths=paths, world=world)
         clock.lap("model")
-        # On every rank: nodes need not share a disk.
+        # Every rank creates the folder, because nodes need not share a disk.
         paths.root.mkdir(parents=True, exist_ok=True)
         if world.is_main:
             write_whole(paths.config, config.to_toml())
@@ -137,7 +137,7 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """Return the dtype setting; a resumed run keeps its resolved `auto`, and fp8 needs bf16."""
+    """Return the dtype to use: bf16 for fp8, and for `auto` in a resumed run the earlier dtype."""
     if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:
@@ -147,7 +147,7 @@ def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResolvedBatch:
-    """Rank 0's message to the others: the resolved `auto` micro-batch size."""
+    """Rank 0's message to the other ranks: the micro-batch size that `auto` resolves to."""
 
     size: int
     checkpointing: Literal["off", "auto", "on"]
@@ -156,7 +156,7 @@ class _ResolvedBatch:
 def _resolve_batch(config: RunConfig, start: Start, *, paths: RunPaths, world: World) -> RunConfig:
     """Return the config with `batch.micro_batch_size` resolved to a number.
 
-    Planning has resolved it for most runs; a resumed run keeps its number.
+    For most runs, planning has resolved it before. A resumed run keeps its size.
     """
     if config.batch.micro_batch_size != AUTO:
         return config
@@ -260,7 +260,7 @@ def _assemble(
     clock: StartClock,
     observer: Observer,
 ) -> TrainContext:
-    """Wrap the model, and give every rank rank 0's parameters and optimizer state."""
+    """Wrap the model, and set rank 0's parameters and optimizer state on every rank."""
     engine = config.used_engine()
     if not world.is_cpu:
         start.model.to(world.device)
@@ -330,7 +330,7 @@ def _checkpoints_layers(
     setting = config.memory.activation_checkpointing
     if setting != "auto":
         return setting == "on"
-    # All ranks decide alike: a recomputed layer repeats its exchange with other ranks.
+    # All ranks must decide alike: a recomputed layer repeats its communication with other ranks.
     free = min(world.gather(world.free_bytes() // world.local_world_size, int))
     estimate = model.trained_spec().rank_memory_bytes(
         config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)

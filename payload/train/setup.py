@@ -1,4 +1,4 @@
-"""Builds the inputs of the training loop from a config: data, model, optimizers, start state."""
+"""Builds what a run starts from: the model with its weights, the tokenizer and the saved state."""
 
 from __future__ import annotations
 
@@ -61,23 +61,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Model and state on every rank at the beginning of training."""
+    """The model and the state from which this rank begins to train."""
 
     model: CausalLM
     state: TrainerState | None
     """None for a new run."""
     checkpoint: Path | None
-    """The run's checkpoint, on rank 0 only; None for a new run."""
+    """The checkpoint to resume from, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None = None
-    """The base of an adapter; on rank 0 only."""
+    """The base model of an adapter; on rank 0 only."""
     identity: str | None = None
     """The run's identity, once the run has a folder; on rank 0 only."""
 
 
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
-    """Return the config with a hub model pinned to one commit, the same on all ranks and resumes.
+    """Return the config with a hub model pinned to one commit for all ranks and all resumes.
 
     Rank 0 queries the hub, unless an earlier start of the run recorded the commit. Raises
     CheckpointError.
@@ -94,7 +94,8 @@ def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfi
 def earlier_config(paths: RunPaths) -> RunConfig | None:
     """Return the resolved settings of an earlier start of the run, or None for a new run.
 
-    Prefer the newest checkpoint's: an operator's run.toml replaces the one in the run folder.
+    The settings in the newest checkpoint are preferred, because a Kubernetes operator may have
+    replaced the run.toml in the run folder.
     """
     for checkpoint in reversed(checkpoint_folders(paths.checkpoints)):
         with suppress(ConfigError):
@@ -108,8 +109,8 @@ def earlier_config(paths: RunPaths) -> RunConfig | None:
 def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) -> Start:
     """Build the model from the run's newest checkpoint, or from `model.init` for a new run.
 
-    Rank 0 reads files and broadcasts sizes; values, or the folder to read them from, follow later.
-    Raises CheckpointError when checkpoints exist and none is valid.
+    Rank 0 reads the files and broadcasts the config. The strategy distributes the weights later, or
+    each rank reads its own part. Raises CheckpointError if checkpoints exist but none is valid.
     """
     checkpoint = _checkpoint_to_resume(paths) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None, bool)
@@ -170,8 +171,9 @@ def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -
 def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     """Return the newest valid checkpoint, or None for a new run.
 
-    Raises CheckpointError when all are damaged (a new run never replaces them) and when the newest
-    belongs to another run. Raises ConfigError when a folder of the run is a link to outside it.
+    Raises CheckpointError if all checkpoints are damaged (a new run never replaces them) or if the
+    newest belongs to a different run. Raises ConfigError if a folder of the run is a link that
+    leads outside the run.
     """
     require_own_folders(paths)
     checkpoints = paths.checkpoints
@@ -195,9 +197,10 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
 def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
     """Return the folder with the weights to load: `checkpoint`, or `model.init` without one.
 
-    `checkpoint` is the run's own, already verified. An adapter checkpoint has no copy of the base's
-    weights, so an adapter's run reads `model.init`. Raises CheckpointError for an adapter in a run
-    that trains whole weights: its author would choose the base on this machine.
+    `checkpoint` belongs to the run and is already verified. A run that trains an adapter always
+    reads `model.init`, because its checkpoints do not contain the base's weights. Raises
+    CheckpointError for an adapter in a run that trains all weights: the adapter's author could
+    choose any folder of this machine as the base.
     """
     if config.adapter.is_on():
         checkpoint = None
@@ -227,7 +230,7 @@ def _base_model(
 
 
 def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
-    """Return the identity of the adapter's base in `folder`; a resume needs the same weights."""
+    """Return the identity of the adapter's base in `folder`; on a resume it must be unchanged."""
     if has_adapter(folder):
         raise CheckpointError(
             f"model.init = {config.model.init!r}: an adapter, but adapter.kind = "
@@ -265,7 +268,7 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
 
 
 def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:
-    """Load the weights on rank 0; the other ranks build the same model without its values."""
+    """Load the weights on rank 0; the other ranks build the same model with unset weights."""
     model = None
     described = config_folder(folder) if folder else None
     in_parts = _read_in_parts(config, folder, world=world)
@@ -298,7 +301,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
 def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> Path | None:
     """Return rank 0's folder of weights if each rank can read its own part, or None.
 
-    Rank 0 reads an adapter's base and a classifier whole.
+    Rank 0 always reads the full weights for an adapter's base and for a classifier.
     """
     whole = config.adapter.is_on() or config.task.data() == "classify"
     in_parts = config.distributed.strategy == "shard" or config.distributed.splits_model()
@@ -309,7 +312,7 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
-    """Raise CheckpointError for changes that a resume cannot make."""
+    """Raise CheckpointError if settings differ that must not change on a resume."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
     for name, old, new in fixed_differences(before, config):
         raise CheckpointError(
@@ -319,7 +322,7 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
 
 
 def require_same_data(state: TrainerState, meta: DataMeta) -> None:
-    """Raise CheckpointError for other data: tokens, masks, labels or validation texts."""
+    """Raise CheckpointError if the data differs: tokens, masks, labels or validation texts."""
     hashes = meta.hashes()
     before = state.data_sha256 or {TRAIN_NAME: state.train_sha256}
     if not state.data_sha256 and len(hashes) > 1:

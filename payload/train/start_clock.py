@@ -1,4 +1,4 @@
-"""Times of the phases of a start, from the start of this process to the first step."""
+"""Measures the phases from the start of this process to the first training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class StartClock:
-    """Seconds of each phase of a start, in order."""
+    """The seconds of each phase before training, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The time that each part of a step takes on each rank, exchanged together with the loss."""
+"""Times the parts of a step on each rank; the times are exchanged together with the loss."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 from payload.run_record.metrics_log import TIMED_PARTS, RankTimes, TimedPart
 
-# A row has the times of every rank. With more ranks, only some rows have times, as means.
+# Up to this number of ranks, every row has times. With more ranks, only some rows have times: the
+# means since the last such row.
 _RANKS_IN_EVERY_ROW = 8
 
 
 class StepClock:
-    """Measures the parts of this rank's steps, and keeps the means of all ranks."""
+    """Measures the parts of this rank's steps and averages the times of all ranks."""
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -45,7 +46,7 @@ class StepClock:
         self._own["wait"] += seconds
 
     def take(self) -> list[float]:
-        """Return a vector over all ranks with this rank's seconds set; reset them to 0."""
+        """Return a vector for all ranks with only this rank's seconds set; reset these to 0."""
         mine = [0.0] * len(self._sums)
         first = self._rank * len(TIMED_PARTS)
         mine[first : first + len(TIMED_PARTS)] = self._own.values()

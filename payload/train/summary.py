@@ -1,4 +1,4 @@
-"""summary.json, which rank 0 keeps current during the whole run."""
+"""Maintains summary.json, which rank 0 keeps up to date during the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from payload.train.ranks.world import World, as_rank_lost
 
 
 class SummaryFile:
-    """Writes `running` on entry, `failed` after an error, otherwise the status given to `end`.
+    """Writes `running` on entry, `failed` after an error, otherwise the status passed to `end`.
 
-    Without a run folder it writes nothing: a run that is rejected early leaves no folder.
+    Nothing is written if the run folder does not exist: a run that is rejected early creates none.
     """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
@@ -68,7 +68,7 @@ class SummaryFile:
             ) from None
 
     def begin(self) -> None:
-        """Write the summary: the run folder now exists."""
+        """Write the summary for the first time, now that the run folder exists."""
         self._try_to_write()
 
     def calibrated(self, *, peak_flops_per_s: float, dequantized_per_s: float | None) -> None:
@@ -79,7 +79,7 @@ class SummaryFile:
         self._try_to_write()
 
     def ready(self, start_s: Mapping[str, float]) -> None:
-        """Record the times of the start; training begins."""
+        """Record the times of the phases before training, which begins now."""
         rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}
         self._summary = replace(self._summary, ready_unix=time.time(), start_s=rounded)
         self._try_to_write()
@@ -90,7 +90,7 @@ class SummaryFile:
         self._wall_s = wall_s
 
     def _try_to_write(self) -> None:
-        """Write the summary, ignoring a full disk: it does not end a run early."""
+        """Write the summary and ignore write errors: a full disk must not end the run early."""
         with contextlib.suppress(OSError):
             self._write()
 

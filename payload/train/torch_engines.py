@@ -1,4 +1,4 @@
-"""The engines that run the model: stock torch, or Intel's archived extension for comparison."""
+"""Applies the engine that runs the model: stock torch, or Intel's archived extension."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def apply_engine(
 ) -> torch.nn.Module:
     """Return the module to train instead of `model`; parameters stay the same fp32 tensors.
 
-    `setting` describes the rank's training and selects the gradients kept in bf16; None = none.
-    With ipex too, weights stay fp32 (no `dtype=`, no prepacking), so checkpoints do not depend on
-    the engine; bf16 comes from autocast, as in the native engine.
+    `setting` describes the rank's training and selects the gradients kept in bf16; with None, no
+    gradient is. With ipex, weights also stay fp32 (no `dtype=`, no prepacking), so checkpoints do
+    not depend on the engine. bf16 comes from autocast, as in the native engine.
     """
     wrapped: torch.nn.Module = model
     if settings.kind == "ipex":
@@ -72,7 +72,8 @@ def apply_engine(
             log.info(f"kernels   {note}")
         for optimizer in optimizers.members:
             optimizer.register_step_post_hook(model.kernels.weights_changed)
-        # It rounds differently from torch's update, and all ranks must get the same weights.
+        # The kernels' update rounds differently from torch's, and all ranks must get the same
+        # weights.
         num_with_update = world.sum(torch.tensor(float(model.kernels.has_update)))
         if num_with_update == world.world_size:
             optimizers.kernels = model.kernels

@@ -1,4 +1,4 @@
-"""The training loop: every rank runs it in step and makes one optimizer update a step."""
+"""The training loop, which all ranks run in lockstep, with one optimizer update per step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from payload.train.tasks.evaluate import EvalPass
 log = logging.getLogger(__name__)
 
 _STAGE_BIT = 53
-"""Above every dropout seed: those are below 2**32 x 1,000,003."""
+"""A bit above every dropout seed; these are below 2**32 x 1,000,003."""
 _NO_MFU = (
     "a step was faster than the calibration's peak allows, so its MFU is unknown: another program "
     "used the cores during the calibration"
@@ -44,12 +44,12 @@ class Outcome:
 
     step: int
     stopped: bool
-    """True after a request to stop: steps and evaluations remain."""
+    """True after a request to stop, if steps or evaluations remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepResult:
-    """Loss, tokens and wait of one step's forward and backward passes on this rank."""
+    """The result of one step's forward and backward passes on this rank."""
 
     loss: torch.Tensor
     """A float64 scalar; its mean over the ranks is the step's mean loss."""
@@ -91,14 +91,13 @@ class Trainer:
     def run(self, *, evaluate_first: bool) -> Outcome:
         """Run the loop and return its result.
 
-        On an error, the checkpoint that is being written is completed first.
-
-        Raises TrainingError, RanksDifferError, and RuntimeError when another rank vanished.
+        On an error, the checkpoint that is being written is completed first. Raises TrainingError,
+        RanksDifferError, and RuntimeError if a different rank has disappeared.
         """
         try:
             return self._run(evaluate_first=evaluate_first)
         except Exception:
-            # The tensors do not change any more: no further update waits for the write.
+            # No further update follows, so the tensors of the checkpoint no longer change.
             with suppress(Exception):
                 self._saving.finish()
             raise
@@ -131,7 +130,7 @@ class Trainer:
         return Outcome(step=self._step, stopped=stopping)
 
     def _profiling(self) -> AbstractContextManager[None]:
-        """Return a profiler for the coming step if the config selects it and this rank."""
+        """Return a profiler if the config selects the next step and this rank."""
         context, step = self._context, self._step + 1
         train, rank = context.config.train, context.world.rank
         if (step, rank) != (train.profile_step, train.profile_rank):
@@ -143,10 +142,10 @@ class Trainer:
         return self._wall_before_s + time.perf_counter() - self._started_s
 
     def samples(self, micro_step: int) -> Indices:
-        """Return the indices of this rank's samples in micro-batch `micro_step` of the coming step.
+        """Return the indices of this rank's samples in micro-batch `micro_step` of the next step.
 
-        A step trains on the same samples with any number of ranks and micro-batches. The index
-        after the step's last micro-batch is the first one of the next step.
+        A step trains on the same samples with any number of ranks and micro-batches. The
+        micro-batch after the step's last one is the first of the following step.
         """
         size, strategy = self._batch.micro_batch(), self._context.strategy
         step, micro_step = divmod(micro_step, self._accumulation)
@@ -155,9 +154,10 @@ class Trainer:
         return chosen[first : first + size]
 
     def _step_samples(self, ahead: int = 0) -> Indices:
-        """Return the samples of the coming step, or of the step `ahead` of it.
+        """Return the samples of the next step, or of the step that is `ahead` steps later.
 
-        Caches two steps: a step can have a million micro-batches, and each needs its samples.
+        The samples of two steps are cached: a step can have a million micro-batches, each of which
+        calls this.
         """
         size = self._batch.global_batch_size
         first = self._next_sample + ahead * size
@@ -169,7 +169,7 @@ class Trainer:
         return self._chosen[first]
 
     def _train_step(self) -> bool:
-        """Train one step. Return True if a rank requested a stop; no update if before it."""
+        """Train one step, unless a stop is requested before its update; return whether to stop."""
         context, started_s = self._context, time.perf_counter()
         lr = lr_at(self._step, context.config)
         context.optimizers.set_lr(lr)
@@ -181,7 +181,7 @@ class Trainer:
         data_time_s = self._clock.seconds("data")
         with self._clock.of("checkpoint"):
             self._saving.before_update()
-        # Without this, other ranks' delays would be reported as a wait for the writer.
+        # Without this report, delays of other ranks would be shown as a wait for the writer.
         self._report_step(self._accumulation)
         context.observer.before_update(self._step)
         context.optimizers.step()
@@ -211,8 +211,8 @@ class Trainer:
     def _accumulate_gradients(self) -> _StepResult | None:
         """Run all micro-batches of a step; ranks exchange gradients in the last one only.
 
-        Return None when a rank requests a stop: a step of many micro-batches takes minutes, which
-        a preempted machine does not have.
+        Return None if a rank requests a stop: a step of many micro-batches can take minutes, and a
+        preempted machine may not have that time.
         """
         context, clock = self._context, self._clock
         stage = context.strategy.stage()
@@ -221,7 +221,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=context.world.device)
         is_to_stop: Callable[[], bool] | None = None
         train, step_samples = context.task.train, self._step_samples()
-        # This rank's share of the mean loss, times the ranks: gradients are averaged over ranks.
+        # Divided by the data ranks, since gradients are averaged over them afterwards.
         step_weight = train.weight(step_samples) / context.strategy.mesh.data_ranks
         for micro_step in range(self._accumulation):
             with clock.of("data"):
@@ -247,7 +247,7 @@ class Trainer:
                 is_to_stop = self._poll_stop("step", micro_step + 1, self._accumulation)
         sync_time_s = self._finish_exchange()
         if is_to_stop is not None:
-            is_to_stop()  # The step is complete: `_agree` reads the requests again.
+            is_to_stop()  # The step is complete; `_agree` reads the requests again.
         return _StepResult(
             loss=total,
             tokens=train.num_tokens(step_samples),
@@ -299,14 +299,15 @@ class Trainer:
         before_s = self._clock.seconds("wait")
         with self._clock.of("wait"):
             sync_time_s = self._context.strategy.finish()
-        # A sharded model also waits inside forward and backward, counted there as compute so far.
+        # A sharded model also waits inside forward and backward; so far this was counted as
+        # compute.
         self._clock.move_compute_to_wait(sync_time_s - (self._clock.seconds("wait") - before_s))
         return sync_time_s
 
     def _seed_masks(self, micro_step: int) -> None:
         """Seed dropout by the micro-batch's position in the run, so that a resume is exact.
 
-        Each pipeline stage has its own masks; ranks that compute a layer together share them.
+        Each pipeline stage draws different masks; ranks that compute a layer together share them.
         """
         strategy = self._context.strategy
         stage = strategy.mesh.place(self._context.world.rank).pipeline
@@ -321,7 +322,7 @@ class Trainer:
         return self._context.optimizers.clip(self._context.config.optimizer.grad_clip or math.inf)
 
     def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None, torch.Tensor]:
-        """Return the mean loss, whether to stop, the rank times and the sums: equal on all."""
+        """Return mean loss, whether to stop, rank times and sums, which are equal on all ranks."""
         world, strategy = self._context.world, self._context.strategy
         own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(
@@ -347,7 +348,7 @@ class Trainer:
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Return the share of the measured peak; None above 1, after a disturbed calibration."""
+        """Return the MFU; None if it is above 1, because the calibration was disturbed."""
         context = self._context
         share = mfu(
             tokens_per_s=tokens_per_s,
@@ -409,7 +410,7 @@ class Trainer:
         )
 
     def _poll_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
-        """Write a heartbeat between micro-batches; the call returns whether to stop."""
+        """Write a heartbeat between micro-batches; return a call that returns whether to stop."""
         context = self._context
         context.heartbeat.report(step=self._step, phase=phase, micro_step=done, of=of)
         request = torch.tensor(float(context.stop_requested()), device=context.world.device)

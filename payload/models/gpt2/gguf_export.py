@@ -1,4 +1,4 @@
-"""GPT-2's metadata in a GGUF file, with llama.cpp's names and values."""
+"""Plans the GGUF file of a GPT-2, with llama.cpp's names and values."""
 
 from __future__ import annotations
 

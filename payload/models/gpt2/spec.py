@@ -1,4 +1,4 @@
-"""GPT-2's sizes and costs: parameters, FLOPs, bytes."""
+"""Sizes and costs of GPT-2: parameters, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _ALIASES = {
     "n_layer": "num_hidden_layers",
     "n_positions": "max_position_embeddings",
 }
-"""transformers' aliases of sizes. Source: its `GPT2Config.attribute_map`."""
+"""Aliases of sizes in transformers. Source: `GPT2Config.attribute_map`."""
 
 Activation = Literal["gelu_new", "gelu"]
-"""Hugging Face's names: GPT-2's tanh approximation, and the exact function."""
+"""GELU as Hugging Face names it: GPT-2's tanh approximation, and the exact function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Spec(ModelSpec):
-    """A GPT-2 model's sizes, named as in GPT-2's config, except for `sequence_length`."""
+    """The sizes of a GPT-2, named as in config.json, except for `sequence_length`."""
 
     model_type: str = "gpt2"
     n_layer: int
@@ -46,7 +46,7 @@ class Gpt2Spec(ModelSpec):
     vocab_size: int = 50_257
     bias: bool = True
     n_positions: int | None = None
-    """Longest context of the weights in tokens; None = `sequence_length`."""
+    """Longest context of the weights, in tokens; None = `sequence_length`."""
     activation: Activation = "gelu_new"
 
     def context(self) -> int:
@@ -141,7 +141,7 @@ class Gpt2Spec(ModelSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Positions, norms and biases do not multiply.
+        Position embeddings, norms and biases have no matmul and are not counted.
         """
         multiplying = self.num_matrix_params() + self.embedding_size()
         return 6 * multiplying + 12 * self.n_layer * self.n_embd * self.sequence_length
@@ -150,11 +150,11 @@ class Gpt2Spec(ModelSpec):
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         The peak is at the end of the forward pass. Weights and two AdamW moments are fp32, 12 bytes
-        a parameter. Gradients, 4 more, exist then with other ranks, whose exchange has buckets, and
-        in all micro-batches of a step after its first (`accumulates`). With `kernels` a layer keeps
-        28 bytes per element of its width for its backward pass in bf16: the residual stream twice
-        in fp32, and 10 widths in bf16. Fragmentation adds 7 bytes, as measured for gpt2. The logits
-        are of one chunk.
+        per parameter. Gradients take 4 more. They exist at this time if there are other ranks,
+        because of the exchange buckets, and in every micro-batch of a step after the first
+        (`accumulates`). With `kernels` in bf16, a layer keeps 28 bytes per token and element of its
+        width for its backward pass: the residual stream twice in fp32, and 10 widths in bf16.
+        Fragmentation adds 7 bytes, as measured for gpt2. Only one chunk of logits is in memory.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -163,13 +163,14 @@ class Gpt2Spec(ModelSpec):
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         if not setting.kernels:
-            # 18 widths a layer; 16 bytes a logit: log-softmax and two gradients in fp32, itself.
+            # A layer keeps 18 widths. A logit takes 16 bytes in fp32: itself, log-softmax, two
+            # gradients.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             return held + layers + tokens * self.vocab_size * 16
         widths = 35 if setting.dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
-        # In a step's only micro-batch, the head's gradient is made in the exchange's buffer.
+        # In a step's only micro-batch, the head's gradient is computed in the exchange buffer.
         head = self.vocab_size * self.n_embd * 4 if setting.alone or setting.accumulates else 0
         copies = self.num_params() * 2 if setting.dtype == "bf16" else 0
         return held + copies + max(layers + logits + head, gradients)
@@ -193,7 +194,7 @@ class Gpt2Spec(ModelSpec):
         yield GradientSize(self.embedding_size(), "embedding")
 
     def with_sequence_length(self, tokens: int) -> Self:
-        """Return the same model, trained on sequences of `tokens`; its positions are unchanged."""
+        """Return the same model, trained on sequences of `tokens`; its context is unchanged."""
         return replace(self, sequence_length=tokens, n_positions=self.context())
 
 
@@ -210,7 +211,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """The fields of a GPT-2's config.json that determine its sizes and arithmetic."""
+    """The fields of a GPT-2's config.json that determine its sizes and computation."""
 
     model_type: str
     n_layer: int = checked(low=1, high=10_000)
@@ -226,13 +227,13 @@ class _Config:
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     per_layer_config: Any = None
-    """transformers' overrides for single layers."""
+    """Overrides for single layers, which transformers supports."""
     tileforge_bias: bool = True
     """False if Tileforge trained without biases; the file then contains zeros."""
 
 
 def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
-    """Build the spec from a config.json, which `where` names.
+    """Build the spec from a config.json; messages name the file `where`.
 
     Raises CheckpointError for a damaged file, and for a model that would load without an error but
     compute differently from GPT-2.

@@ -1,7 +1,7 @@
 """The config.json of a decoder of the Llama family, with each model type's own defaults.
 
-transformers omits default values from config.json, so a type's defaults affect sizes, too.
-Source of each: transformers 5.23, models/<family>/configuration_<family>.py.
+transformers omits default values from config.json, so a type's defaults affect sizes. Source of
+each type's defaults: transformers 5.23, models/<family>/configuration_<family>.py.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from payload.core.validation.fields import checked
 from payload.core.validation.records import build
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
-"""Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""
+"""Activations as Hugging Face names them: SiLU, the exact GELU, and its tanh approximation."""
 RopeKind = Literal["default", "linear", "llama3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding: its base, and its scaling for longer contexts."""
+    """A rotary position embedding: the base, and the scaling for longer contexts."""
 
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """linear: divides every position. llama3: divides the low frequencies."""
+    """With linear, divides every position; with llama3, divides the low frequencies."""
     low_freq_factor: float = 1.0
-    """llama3 only, like the next two."""
+    """Used only by llama3, like the next two fields."""
     high_freq_factor: float = 4.0
     original_context: int = 8192
-    """Tokens of the context in pre-training."""
+    """Context in pre-training, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Layer:
     """The settings that differ between the layers of a model."""
 
     window: int | None
-    """Number of tokens that a token attends to, itself included; None = all up to itself."""
+    """Number of tokens that a token attends to, including itself; None = all up to itself."""
     rope: Rope | None
     """None = no positional encoding in this layer."""
 
@@ -61,7 +61,7 @@ _MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeDefaults:
-    """Defaults of one model_type, which its config.json can omit."""
+    """Defaults of one `model_type`, for values that config.json may omit."""
 
     kv_heads: int | None = None
     """None = the number of heads."""
@@ -73,7 +73,7 @@ class TypeDefaults:
     tied: bool = False
     qk_norm: bool = False
     windows_everywhere: bool = False
-    """Every layer has the window; otherwise `use_sliding_window` and `layer_types` decide."""
+    """True if every layer has the window; if not, `use_sliding_window` and `layer_types` decide."""
     is_gemma: bool = False
 
 
@@ -98,7 +98,7 @@ DEFAULTS: Mapping[str, TypeDefaults] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RopeConfig:
-    """rope_parameters, or the older rope_scaling."""
+    """The contents of rope_parameters, or of the older rope_scaling."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -111,13 +111,13 @@ class _RopeConfig:
     partial_rotary_factor: float | None = None
 
     def kind(self) -> str:
-        """Return transformers' name of the scaling."""
+        """Return the name of the scaling in transformers."""
         return self.rope_type or self.type or "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Fields of a config.json that determine sizes and arithmetic; None = the family's default."""
+    """The fields of config.json that determine sizes and computation; None = the type's default."""
 
     model_type: str
     num_hidden_layers: int = checked(low=1, high=_MOST_LAYERS)
@@ -215,7 +215,7 @@ class DecoderConfig:
         return tuple(dict.fromkeys(found))
 
     def _layer_types(self, where: str) -> tuple[str, ...]:
-        """Return each layer's type, by the rules of the family's own configuration."""
+        """Return each layer's type, by the rules of the configuration class in transformers."""
         count, family = self.num_hidden_layers, self.defaults()
         if family.windows_everywhere or self.model_type == "llama":
             return (_FULL,) * count
@@ -244,7 +244,7 @@ class DecoderConfig:
         return [bool(each) for each in self.no_rope_layers[:count]]
 
     def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
-        """Return the rotary embedding for layers of one type, as nested by transformers 5."""
+        """Return the rotary embedding of one layer type, from the nested form of transformers 5."""
         raw: Any = self.rope_scaling or self.rope_parameters or {}
         flat = (
             ("rope_scaling",) if self.defaults().is_gemma else ("rope_scaling", "rope_parameters")
@@ -252,7 +252,7 @@ class DecoderConfig:
         for key in flat:
             parts = getattr(self, key) or {}
             if any(isinstance(each, Mapping) for each in parts.values()):
-                # transformers reads only a part of it, or nothing.
+                # transformers would read only a part of this form, or nothing.
                 _refuse(where, key, parts, f"{self.model_type} has no rope per layer type")
         if self.defaults().is_gemma:
             given = self.rope_scaling or {}
@@ -309,7 +309,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
 
 
 def supported_activation(name: str) -> Activation:
-    """Return the modules' name of the activation; an unsupported one gets any name."""
+    """Return the activation for our modules; for an unsupported name, return any."""
     return _ACTIVATIONS.get(name, "silu")
 
 

@@ -1,6 +1,6 @@
-"""The Llama family's metadata in a GGUF file, with llama.cpp's names and values.
+"""Plans the GGUF file of a model of the Llama family, with llama.cpp's names and values.
 
-Only models that llama.cpp computes exactly are planned; other features are rejected by name.
+A model with features that llama.cpp computes differently is rejected.
 Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
 """
 
@@ -29,13 +29,13 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
-"""llama.cpp's name of each `model_type`."""
+"""The architecture in llama.cpp for each `model_type`."""
 _SMOLLM3_PATTERN = 4
 _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_SCALAR = 256.0
 _GEMMA_LARGEST = 62
-"""Layers of the 27B model."""
+"""Number of layers of the 27B model."""
 
 
 def plan_gguf(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
@@ -97,17 +97,14 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
 
 
 def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
-    """Require the layers without rotation that llama.cpp hard-codes for SmolLM3.
-
-    Raises CheckpointError.
-    """
+    """Raise CheckpointError unless the layers without rope are those that llama.cpp hard-codes."""
     expected = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
     if [layer.rope is not None for layer in layers] != expected:
         refuse_export(where, "no_rope_layers", "not exactly every fourth layer")
 
 
 def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
-    """Plan a Gemma 3; llama.cpp hard-codes layer order, local base and the scale of logits."""
+    """Plan a Gemma 3; llama.cpp hard-codes layer order, local rope base and attention scale."""
     full = [layer for layer in layers if layer.window is None]
     local = [layer for layer in layers if layer.window is not None]
     expected = [(i + 1) % _GEMMA_PATTERN == 0 for i in range(len(layers))]
@@ -116,7 +113,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     local_ropes = {layer.rope for layer in local}
     if local_ropes - {Rope(theta=GEMMA_LOCAL_THETA)}:
         refuse_export(where, "rope of the layers with a window", "not the base 10,000")
-    # llama.cpp decides by the number of layers.
+    # llama.cpp chooses the scale by the number of layers.
     is_largest = len(layers) == _GEMMA_LARGEST
     width = config.hidden_size // config.num_attention_heads
     if config.query_pre_attn_scalar != (width if is_largest else config.width_of_head()):
@@ -169,7 +166,7 @@ def _values(config: DecoderConfig, rope: Rope) -> dict[str, int | float | str]:
 
 
 def _rope_factors(rope: Rope, *, width: int) -> tuple[float, ...]:
-    """Return llama.cpp's divisors for Llama 3's scaled frequencies, one a pair of elements."""
+    """Return llama.cpp's divisors for the frequencies of Llama 3, one per pair of elements."""
     if rope.kind != "llama3":
         return ()
     longest = rope.original_context / rope.low_freq_factor

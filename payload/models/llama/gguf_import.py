@@ -10,7 +10,7 @@ from payload.models.gguf_errors import refuse_import
 from payload.models.gguf_header import Array, GgufHeader, Value
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""llama.cpp's names; it uses `llama` for SmolLM2 and Mistral."""
+"""Architectures as llama.cpp names them; `llama` includes SmolLM2 and Mistral."""
 _KEYS: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -21,23 +21,23 @@ _KEYS: Mapping[str, str] = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""config.json's name of each key under the architecture's prefix."""
+"""The name in config.json of each key under the architecture's prefix."""
 _READ = frozenset(
     {*_KEYS, "attention.key_length", "attention.value_length", "rope.dimension_count"}
     | {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
-    # Without effect: the tensors give the vocabulary, and only YaRN uses the last two.
+    # These have no effect: the tensors give the vocabulary, and only YaRN uses the last two.
     | {"vocab_size", "tensor_data_layout"}
     | {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
 )
 """Keys under the architecture's prefix that can have any value."""
 _NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
-"""Values of other keys that have no effect; the default is 0."""
+"""Values of other keys that have no effect; for keys that are not listed, the value is 0."""
 _DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
 _SINGLE = (
     *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
     *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
 )
-"""Ends of tokenizer keys with single values; transformers accepts an array for them, too."""
+"""Ends of tokenizer keys that must have a single value, although transformers accepts arrays."""
 _TOKENS: Mapping[str, str] = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -59,11 +59,11 @@ _PARTS: Mapping[str, str] = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""llama.cpp's name of each module."""
+"""The name of each module in llama.cpp."""
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
-    """Return the config.json of a header with one of `ARCHITECTURES`.
+    """Return a config.json for a header with one of `ARCHITECTURES`.
 
     Raises CheckpointError.
     """

@@ -1,7 +1,7 @@
-"""config.json sizes of models on the hub by name, so that a plan needs no network.
+"""Sizes from the config.json of some models on the hub, so that a plan needs no network.
 
-These are the models in packaged recipes whose config.json a machine may lack: gated models, and
-those for clusters without internet access.
+These models are in packaged recipes, and a machine may lack their config.json: gated models, and
+models for clusters without internet access.
 """
 
 from __future__ import annotations
@@ -47,4 +47,4 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         "tie_word_embeddings": True,
     },
 }
-"""config.json by the last part of the hub's name."""
+"""The config.json of each model, by the last part of its name on the hub."""

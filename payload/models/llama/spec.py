@@ -1,7 +1,7 @@
 """Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
 
-One description covers all of them: `DecoderSpec` describes each layer, so code that builds
-or counts a model does not depend on the family's name.
+`DecoderSpec` covers all these models: it describes each layer, so code that builds or counts a
+model does not depend on the model's type.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL_TYPES = (*DEFAULTS, "gemma3")
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     """Return the spec that a config.json describes. Raises CheckpointError.
 
-    Configs with unsupported features are read too: see `unsupported_features`.
+    Configs with features that our layers lack are also read; see `unsupported_features`.
     """
     if raw["model_type"] == "gemma3":
         raise CheckpointError(
@@ -77,7 +77,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """A decoder's sizes and arithmetic, named as in Hugging Face's configs where possible."""
+    """The sizes and computation of a decoder, named as in Hugging Face's configs if possible."""
 
     hidden_size: int
     intermediate_size: int
@@ -98,7 +98,7 @@ class DecoderSpec(ModelSpec):
     qk_norm: bool = False
     """RMSNorm over each query and key head, before the rotary embedding."""
     sandwich_norms: bool = False
-    """Gemma: the outputs of attention and MLP are normed too, before the residual addition."""
+    """Gemma: the outputs of attention and MLP are also normed before the residual addition."""
     norm_offset: bool = False
     """Gemma: an RMSNorm multiplies by 1 + weight, in fp32; otherwise by weight, in the input's
     dtype."""
@@ -110,7 +110,7 @@ class DecoderSpec(ModelSpec):
     unsupported_features: tuple[str, ...] = ()
     """Features in the config that `train/families/llama` lacks."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The config.json that was read; a checkpoint's is derived from it."""
+    """The config.json that was read; the config.json of a checkpoint is derived from it."""
 
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""
@@ -135,8 +135,8 @@ class DecoderSpec(ModelSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Every matrix multiplies once, the embedding only as output head. Grouped-query
-        attention shares keys, not multiplications: it counts the query heads.
+        Every matrix has one matmul, the embedding only as output head. Grouped-query attention
+        shares keys but not matmuls, so the query heads are counted.
         """
         layer = sum(math.prod(shape) for _, shape in self._layer_shapes() if len(shape) == 2)
         multiplying = self.num_layers() * layer + self.embedding_size()
@@ -146,14 +146,14 @@ class DecoderSpec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        The peak is at the end of the forward pass, or with few tokens of the backward pass.
-        Weights and two AdamW moments are fp32, 12 bytes a parameter. Gradients, 4 more or 2 (see
-        `bf16_gradients`), exist at the forward pass's end with other ranks and in all micro-batches
-        of a step after its first (`accumulates`). With `kernels` a matmul makes its bf16 weights;
-        the head keeps a bf16 copy while its logits come in chunks. A bf16 gradient of the head
-        reuses the logits' memory if they have no more tokens than the model is wide. Fragmentation
-        took 2 bytes a parameter of the layers, 1 with bf16 gradients, as measured for SmolLM2-135M
-        and Qwen3-0.6B.
+        The peak is at the end of the forward pass, or with few tokens at the end of the backward
+        pass. Weights and two AdamW moments are fp32, 12 bytes per parameter. Gradients take 4 more,
+        or 2 (see `bf16_gradients`). They exist at the end of the forward pass if there are other
+        ranks, and in every micro-batch of a step after the first (`accumulates`). With `kernels`,
+        each matmul converts its weights to bf16; the head keeps a bf16 copy if its logits are
+        computed in chunks. A bf16 gradient of the head reuses the logits' memory if there are no
+        more tokens than the model is wide. Fragmentation took 2 bytes per parameter of the layers,
+        or 1 with bf16 gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -169,7 +169,7 @@ class DecoderSpec(ModelSpec):
         has_layers = self._has_fast_layers(setting)
         layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
         if not setting.kernels:
-            # A logit has 16 bytes: log-softmax and two gradients in fp32, and itself.
+            # A logit takes 16 bytes in fp32: itself, log-softmax and two gradients.
             return held + layers + tokens * self.vocab_size * 16
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         head = head_gradient if setting.alone or setting.accumulates else 0
@@ -184,27 +184,27 @@ class DecoderSpec(ModelSpec):
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        The head's logits come in chunks of tokens; with more than one chunk its gradient is a sum,
-        in fp32. The sum of the tied embedding's two parts is rounded once.
+        The head's logits are computed in chunks of tokens. With more than one chunk, the head's
+        gradient is a sum in fp32. For a tied embedding, the sum of the two parts is rounded once.
         """
         linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
         tokens = setting.micro_batch_size * self.sequence_length
         return linears, linears and tokens <= logits_tokens(self.vocab_size)
 
     def _has_fast_layers(self, setting: RankSetting) -> bool:
-        """Return whether kernels run the layers: not in fp32, nor for transformers' layers."""
+        """Return whether kernels run the layers: only in bf16, and not for transformers' layers."""
         is_ours = setting.kernels and not self.unsupported_features
         return is_ours and setting.dtype == "bf16"
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes that a layer keeps of one token for its backward pass.
 
-        `size` is the bytes of an element between the matmuls.
+        `size` is the number of bytes of an element between the matmuls.
         """
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         if kernels:
-            # The residual stream twice in fp32, and twice normed; queries, keys and values, and
-            # the attention's output; the gate and its partner.
+            # Kept are: the residual stream twice in fp32, and twice normed; queries, keys and
+            # values, and the attention's output; the gate and up projections.
             return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
         norms = 4 if self.sandwich_norms else 2
         # A norm in plain torch also keeps its input and its output in fp32.

@@ -1,1 +1,1 @@
-"""Sizes and costs of any other model that transformers builds."""
+"""Sizes and costs of models of all remaining families, which transformers builds."""

@@ -1,7 +1,7 @@
 """The model types with a text-only causal language model in transformers.
 
-A plan, which does not import transformers, rejects other types by this list. A test
-compares it with transformers' own table.
+A plan does not import transformers and rejects all types that are not in this list. A test compares
+the list with transformers' own table.
 """
 
 from __future__ import annotations

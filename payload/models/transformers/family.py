@@ -1,4 +1,4 @@
-"""Any other language model that transformers builds, as a model family."""
+"""The model family of all remaining language models that transformers builds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from payload.models.transformers.spec import OtherSpec, has_known_sizes, read, r
 
 
 class Transformers(Family):
-    """Models that no other family reads, by the names in transformers' configs."""
+    """Reads models that no other family reads, by the field names of transformers' configs."""
 
     tensors = "payload.train.families.transformers.model"
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether the config.json looks like transformers'; `read` rejects some of these."""
+        """Return whether this looks like a config of transformers; `read` may still reject it."""
         return has_known_sizes(raw)
 
     def read(self, raw: Mapping[str, Any], *, where: str) -> OtherSpec:
@@ -24,7 +24,7 @@ class Transformers(Family):
         return read(raw, where=where)
 
     def read_folder(self, raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpec:
-        """Return the spec, counted if the folder has its weights. Raises CheckpointError."""
+        """Return the spec, counted if the folder has weights. Raises CheckpointError."""
         return read_folder(raw, folder=folder, where=where)
 
 

@@ -1,7 +1,7 @@
-"""Sizes and costs of a model of any other family, counted from its tensors.
+"""Sizes and costs of a model of any remaining family, counted from its tensors.
 
-A config.json of an unknown family does not determine the parameters; the headers of its
-safetensors files do. Without them the spec reports that its numbers are unknown.
+The config.json of an unknown family does not determine the parameters, but the headers of the
+safetensors files do. Without these files, methods that need the count raise an error.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "active_experts": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k"),
 }
-"""Names of one size in different families, the most common first."""
+"""The names of each size in different families, the most common name first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """Sizes in any config.json, under one of the names above."""
+    """The sizes in a config.json, each found by one of the names in `_NAMES`."""
 
     vocab_size: int = checked(low=1, high=2**24)
     layers: int | None = checked(None, low=1, high=10_000)
@@ -79,18 +79,18 @@ class _Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Numbers derived from names and shapes of a model's tensors."""
+    """Counts derived from the names and shapes of a model's tensors."""
 
     params: int
     multiplying: int
-    """Weights that multiply each token: with experts, only the active ones."""
+    """Weights in the matmuls of each token; of the experts, only the active ones count."""
     kept_elements: int
-    """Elements of one token that its matrices read and write."""
+    """Elements that the matmuls of one token read and write."""
     embedding: int
     attention_layers: int
-    """Layers with attention tensors; 0 = unknown from their names."""
+    """Layers with attention tensors; 0 = not known from the names."""
     recurrent: str | None
-    """Name of a tensor in a recurrence, whose own operations are not counted; None without one."""
+    """Name of a tensor in a recurrence, whose operations are not counted; None = no recurrence."""
     gradients: tuple[GradientSize, ...]
 
 
@@ -102,21 +102,21 @@ class OtherSpec(ModelSpec):
     heads: int | None
     hidden_size: int | None
     query_dim: int
-    """Elements of a head's queries and keys; 0 = unknown."""
+    """Width of a head's queries and keys; 0 = unknown."""
     value_dim: int
     max_tokens: int | None
     experts: int
-    """0 without experts."""
+    """Number of experts; 0 = no experts."""
     active_share: float
     """Share of the experts that process a token; 1 without experts."""
     tie_word_embeddings: bool | None
-    """None = not in the config; then a separate head tensor decides."""
+    """None = not in the config; in this case the presence of a head tensor decides."""
     counts: Counts | None = field(default=None, repr=False)
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The config.json that was read; a checkpoint's is derived from it."""
+    """The config.json that was read; the config.json of a checkpoint is derived from it."""
 
     def context(self) -> int:
-        """Return the longest context of the weights in tokens; by default the training's."""
+        """Return the longest context of the weights in tokens, by default `sequence_length`."""
         return self.max_tokens or self.sequence_length
 
     def num_layers(self) -> int:
@@ -146,8 +146,8 @@ class OtherSpec(ModelSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Attention is left out if the config does not name its heads, and a recurrence's own
-        operations always are: see `note`. Raises CheckpointError if the parameters are unknown.
+        Attention is left out if the config does not give the heads. The operations of a recurrence
+        are always left out; see `note`. Raises CheckpointError if the parameters are unknown.
         """
         counts = self._known()
         head = (self.query_dim + self.value_dim) * self.num_heads()
@@ -155,7 +155,7 @@ class OtherSpec(ModelSpec):
         return 6 * (counts.multiplying + attention)
 
     def note(self) -> str | None:
-        """Return what the numbers leave out, or None."""
+        """Return a note on what the counts leave out, or None."""
         if self.counts is None or self.counts.recurrent is None:
             return None
         return (
@@ -166,7 +166,7 @@ class OtherSpec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        A layer keeps the inputs and outputs of its matrices, and those of its norms in fp32.
+        A layer keeps the inputs and outputs of its matmuls, and in fp32 those of its norms.
         Raises CheckpointError if the parameters are unknown.
         """
         counts, tokens = self._known(), setting.micro_batch_size * self.sequence_length
@@ -188,7 +188,7 @@ class OtherSpec(ModelSpec):
         return self.counts is not None
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
-        """Return the same model with its tensors counted; `shapes` are by name."""
+        """Return the same model with its tensors counted; `shapes` maps names to shapes."""
         tied = bool(self.tie_word_embeddings)
         return replace(self, counts=_count(shapes, self, tied=tied))
 
@@ -202,10 +202,10 @@ class OtherSpec(ModelSpec):
 
 
 def has_known_sizes(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has a type of transformers', or size names like transformers'.
+    """Return whether a config.json has a known model type, or sizes with names that we know.
 
-    False for an unknown type whose sizes all have other names. `read` rejects configs without a
-    type or sizes, or with parts for more than text.
+    The result is False for an unknown type whose sizes all have unknown names. `read` rejects
+    configs without a type or sizes, or with parts for more than text.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not _NAME.fullmatch(kind) or kind in CAUSAL_TYPES:
@@ -271,7 +271,7 @@ def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpe
 
 
 def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
-    """Raise CheckpointError unless it is a text-only causal language model."""
+    """Raise CheckpointError unless the model is a text-only causal language model."""
     parts = [key for key in ("vision_config", "audio_config") if raw.get(key) is not None]
     if parts:
         raise CheckpointError(
@@ -298,7 +298,7 @@ def _active_share(config: _Config) -> float:
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool) -> Counts:
-    """Distinguish embedding, head, experts and other tensors by their names."""
+    """Count the tensors; their names distinguish embedding, head, experts and other tensors."""
     weights = {name: shape for name, shape in shapes.items() if not _BUFFER.search(name)}
     heads = [name for name in weights if _HEAD.search(name)]
     if tied:
@@ -336,7 +336,7 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
 def _in_backward_order(
     weights: Mapping[str, tuple[int, ...]], heads: Iterable[str], embeddings: Iterable[str]
 ) -> tuple[GradientSize, ...]:
-    """Return the head, tensors after the layers, the layers from the last one, the embeddings."""
+    """Return in order: head, tensors after the layers, layers from the last on, embeddings."""
     found: list[tuple[int, int, GradientSize]] = []
     for name, shape in weights.items():
         number = _NUMBER.search(name)
@@ -352,10 +352,10 @@ def _in_backward_order(
 
 
 def _is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
-    """Return whether it is an experts' matrix, by its name or as a stacked tensor."""
+    """Return whether a tensor belongs to experts: by its name, or as a stack of matrices."""
     return bool(_EXPERTS.search(name)) or (experts > 1 and len(shape) == 3 and shape[0] == experts)
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether it is a matrix or a stack of experts' matrices, not a norm or bias."""
+    """Return whether a tensor is a matrix or a stack of matrices, not a norm or a bias."""
     return len(shape) > 1 and not name.endswith("bias")

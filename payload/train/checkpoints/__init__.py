@@ -1,1 +1,1 @@
-"""A checkpoint's tensors and files, the thread that writes them, and an adapter's base."""
+"""Writing and reading of checkpoints, and the identity of an adapter's base model."""

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """The frozen base weights of an adapter's run; its checkpoints have no copy of them."""
+    """Identifies the frozen base weights of an adapter; its checkpoints do not contain them."""
 
     source: str
     """Folder or hub name."""
@@ -54,9 +54,9 @@ class BaseModel:
     sha256: str = ""
     """Hash over the files with the weights."""
     config_sha256: str | None = None
-    """Hash over the settings in config.json that affect the arithmetic; None in older records."""
+    """Hash over the settings in config.json that affect the computation; None in older records."""
     quantize: Quantize = "none"
-    """Type of the base's linears while the adapter was trained."""
+    """Quantisation of the base's linears while the adapter was trained."""
 
     def has_same_config(self, other: BaseModel) -> bool:
         """Return True unless both records have a config.json hash and the hashes differ."""
@@ -68,7 +68,7 @@ class TrainerState:
     """trainer.json: the state of training, without weights and optimizer state."""
 
     step: int = checked(low=0)
-    """Number of updates."""
+    """Number of optimizer updates so far."""
     next_sample: int = checked(low=0)
     """Global index of the first sequence not trained on: the complete data position."""
     tokens: int = checked(low=0)
@@ -87,7 +87,7 @@ class TrainerState:
     base: BaseModel | None = None
     """The base that an adapter was trained on; None without an adapter."""
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """Identity that distinguishes runs of one name; None in older records."""
+    """Distinguishes runs of the same name; None in older records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -103,7 +103,7 @@ def save_checkpoint(
     progressed: Callable[[], None] = lambda: None,
     tensors_read: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the checkpoint `folder`: to a temporary folder, synced to disk, then renamed.
+    """Write the checkpoint to a temporary folder, sync it to disk and rename it to `folder`.
 
     `tokenizer` maps file names to contents. `progressed` is called after each step of the work,
     `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when a
@@ -160,7 +160,7 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> None:
-    """Remove checkpoints except `best` and the last `keep` up to `newest`, and partial ones.
+    """Remove partial checkpoints, and all others except `best` and the last `keep` up to `newest`.
 
     Checkpoints after `newest`, which was just written, are removed: they were damaged, or training
     was resumed from an earlier one.
@@ -223,7 +223,7 @@ def _write_snapshot(
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename the complete checkpoint; replace an older one of that name only at the end."""
+    """Rename the complete checkpoint to `folder`; only then remove an older one of this name."""
     replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL_SUFFIX}")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)

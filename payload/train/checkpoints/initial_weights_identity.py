@@ -36,7 +36,7 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
 
 def _sha256(folder: Path) -> str:
-    """Return the hash of the folder's weights; for an adapter, of all inputs of its merge.
+    """Return the hash of the folder's weights; for an adapter it covers all inputs of the merge.
 
     Raises OSError, CheckpointError.
     """

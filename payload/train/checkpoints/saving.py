@@ -28,7 +28,7 @@ _FREE_MEMORY = (
 
 
 class Saving:
-    """Writes one checkpoint at a time without copies: the next update waits for the last read.
+    """Writes one checkpoint at a time without copying tensors; the next update waits for it.
 
     A failed write is raised as TrainingError by the next call of any method.
     """
@@ -42,9 +42,9 @@ class Saving:
         val_losses: Mapping[int, float] | None = None,
         waiting: Callable[[], None],
     ) -> None:
-        """`tokenizer` maps the file names of every checkpoint's tokenizer to contents.
+        """`tokenizer` maps the names of the tokenizer's files to their contents.
 
-        `val_losses`: earlier evaluations' losses, by step; see `evaluated`.
+        `val_losses` maps steps to the losses of earlier evaluations; see `evaluated`.
         `waiting` is called when a wait begins, and whenever the write progresses during a wait.
         """
         self.checkpoints = checkpoints
@@ -87,7 +87,7 @@ class Saving:
         self._write = _Write(lambda _progressed, _tensors_read: snapshot.finish())
 
     def evaluated(self, step: int, *, val_loss: float) -> None:
-        """Record the validation loss at `step`: the best checkpoint is never removed."""
+        """Record the validation loss at `step`, so that the best checkpoint is never removed."""
         self._val_losses[step] = val_loss
 
     def before_update(self) -> None:
@@ -109,7 +109,7 @@ class _Write:
     """A thread that writes one checkpoint."""
 
     def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
-        """Call `work` in a thread with two callbacks: progress, and all tensors are read."""
+        """Start a thread that calls `work` with callbacks for progress and for the last read."""
         self._work = work
         self._changed = threading.Condition()
         self._is_read = False
@@ -130,7 +130,7 @@ class _Write:
         return self._is_whole
 
     def wait(self, is_done: Callable[[], bool], waiting: Callable[[], None]) -> None:
-        """Wait until `is_done`; raise the thread's error."""
+        """Wait until `is_done` returns True; raise the thread's error, if any."""
         with self._changed:
             while not is_done():
                 waiting()

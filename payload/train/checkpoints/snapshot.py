@@ -22,13 +22,14 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: CausalLM, optimizer: Mapping[str, Tensor]) -> Self:
-        """Return the snapshot of a model; only of its adapter if it trains one."""
+        """Return the snapshot of a model, or only of its adapter if it has one."""
         return cls(checkpoint_weights(model), optimizer)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return one of the tensors with all its elements, on rank 0.
 
-        Rank 0 calls this for `weights` in the order of the file, then for `optimizer` likewise.
+        Rank 0 calls this for each tensor of `weights` in the order of the file, then of
+        `optimizer`.
         """
         return tensor
 
@@ -37,9 +38,9 @@ class Snapshot:
         return False
 
     def finish(self) -> None:
-        """Take part in the remaining exchanges that other ranks wait for."""
+        """Take part in the remaining communication that other ranks wait for."""
 
 
 def checkpoint_weights(model: CausalLM) -> dict[str, Tensor]:
-    """Return the weights that a checkpoint stores: only the adapter's if one is trained."""
+    """Return the weights that a checkpoint stores: the adapter's if there is one, or all."""
     return model.hf_tensors() if model.adapter is None else adapter_tensors(model)

@@ -48,8 +48,8 @@ class Loss(ABC):
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
         """Return a batch's loss, a scalar.
 
-        `found` are its token losses (B, T) or logits (B, K); `more` are the other tensors of the
-        batch.
+        `found` holds the batch's token losses (B, T) or logits (B, K), and `more` its other
+        tensors.
         """
 
     @abstractmethod
@@ -57,11 +57,11 @@ class Loss(ABC):
         """Return the weight of a batch's loss in a step's mean over micro-batches and ranks."""
 
     def take_sums(self) -> Tensor:
-        """Return this rank's sums since the last call, for the step's row; a float64 vector."""
+        """Return this rank's sums since the last call, a float64 vector, for `step_row`."""
         return torch.zeros(0, dtype=torch.float64)
 
     def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
-        """Return a step's row with the sums over all ranks and its number of samples."""
+        """Return a step's row of metrics, completed from the sums over all ranks."""
         del sums, samples
         return row
 
@@ -69,7 +69,8 @@ class Loss(ABC):
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
         """Return a batch's contribution to an evaluation, float64 on the CPU.
 
-        A loss of tokens returns two numbers, which the evaluation sums over all batches.
+        A token-level loss returns two numbers, its sum and the number of targets, which the
+        evaluation adds up over all batches.
         """
 
     @abstractmethod
@@ -78,5 +79,6 @@ class Loss(ABC):
     ) -> EvalMetrics:
         """Return the metrics of an evaluation from the sums over all its batches and ranks.
 
-        It read `samples` samples of `tokens` tokens; `more` are further per-sample tensors.
+        The evaluation read `samples` samples with `tokens` tokens in all; `more` holds further
+        per-sample tensors.
         """

@@ -11,7 +11,7 @@ from payload.train.losses.base import Counts, Loss
 
 
 class NextToken(Loss):
-    """The loss of text, and of chat, where the targets are the assistant's tokens."""
+    """The loss of plain text and of chat; in chat, only the assistant's tokens are targets."""
 
     is_mean = True
 
@@ -32,7 +32,7 @@ class NextToken(Loss):
     def metrics(
         self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
     ) -> EvalMetrics:
-        """Return the mean loss per target: a short last block counts by its targets."""
+        """Return the mean loss over all targets, so that a short last block weighs less."""
         del more, samples, tokens
         return EvalMetrics(
             step=step, val_loss=float(sums[0] / sums[1]), val_tokens=int(sums[1].item())

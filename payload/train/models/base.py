@@ -52,7 +52,7 @@ class Placement:
     built_as: type[nn.Module]
     """The layer's original class, from which the strategy derives a new one."""
     parameters: type[Tensor]
-    """The type of its parameters outside of computation, for which they become plain tensors."""
+    """The type of the layer's parameters; during computation they are plain tensors."""
     hooks: int
     """The number of hooks that the strategy added to the layer's forward pass."""
 
@@ -85,7 +85,7 @@ class CausalLM(SplitModule, ABC):
     """
 
     reads_parts = False
-    """True if `load_tensors` can set parameters of which a rank holds a part."""
+    """True if `load_tensors` can set parameters of which this rank holds only a part."""
 
     def __init__(self, spec: ModelSpec, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -115,26 +115,27 @@ class CausalLM(SplitModule, ABC):
         caches: Sequence[Any] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to (B, T, C), the final norm included.
+        """Map (B, T) token ids to hidden states (B, T, C) after the final norm.
 
-        With `caches` from `new_caches`, `tokens` continue the earlier ones. With `starts` (B, T),
-        each row holds several documents: a token's start is the index of its document's first
-        token, where positions begin at 0 and before which attention does not reach.
+        With `caches` from `new_caches`, `tokens` continue the cached tokens. With `starts` (B, T),
+        a row can hold several documents. A token's start is the index of its document's first
+        token: positions count from this token, and attention does not reach back beyond it.
         """
 
     @abstractmethod
     def head_weight(self) -> nn.Parameter | None:
         """Return the output head's weight (V, C) if logits are `hidden @ weight.T`, or None.
 
-        None if the head has a bias or logits are scaled or capped: then the loss is computed
+        If the head has a bias, or if logits are scaled or capped, return None: the loss is computed
         from `logits`, without kernels.
         """
 
     def tied_weight(self) -> nn.Parameter | None:
         """Return the token embedding if it is also the output head, or None.
 
-        Its gradient has two parts, the head's first and the embedding's last. A model with kernels
-        then looks up tokens by `kernels.embed`. With None, autograd adds both parts.
+        The gradient of a tied weight has two parts: backward computes the head's first and the
+        embedding's last. A model with kernels looks up its tokens by `kernels.embed`, which adds
+        the second part. If this returns None, autograd adds both parts.
         """
         return None
 
@@ -143,7 +144,7 @@ class CausalLM(SplitModule, ABC):
         """Return empty caches for `hidden`; the first cache counts the tokens."""
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers in the order of the forward pass, each called as a whole in it.
+        """Return the layers in the order of the forward pass, which calls each as one module.
 
         A strategy shards their weights layer by layer, and all other weights together.
         """
@@ -167,13 +168,14 @@ class CausalLM(SplitModule, ABC):
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
-        """Return the contents of config.json, by which transformers builds the same model."""
+        """Return the contents of a config.json from which transformers builds the same model."""
 
     @abstractmethod
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
+        Raises CheckpointError, naming `where`, if tensors are missing or do not have the model's
+        shapes.
         """
 
     def speed_notes(self) -> list[str]:
@@ -210,13 +212,13 @@ class CausalLM(SplitModule, ABC):
         )
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Return the base's own parameters trained together with an adapter, by PEFT's names."""
+        """Return the base's parameters that are trained with an adapter, by PEFT's names."""
         return {}
 
     def bf16_gradients(self, setting: RankSetting) -> list[nn.Parameter]:
         """Return the parameters whose gradient a rank with this setting may keep in bf16.
 
-        `ModelSpec.bf16_gradients` decides, for the memory estimate too.
+        `ModelSpec.bf16_gradients` defines the rule, which the memory estimate also uses.
         """
         linears, head = self.trained_spec().bf16_gradients(setting)
         found = []
@@ -265,7 +267,7 @@ class CausalLM(SplitModule, ABC):
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Return the cross entropy of every target, (B, T) fp32; 0 for `IGNORED_TARGET`.
 
-        `starts` are as in `hidden`. On a pipeline stage before the last one all are 0.
+        `starts` are as in `hidden`. On a pipeline stage before the last one, all losses are 0.
         A strategy can wrap this like `forward`.
         """
         return self._token_losses(tokens, targets, starts)
@@ -285,7 +287,7 @@ class CausalLM(SplitModule, ABC):
         return losses
 
     def _head_loss(self) -> HeadLoss:
-        """Return the method by which this model currently computes head and loss."""
+        """Return the implementation of head and loss that fits the model's current state."""
         weight = self.head_weight()
         if weight is None:
             return PlainHead(self.logits)
@@ -319,8 +321,8 @@ class CausalLM(SplitModule, ABC):
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and tensor of each parameter that is trained.
 
-    No other code decides it: a frozen parameter has no optimizer state, gradient exchange or
-    memory for both in the estimate.
+    All other code follows this function: a frozen parameter has no optimizer state and no gradient
+    exchange, and the memory estimate counts neither.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,7 +1,7 @@
-"""Classification in transformers' layout: a language model's body and one linear layer `score`.
+"""Classifiers in transformers' layout: a language model without head (body) and a linear `score`.
 
-It classifies the last token of a text, like transformers' `...ForSequenceClassification`.
-B texts, T tokens, C width, K labels.
+`score` reads the hidden state of a text's last token, as in transformers'
+`...ForSequenceClassification`. B texts, T tokens, C width, K labels.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Classifier(CausalLM):
     ) -> None:
         """Use `body` and drop its output head. `score` is random, or left for the caller to set.
 
-        With `label_tokens`, the tokens of the labels' names, a label's row is the mean of the
-        head's rows for them: the classifier starts from the model's mean logit over each name's
-        tokens. A body without `head_weight` always gets a random `score`.
+        With `label_tokens`, the tokens of each label's name, a label's row of `score` is the mean
+        of the head's rows for these tokens: its first logit is the mean logit of the name's tokens.
+        A body without `head_weight` always gets a random `score`.
         """
         super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
         head = body.head_weight() if label_tokens else None
@@ -53,7 +53,7 @@ class Classifier(CausalLM):
         self.body = body
         self.labels = tuple(labels)
         self.pad_token = pad_token
-        """Pads a batch's shorter texts; equal tokens at a text's end count as padding, too."""
+        """Pads the shorter texts of a batch; the same token at a text's end counts as padding."""
         self.objective = Classification()
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
         if named is not None:
@@ -62,7 +62,7 @@ class Classifier(CausalLM):
             nn.init.normal_(self.score.weight, std=_INIT_STD)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attributes that the body's layers read on the body, too."""
+        """Set the attribute, also on the body if the body's layers read it."""
         super().__setattr__(name, value)
         if name in ("kernels", "adapter") and "body" in self._modules:
             setattr(self.body, name, value)
@@ -73,7 +73,7 @@ class Classifier(CausalLM):
         caches: Sequence[Any] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to (B, T, C), the final norm included."""
+        """Map (B, T) token ids to hidden states (B, T, C) after the final norm."""
         return self.body.hidden(tokens, caches, starts)
 
     def draws_masks(self) -> bool:
@@ -107,7 +107,7 @@ class Classifier(CausalLM):
         """Do nothing: the output head is already dropped."""
 
     def head_weight(self) -> nn.Parameter | None:
-        """Return None: it predicts no tokens."""
+        """Return None: a classifier has no head that predicts tokens."""
         return None
 
     def tied_weight(self) -> nn.Parameter | None:
@@ -115,7 +115,7 @@ class Classifier(CausalLM):
         return None
 
     def new_caches(self) -> Sequence[Any]:
-        """Return the body's empty caches."""
+        """Return empty key-value caches for the layers of the body."""
         return self.body.new_caches()
 
     def layers(self) -> Sequence[nn.Module]:
@@ -127,7 +127,7 @@ class Classifier(CausalLM):
         return name.startswith(_BODY) and self.body.is_hidden_matrix(name.removeprefix(_BODY))
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Return `score`, which an adapter's run trains whole."""
+        """Return `score`, which is trained in full together with an adapter."""
         weight = self.score.weight
         assert isinstance(weight, nn.Parameter)
         return {SCORE: weight}
@@ -155,7 +155,7 @@ class Classifier(CausalLM):
         return {**self.body.hf_tensors(), SCORE: self.score.weight.detach()}
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the contents of config.json, by which transformers builds the same classifier."""
+        """Return the contents of config.json for transformers to build the same classifier."""
         return {**self.body.hf_config(), **self.hf_labels()}
 
     def hf_labels(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Classifier(CausalLM):
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},
             "label2id": {label: number for number, label in enumerate(self.labels)},
-            # With the base's number instead, transformers would invent labels.
+            # With the base's `num_labels`, transformers would invent labels.
             "num_labels": len(self.labels),
             "pad_token_id": self.pad_token,
             "problem_type": _SINGLE_LABEL,
@@ -173,7 +173,8 @@ class Classifier(CausalLM):
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
+        Raises CheckpointError, naming `where`, if tensors are missing or do not have the model's
+        shapes.
         """
         require_tensors(
             {SCORE: self.score.weight},
@@ -219,7 +220,8 @@ def saved_labels(
 ) -> tuple[str, ...]:
     """Return the labels of a classifier's config.json. Raises CheckpointError.
 
-    `is_own` is for a run's checkpoint: older versions stored the base's `num_labels` in it.
+    With `is_own`, for a run's checkpoint, `num_labels` is not checked: older versions stored the
+    base's value.
     """
     raw = config.get("id2label")
     named = raw if isinstance(raw, dict) else {}

@@ -9,7 +9,8 @@ from torch import Tensor
 def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
     """Return which tokens each token attends to, (B, 1, T, T) bool, from `starts` (B, T).
 
-    A token attends to its own document up to itself, with a window only to the last of these.
+    A token attends to the tokens of its document up to itself; with a window, only to the last
+    `window` of these.
     """
     length = starts.shape[1]
     places = torch.arange(length, device=starts.device)

@@ -1,8 +1,8 @@
 """8-bit float matmuls for the linears of a model's layers, by torchao.
 
 Forward and backward matmuls take e4m3 inputs and weights and e5m2 gradients, each scaled by its
-tensor's largest value. Sums, weights and gradients keep their dtype, and so do the head, the
-embeddings and the norms: https://arxiv.org/abs/2209.05433.
+tensor's largest value. Sums, weights and gradients keep their dtype. The head, the embeddings and
+the norms are not converted: https://arxiv.org/abs/2209.05433.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from payload.core.errors import ConfigError
 from payload.train.models.base import CausalLM
 
 _MULTIPLE = 16
-"""Sizes of an 8-bit matmul must be multiples of it: https://docs.nvidia.com/cuda/cublas, "FP8"."""
+"""8-bit matmuls need multiples of this size: https://docs.nvidia.com/cuda/cublas, "FP8"."""
 
 
 def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:

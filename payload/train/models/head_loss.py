@@ -1,4 +1,4 @@
-"""Implementations of the output head and its loss: split over ranks, by kernels, plain.
+"""Implementations of the output head and its loss: plain, fused, or split over tensor ranks.
 
 Hidden states are (B, T, C), targets (B, T); targets equal to `IGNORED_TARGET` are ignored.
 """
@@ -27,7 +27,7 @@ class HeadLoss(Protocol):
 
 
 class FusedLoss(Protocol):
-    """Head and loss in one, without ever storing all logits: the kernels, or `chunked_loss`."""
+    """Computes head and loss without ever storing all logits: the kernels, or `chunked_loss`."""
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy over the targets, a scalar."""

@@ -13,7 +13,7 @@ from payload.models.tensor_headers import FLOAT_DTYPES
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.tensors.lazy_tensors import copy_in, kind_in, shape_in
 
-# The weights' author and dtype.
+# Keys on the origin and dtype of the weights that were read.
 _NOT_KEPT = ("_name_or_path", "torch_dtype", "transformers_version")
 # References to code in the model's folder or on the hub, which transformers would run.
 _CODE = ("auto_map", "use_kernels", "kernel_config")
@@ -23,7 +23,7 @@ _CODE_PART = "_implementation"
 def without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the keys that select code, also in nested configs.
 
-    `attn_implementation = "OWNER/NAME"` is a kernel on the hub.
+    For example, `attn_implementation = "OWNER/NAME"` would run a kernel from the hub.
     """
     return {
         key: without_code(value) if isinstance(value, Mapping) else value
@@ -33,7 +33,7 @@ def without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """Return a checkpoint's config.json: the one that was read, for fp32 weights."""
+    """Return the config.json of a checkpoint: the one that was read, changed for fp32 weights."""
     kept = {key: value for key, value in without_code(raw).items() if key not in _NOT_KEPT}
     return {**kept, "architectures": [architecture], "dtype": "float32"}
 
@@ -67,11 +67,11 @@ def require_tensors(
     source: str = "config.json requires",
     fix: str = "Use the folder of a whole model.",
 ) -> None:
-    """Raise CheckpointError unless tensors match a model in names, shapes and being floats.
+    """Raise CheckpointError unless the tensors have a model's names and shapes and are floats.
 
-    Training, generation, merging and export all use this check. Tensors whose names end with one of
-    `unused` may be extra. `subject`, `source` and `fix` are parts of the message. The error names
-    `where`.
+    Training, generation, merging and export all use this check. Extra tensors are allowed if their
+    names end with one of `unused`. `subject`, `source` and `fix` are parts of the message. The
+    error names `where`.
     """
     found = {name for name in tensors if name in expected or not name.endswith(unused)}
     missing, extra = sorted(set(expected) - found), sorted(found - set(expected))
@@ -92,7 +92,7 @@ def require_tensors(
 
 
 def require_weight(tensors: Mapping[str, Tensor], name: str, *, where: str) -> None:
-    """Raise CheckpointError for a tensor of integers or small floats: quantised weights.
+    """Raise CheckpointError for a tensor of integers or 8-bit floats, as in quantised weights.
 
     The error names `where`.
     """

@@ -42,7 +42,7 @@ def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = l
 
 
 def save_hf_config(model: CausalLM, folder: Path) -> None:
-    """Write `config.json`, by which transformers builds the same model. Raises OSError."""
+    """Write a `config.json` from which transformers builds the same model. Raises OSError."""
     content = json.dumps(model.hf_config(), indent=2) + "\n"
     (folder / CONFIG_FILE).write_text(content, encoding="utf-8")
 
@@ -50,8 +50,9 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
 def checkpoint_folder(name: str) -> Path:
     """Return the folder with the weights that `--checkpoint` names, like `model_folder`.
 
-    The option accepts runs and checkpoints, so a local `exp/first` wins over a hub model of that
-    name. The log reports it: a cloned project could contain such a folder on purpose.
+    The option accepts runs and checkpoints, so a local folder `exp/first` takes precedence over a
+    hub model of that name. This is logged, because a cloned project could contain such a folder on
+    purpose.
     """
     folder = model_folder(name, setting="--checkpoint", takes_runs=True)
     if is_ambiguous(name):
@@ -86,7 +87,7 @@ def model_folder(
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder whose config.json describes a checkpoint's model: for an adapter, its base.
+    """Return the folder of a checkpoint's model config: for an adapter, the base's folder.
 
     An adapter's own config.json holds only a classifier's labels. Raises CheckpointError.
     """
@@ -105,9 +106,9 @@ def tokenizer_folder(folder: Path) -> Path:
 def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
 
-    `verify` compares its weights and config.json with the hashes recorded by the adapter's run, if
-    any; other programs' adapters record none. Without it, no weights are read. Raises
-    CheckpointError.
+    `verify` compares the base's weights and config.json with the hashes that the adapter's run
+    recorded; adapters of other programs have no hashes. Without `verify`, no weights are read.
+    Raises CheckpointError.
     """
     source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():
@@ -117,7 +118,7 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
         )
     recorded = recorded_base(adapter) if verify else {}
     expected = recorded.get("sha256")
-    # The recorded hash covers all weights; verifying a manifest's would read them a second time.
+    # The recorded hash covers all weights; verifying the manifest would read them a second time.
     setting = f"{adapter / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
     base = model_folder(source, setting=setting, verify=verify and not expected)
     if has_adapter(base):

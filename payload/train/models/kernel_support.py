@@ -1,7 +1,7 @@
 """Decides which layers the kernels can compute.
 
 The kernels compute only from parameters. They would ignore anything that a subclass, a hook, a
-wrapped parameter or another kind of adapter adds, so they accept only the modules listed here.
+wrapped parameter or a different kind of adapter adds, so they accept only the modules listed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LORA_PARAMETERS = {"weight", "bias", *_ADAPTER}
 def projection(linear: nn.Module, *, is_part: bool = False) -> Projection:
     """Return a linear's parameters and its adapter's, as input for the kernels.
 
-    `is_part`: other ranks have the linear's other inputs, and the bias is added after the sum.
+    With `is_part`, this rank has a part of the linear's inputs, and the bias is added after the sum
+    over ranks.
     """
     assert isinstance(linear, nn.Linear | LoraLinear)
     if is_part:
@@ -85,7 +86,7 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
 
 
 def _may_be_bf16(name: str, module: nn.Module, parameter: Tensor) -> bool:
-    """Return whether it is a frozen linear's weight, kept in the dtype of the matmuls."""
+    """Return whether the parameter is a frozen linear's weight, kept in bf16 for the matmuls."""
     is_linear = isinstance(module, nn.Linear | LoraLinear) and name.endswith(".weight")
     return is_linear and parameter.dtype is torch.bfloat16 and not parameter.requires_grad
 
@@ -101,7 +102,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks, except a strategy's, which `computed_by` runs too."""
+    """Return whether a module has hooks other than a strategy's, which `computed_by` also runs."""
     placement = module.placement if isinstance(module, LayerModule) else None
     around = len(module._forward_hooks) + len(module._forward_pre_hooks)
     if placement is not None:

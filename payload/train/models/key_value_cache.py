@@ -14,7 +14,7 @@ class LayerCache:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values; return those of all tokens."""
+        """Append the new tokens' keys and values; return the keys and values of all tokens."""
         if self.keys is not None and self.values is not None:
             keys = torch.cat((self.keys, keys), dim=2)
             values = torch.cat((self.values, values), dim=2)

@@ -47,7 +47,7 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
 
     `quantize` quantises each linear of the layers while reading it. For an adapter's folder, load
     its base, dequantised if necessary, and merge the adapter. Raises CheckpointError if the model
-    is missing, damaged or of an unknown family, or if the base is not the adapter's.
+    is missing, damaged or of an unknown family, or if the adapter was trained on a different base.
     """
     if has_adapter(folder):
         return _load_merged(folder, dropout=dropout)
@@ -62,9 +62,9 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
 def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
     """Build the model in a folder and check its weights without reading them.
 
-    The caller reads them, by the names in the tensors' targets; until then they use no memory. If
-    there are no targets, the weights are loaded: transformers converts them while loading.
-    Raises CheckpointError like `load`.
+    The caller reads the weights later, by the names in the tensors' `targets`; until then they use
+    no memory. If `targets` is empty, the weights are already loaded, because transformers converts
+    them. Raises CheckpointError like `load`.
     """
     tensors = PlannedTensors(folder)
     model = _built_for(tensors, folder, dropout=0.0)
@@ -80,7 +80,7 @@ def plan_adapter(adapter: Path, base: Path) -> tuple[CausalLM, PlannedTensors]:
     model, tensors = plan(base)
     before = {each.data_ptr() for each in model.parameters()}
     model = _with_adapter(model, adapter)
-    # The head, if the model became a classifier.
+    # These are the head's weights, if the model became a classifier.
     gone = before - {each.data_ptr() for each in model.parameters()}
     for name, target in list(tensors.targets.items()):
         if target.data_ptr() in gone:
@@ -121,7 +121,7 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
 
 
 def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> Classifier:
-    """Return `body` as the classifier of a config.json, with weights for the caller to set."""
+    """Return `body` as the classifier that `config` describes; the caller sets the weights."""
     where, is_own = str(folder / CONFIG_FILE), (folder / TRAINER_FILE).is_file()
     labels = saved_labels(config, where=where, is_own=is_own)
     pad_token = saved_pad_token(config, where=where)
@@ -129,7 +129,7 @@ def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> C
 
 
 def require_enough_weights(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
-    """Raise CheckpointError if config.json has more parameters than the files, before loading."""
+    """Raise CheckpointError if config.json needs far more parameters than the files have."""
     held = tensors.num_elements()
     if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:
         raise CheckpointError(

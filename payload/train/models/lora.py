@@ -43,8 +43,8 @@ _PEFT_PREFIX = "base_model.model."
 class LoraLinear(nn.Module):
     """A frozen linear with an adapter: `linear(x) + scale * B(A(dropout(x)))`.
 
-    It replaces the linear and keeps its parameters' names, so the base's weights load and save
-    unchanged.
+    This module replaces the linear and keeps the names of its parameters, so the base's weights
+    load and save unchanged.
     """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, settings: AdapterSection) -> None:
@@ -53,7 +53,8 @@ class LoraLinear(nn.Module):
         self.dropout = settings.dropout
         self.scale = scale(rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
         outputs, inputs = linear.out_features, linear.in_features
-        # As in PEFT: A as in torch's linears, B zero, so that training starts from the base.
+        # As in PEFT: A is initialised like torch's linears and B is zero, so training starts from
+        # the base.
         first = torch.empty(settings.rank, inputs)
         nn.init.kaiming_uniform_(first, a=math.sqrt(5))
         self.lora_A = nn.Parameter(first)
@@ -88,7 +89,7 @@ class LoraLinear(nn.Module):
         return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
 
     def merged(self) -> Tensor:
-        """Return the sum of weight and adapter, (O, I) fp32."""
+        """Return the weight with the adapter merged into it, (O, I) fp32."""
         return self.plain()[0] + self.delta()
 
 
@@ -96,7 +97,7 @@ class DoraLinear(LoraLinear):
     """LoRA with a trained norm for each output's weights: DoRA.
 
     Source: https://arxiv.org/abs/2402.09353. As in PEFT, no gradient flows through the norm of the
-    sum. The kernels do not support it.
+    merged weight. The kernels do not support DoRA.
     """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, settings: AdapterSection) -> None:
@@ -117,7 +118,7 @@ class DoraLinear(LoraLinear):
         return found
 
     def _factor(self) -> Tensor:
-        """Return the factor of each output, (O)."""
+        """Return the factor that scales each output feature, (O,)."""
         device = self.lora_magnitude_vector.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             lengths = torch.linalg.norm(self.plain()[0] + self.delta(), dim=1)
@@ -125,7 +126,7 @@ class DoraLinear(LoraLinear):
         return factor
 
     def merged(self) -> Tensor:
-        """Return the sum of weight and adapter, (O, I) fp32."""
+        """Return the weight with the adapter merged into it, (O, I) fp32."""
         return self._factor().detach().unsqueeze(1) * super().merged()
 
 
@@ -173,7 +174,7 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
 
 
 def quantize_base(model: CausalLM) -> None:
-    """Convert the layers' linears to 4 bits and other base weights to bf16, before values are set.
+    """Convert the layers' linears to 4 bits and all other base weights to bf16, before loading.
 
     `require_fit` has rejected unsupported models. Raises ConfigError without bitsandbytes.
     """
@@ -183,9 +184,9 @@ def quantize_base(model: CausalLM) -> None:
 
 
 def cast_base_to_bf16(model: CausalLM) -> None:
-    """Keep the frozen linears of an adapter's base in bf16, as autocast would round them.
+    """Convert the frozen linears of an adapter's base to bf16, as autocast would at each use.
 
-    Linears with one input are adjacent in memory, as the kernels need for a joint matmul.
+    Linears with the same input become adjacent in memory, as the kernels need for a joint matmul.
     """
     if model.adapter is None:
         return
@@ -204,7 +205,7 @@ def cast_base_to_bf16(model: CausalLM) -> None:
 
 
 def cast_base_to_fp32(model: CausalLM) -> None:
-    """Convert the bf16 weights of a quantised base to fp32 for fp32 computation, without loss.
+    """Convert the bf16 weights of a quantised base to fp32, exactly, for a run in fp32.
 
     A plain base is in fp32 already.
     """
@@ -214,7 +215,7 @@ def cast_base_to_fp32(model: CausalLM) -> None:
 
 
 def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:
-    """Return the adapter's tensors, and weights trained with it, under PEFT's names."""
+    """Return the tensors of the adapter and all weights trained with it, under PEFT's names."""
     beside = model.trained_beside_adapter()
     return {
         **{_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)},
@@ -229,7 +230,7 @@ def save_adapter(
     base: tuple[str, str | None],
     progressed: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write the adapter in PEFT's layout; `base` is the base's folder or name, and its revision.
+    """Write the adapter in PEFT's layout; `base` is the base's (folder or name, revision).
 
     Return the sha256 of the weights' file. Raises OSError.
     """
@@ -259,7 +260,7 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if beside:
-        # The labels, which PEFT's own files lack.
+        # config.json holds the labels, which PEFT's own files lack.
         labelled = json.dumps(model.hf_config(), indent=2) + "\n"
         (folder / CONFIG_FILE).write_text(labelled, "utf-8")
 
@@ -273,7 +274,7 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
 def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) -> None:
     """Set the adapter of `model` from tensors under PEFT's names.
 
-    Raises CheckpointError, naming `where`, if they do not fit this adapter.
+    Raises CheckpointError, naming `where`, if the tensors do not fit this adapter.
     """
     expected = adapter_tensors(model)
     require_tensors(
@@ -295,7 +296,7 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 def merge_adapter(model: CausalLM) -> None:
     """Add the adapter to the base's weights and remove it: the result is a plain fp32 model.
 
-    A quantised base is dequantised: the result computes the same and uses fp32's memory.
+    A quantised base is dequantised: the result computes the same values but uses fp32's memory.
     """
     for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
         adapted = model.get_submodule(path)
@@ -333,7 +334,7 @@ def _layer_linears(model: CausalLM) -> list[str]:
 
 
 def _adapter_parts(model: CausalLM) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield module path, PEFT's parameter name and tensor of the adapter."""
+    """Yield (module path, PEFT's parameter name, tensor) for each tensor of the adapter."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield path, "lora_A.weight", module.lora_A

@@ -1,9 +1,9 @@
 """4-bit linears: bitsandbytes' NF4 with double quantisation, computed in bf16 or fp32.
 
-Layout and bf16 arithmetic are those of its `Linear4bit`. In fp32 the weights are the
-same, rounded to bf16: a run has the same base on any CPU. All tensors of a quantised linear are
-frozen parameters, which ranks exchange and compare like other weights.
-I inputs, O outputs.
+The layout and the bf16 computation are the same as in bitsandbytes' `Linear4bit`. A run in fp32
+uses the same dequantised weights, rounded to bf16, so the base is the same on any CPU. All tensors
+of a quantised linear are frozen parameters, which ranks exchange and compare like other weights. I
+inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
 from payload.train.tensors.lazy_tensors import copy_in
 
 _Library = Any
-"""The module bitsandbytes, which has no types."""
+"""The module bitsandbytes, which has no type hints."""
 
 _AT_ONCE = 2**18
-"""Weights quantised in one step, whole blocks: bitsandbytes makes several fp32 copies."""
+"""Weights quantised in one step (whole blocks), as bitsandbytes makes several fp32 copies."""
 
 
 class QuantizedLinear(nn.Module):
@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., I) to (..., O), in autocast's dtype, or by default in that of `x`."""
+        """Map (..., I) to (..., O), in autocast's dtype, or in that of `x` without autocast."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -58,11 +58,11 @@ class QuantizedLinear(nn.Module):
         return cast(Tensor, found)
 
     def size(self) -> tuple[int, int]:
-        """Return the weight's size, (O, I)."""
+        """Return the weight's shape, (O, I)."""
         return self.out_features, self.in_features
 
     def take(self, weight: Tensor) -> None:
-        """Quantise `weight` (O, I) in bf16, in steps; bitwise equal to one step."""
+        """Quantise `weight` (O, I), bf16, in several steps, bitwise equal to a single step."""
         functions, elements = _library().functional, weight.reshape(-1)
         scales = torch.empty(num_blocks(elements.numel()), device=weight.device)
         for start in range(0, elements.numel(), _AT_ONCE):
@@ -79,7 +79,7 @@ class QuantizedLinear(nn.Module):
         self.scales_mean.data.copy_(mean)
 
     def load_weight(self, tensors: Mapping[str, Tensor], name: str) -> None:
-        """Quantise a checkpoint's tensor, rounded to bf16 first."""
+        """Round a checkpoint's tensor to bf16 and quantise it."""
         rounded = torch.empty(self.size(), dtype=torch.bfloat16, device=self.weight.device)
         copy_in(tensors, name, rounded)
         self.take(rounded)
@@ -87,7 +87,7 @@ class QuantizedLinear(nn.Module):
         trim_free_memory()
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight, (O, I); bf16 represents it exactly."""
+        """Return the dequantised weight, (O, I), whose values are exact in bf16."""
         found: Tensor = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
         return found.to(dtype)
 
@@ -128,7 +128,7 @@ class _Fp32Matmul(torch.autograd.Function):
 def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
     """Convert the linears at `paths` to 4 bits, and all other weights except `trained` to bf16.
 
-    The caller sets their values.
+    The caller sets the values.
     """
     for path in paths:
         linear = model.get_submodule(path)
@@ -144,9 +144,9 @@ def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
 def loading_targets(
     module: nn.Module, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor | QuantizedLinear]:
-    """Return the targets of a checkpoint's tensors: the `tensors` of `module`, by name.
+    """Return the targets for a checkpoint's tensors by name: the `tensors` of `module`.
 
-    A quantised linear replaces its weight and the weight's quantisation tensors.
+    A quantised linear is one target, which replaces its packed weight and scales.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():
@@ -161,8 +161,8 @@ def loading_targets(
 def trim_free_memory() -> None:
     """Return freed memory to the system.
 
-    glibc keeps it between the weights in use, and allocates new memory for the next linear: a
-    fifth more than a model of 0.3B uses in 4 bits (benchmarks/loading.py).
+    glibc keeps freed memory between the weights in use, and allocates new memory for the next
+    linear: for a 0.3B model in 4 bits that is a fifth more (benchmarks/loading.py).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # Only in glibc.
@@ -195,7 +195,7 @@ def _library() -> _Library:
     keep_inductor_home()
     backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = backend.level
-    # It warns about a missing inference kernel, which training does not use.
+    # This logger warns about a missing inference kernel, which training does not use.
     backend.setLevel(logging.ERROR)
     try:
         import bitsandbytes

@@ -1,7 +1,7 @@
-"""Tensor parallelism: each rank has some heads, a part of the MLP and vocabulary rows.
+"""Tensor parallelism: each rank has some heads, a part of the MLP and of the vocabulary.
 
-The input of a split layer is equal on all of its ranks, and so is its output, a sum
-over the ranks. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM), section 3.
+The input of a split layer is equal on all its ranks. The output is a sum over these ranks, so it is
+equal on them as well. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorRanks:
 
     group: dist.ProcessGroup
     index: int
-    """This rank's index among them."""
+    """Index of this rank in `group`."""
     size: int
     seconds: float = field(default=0.0, init=False)
     """Seconds spent in sums since the last reset to 0."""
@@ -43,16 +43,16 @@ class SplitModule(nn.Module):
     """A module that can be split over several ranks."""
 
     ranks: TensorRanks | None = None
-    """Set if its parameters are a rank's parts."""
+    """Set if the module's parameters are only this rank's parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tensor ranks divide a parameter: each has a part of each section."""
+    """How tensor ranks split a parameter: each rank has a part of each section."""
 
     dim: int
     sections: int = 1
-    """Equal sections along `dim`: GPT-2's queries, keys and values are one matrix."""
+    """Number of equal sections along `dim`: GPT-2 has queries, keys and values in one matrix."""
 
     def part(self, whole: Tensor, *, index: int, size: int) -> Tensor:
         """Return a contiguous copy of a rank's part."""
@@ -81,15 +81,15 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How tensor ranks divide a model's parameters; others are whole on each rank."""
+    """How tensor ranks split a model's parameters; each rank holds all others in full."""
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()
-    """Whole parameters with a partial gradient on each rank: its own heads' part."""
+    """Unsplit parameters whose gradient on each rank covers only the rank's own heads."""
 
 
 def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
-    """Return the (begin, end) of a rank's part of `length`; the last ranks can have less."""
+    """Return the (begin, end) of a rank's part of `length`; the last ranks may have less."""
     each = -(-length // size)
     start = min(index * each, length)
     return start, min(start + each, length)
@@ -101,13 +101,14 @@ def copy_to_ranks(x: Tensor, ranks: TensorRanks | None) -> Tensor:
         return x
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
-        # The following linears would cast it; this halves the bytes of the gradients' sum.
+        # The following linears would cast x anyway; a cast here halves the bytes of the gradients'
+        # sum.
         x = x.to(torch.get_autocast_dtype(kind))
     return cast(Tensor, _CopyToRanks.apply(x, ranks))
 
 
 def reduce_from_ranks(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
-    """Apply a split layer's last linear, of which each rank has some inputs, and sum."""
+    """Apply a split layer's last linear to this rank's part of its inputs; sum over ranks."""
     if ranks is None:
         projected: Tensor = linear(x)
         return projected
@@ -130,9 +131,9 @@ def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, vocab_rows: int
 
 @contextmanager
 def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
-    """Draw different dropout masks on each rank inside the block, and equal ones after it.
+    """Draw different dropout masks on each rank inside the block, and equal masks after it.
 
-    Ranks have different heads, and draw equally many numbers for them.
+    Each rank draws masks for its own heads, but all ranks draw equally many numbers.
     """
     if ranks is None or not dropout:
         yield
@@ -156,7 +157,7 @@ class _CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A copy: autograd can pass the same gradient to another function.
+        # Summed in a copy: autograd may pass the same gradient to a second function.
         return ctx.ranks.sum(grad.clone(memory_format=torch.contiguous_format)), None
 
 

@@ -1,8 +1,8 @@
 """The output head and its loss with the vocabulary split over ranks.
 
-Like `kernels.head`, it processes a chunk of tokens at a time and turns its logits into their
-gradient immediately. The ranks sum three numbers a token for the softmax over the whole vocabulary.
-N tokens, C width, V vocabulary rows of all ranks, W of this one.
+As in `kernels.head`, tokens are processed in chunks, and a chunk's logits are turned into their
+gradient immediately. For the softmax over the whole vocabulary, the ranks exchange three numbers
+per token. N tokens, C width, V vocabulary rows of all ranks, W of this one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from payload.train.models.split import TensorRanks, bounds
 def mean_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, *, vocab_rows: int
 ) -> Tensor:
-    """Return the mean cross entropy of (B, T, C) against (B, T), a scalar, on each rank.
+    """Return the mean cross entropy of `hidden` (B, T, C) against `targets` (B, T) on each rank.
 
     `weight` (W, C) is this rank's part of a head of `vocab_rows` rows.
     """
@@ -72,14 +72,14 @@ class _MeanLoss(torch.autograd.Function):
             grad_weight.add_(grad.t() @ rows)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.ranks, ctx.dtype = ranks, hidden.dtype
-        # Without targets it is 0 / 0, as in torch.
+        # Without targets the loss is 0 / 0, as in torch.
         return (losses.sum(dtype=torch.float64) / count).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Each rank has the gradient through its own vocabulary rows.
+        # Each rank has only the gradient through its own vocabulary rows.
         total = ctx.ranks.sum(grad_hidden).mul_(grad).to(ctx.dtype)
         return total, grad_weight.mul_(grad), None, None, None
 
@@ -87,7 +87,7 @@ class _MeanLoss(torch.autograd.Function):
 def _chunk(
     rows: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, vocab_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses (N,) of rows (N, C), and the gradient (N, W) of their sum by the logits."""
+    """Return the losses (N,) of rows (N, C), and the logits' gradient (N, W) of their sum."""
     start, end = bounds(vocab_rows, index=ranks.index, size=ranks.size)
     logits = (rows @ weight.t()).float()
     if end > start:
@@ -113,7 +113,7 @@ def _chunk(
 
 
 def _chunks(tokens: int, vocab_rows: int) -> list[slice]:
-    """Return slices of tokens whose logits fit in memory together."""
+    """Return slices of tokens, each small enough for its logits to fit in memory."""
     size = logits_tokens(vocab_rows)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 

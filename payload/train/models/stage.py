@@ -1,4 +1,4 @@
-"""A pipeline stage: some layers of a model, and the exchange with the neighbouring stages."""
+"""A pipeline stage: some layers of a model, and the messages to and from its neighbours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 _FORWARD, _BACKWARD = 1, 2
-"""Tags of the messages between neighbours, ordered by micro-batch within a tag."""
+"""Message tags; neighbours send the messages of one tag in the order of micro-batches."""
 
 
 class OtherStageModule(nn.Module):
@@ -21,7 +21,7 @@ class OtherStageModule(nn.Module):
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """This rank's stage. Activations are fp32, (B, T, C)."""
+    """The pipeline stage of this rank. It sends and receives activations in fp32, (B, T, C)."""
 
     index: int
     stages: int
@@ -32,7 +32,7 @@ class Stage:
     group: dist.ProcessGroup
     """Process group of these ranks."""
     width: int
-    """C."""
+    """The width C of the activations."""
     device: torch.device
     seconds: float = field(default=0.0, init=False)
     """Seconds spent waiting for neighbours since the last reset to 0."""

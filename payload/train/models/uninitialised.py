@@ -1,4 +1,4 @@
-"""torch's linears and embeddings without their random initialisation, which takes seconds."""
+"""Linears and embeddings of torch without their random initialisation, which takes seconds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """torch's Linear without random initialisation, which takes a second for GPT-2."""
+    """A torch Linear without random initialisation, which takes a second for GPT-2."""
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised; the model sets all of them."""
 
 
 class Embedding(nn.Embedding):
-    """torch's Embedding without random initialisation."""
+    """A torch Embedding without random initialisation."""
 
     def reset_parameters(self) -> None:
         """Leave the weights uninitialised; the model sets all of them."""

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedule, and updates without torch.compile's machinery."""
+"""Optimizers, the learning-rate schedule, and updates without an import of torch.compile."""

@@ -25,13 +25,13 @@ class Optimizers:
     model: nn.Module
     members: tuple[torch.optim.Optimizer, ...]
     kernels: Kernels | None = None
-    """Kernels that clip and update with AdamW in one pass over memory; None = torch's own."""
+    """Kernels that clip and update with AdamW in one pass over memory; None = use torch."""
     parts: dict[str, nn.Parameter] | None = None
     """This rank's shards that `members` train, by name; None = the model's own parameters."""
     norm_over_ranks: Callable[[float], float] | None = None
-    """Returns the norm of all gradients from the norm of this rank's shards."""
+    """Maps the norm of this rank's gradients to the norm over all ranks."""
     counts: Callable[[str], bool] | None = None
-    """Returns whether a parameter's gradient counts in that norm; None = all count."""
+    """Returns whether a parameter's gradient counts in the norm; None = all count."""
     _grad_scale: float = field(default=1.0, init=False)
     """Factor that the next update applies to the gradients."""
 
@@ -79,8 +79,8 @@ class Optimizers:
     def make_state(self) -> None:
         """Allocate AdamW's missing state before the first step, if the kernels do the update.
 
-        In the first update it would fragment memory between the tensors of two micro-batches, and
-        later micro-batches would need more memory.
+        If the first update allocated the state, it would lie between the tensors of two
+        micro-batches, and the fragmented memory would make later micro-batches need more.
         """
         for optimizer in self.members:
             if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
@@ -112,7 +112,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return all state, each tensor as `state_key.parameter_name`."""
+        """Return all state tensors by names of the form `state_key.parameter_name`."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.trained().items()}
         return {
             f"{key}.{names[parameter]}": value.detach()
@@ -125,7 +125,7 @@ class Optimizers:
     def load_state_tensors(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Set the tensors that `state_tensors` returned, one by one: this rank's shards.
+        """Set this rank's shards of the tensors that `state_tensors` returned, one by one.
 
         The tensors are kept, not copied. Raises CheckpointError if a tensor fits no parameter.
         """
@@ -161,11 +161,10 @@ def build_optimizers(
     *,
     parts: dict[str, nn.Parameter] | None = None,
 ) -> Optimizers:
-    """Create the optimizer of `settings.name`, and the second one for its remaining parameters.
+    """Create the optimizer `settings.name`, and a second one for parameters that it leaves out.
 
-    Engines that patch torch's own classes need exactly those classes. `parts` replace the model's
-    parameters if a rank holds a shard of each. Raises ConfigError.
-    the model's parameters, where a rank holds a part of each. Raises ConfigError.
+    Engines that patch torch's own classes need exactly those classes. `parts` replaces the model's
+    parameters if a rank holds only a shard of each. Raises ConfigError.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
     chosen = find(settings.name)
@@ -187,7 +186,7 @@ def build_optimizers(
 
 
 def _parameters(trained: list[nn.Parameter]) -> Parameters:
-    """Divide the parameters of one optimizer by whether they have weight decay."""
+    """Divide one optimizer's parameters into matrices, with weight decay, and vectors, without."""
     return Parameters(
         matrices=[each for each in trained if each.dim() >= 2],
         vectors=[each for each in trained if each.dim() < 2],

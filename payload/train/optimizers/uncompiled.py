@@ -1,4 +1,4 @@
-"""torch's optimizers for updates that are not compiled.
+"""Versions of torch's optimizers for updates that are not compiled.
 
 torch.optim prepares its methods for torch.compile and imports the compiler on their first call:
 over a second of CPU time on every rank.
@@ -13,16 +13,16 @@ import torch
 
 
 class _Eager(torch.optim.Optimizer):
-    """The same methods without torch.compile's wrappers."""
+    """The methods of torch's Optimizer without torch.compile's wrappers."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return the same optimizer without any import of torch.compile's machinery.
+    """Return a subclass of the optimizer that never imports torch.compile's machinery.
 
-    Updates have no gradients, like torch's unless `differentiable` is set.
+    Updates run without autograd, as torch's do unless `differentiable` is set.
     """
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (_Eager, kind), {"step": step})

@@ -1,1 +1,1 @@
-"""This process as a rank: the world, its network interface, and commands on several ranks."""
+"""The rank of this process: its world and network interface, and commands on several ranks."""

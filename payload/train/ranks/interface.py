@@ -1,4 +1,4 @@
-"""Network interface lookup, importable under the name that exported MPIJobs use."""
+"""Network interface lookup, under the module name that exported MPIJobs import."""
 
 from payload.machines.network_interface import interface_towards
 

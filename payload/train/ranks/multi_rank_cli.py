@@ -1,4 +1,4 @@
-"""Errors, progress and precision of commands other than training that run on several ranks."""
+"""Errors, progress and autocast for commands, other than training, that run on several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROGRESS_S = 10.0
 def carry_out(work: Callable[[World], None], env: Mapping[str, str]) -> int:
     """Run `work` as the rank described by the environment; return the exit code.
 
-    Print an error as one line.
+    A TileforgeError is printed in one line.
     """
     world = None
     try:

@@ -42,7 +42,7 @@ _PEER_LOST = (
 )
 
 _MAX_MESSAGE_BYTES = 2**22
-"""Largest message of a rank: the names of gpt2-xl's optimizer state take 0.2 MB."""
+"""Largest message between ranks; the names of gpt2-xl's optimizer state take 0.2 MB."""
 
 _FOREIGN_RANK = "Check that all nodes run the same release and accept no other connections."
 
@@ -93,7 +93,7 @@ class World:
     def on(self, settings: DeviceSection, *, deterministic: bool = False) -> World:
         """Return the same rank on the device that `device.kind` resolves to.
 
-        The only place that selects the device. Raises ConfigError if the device is missing.
+        No other function selects the device. Raises ConfigError if the device is missing.
         """
         if settings.kind == "cpu" or not torch.cuda.is_available():
             if settings.kind == "cuda":
@@ -110,7 +110,8 @@ class World:
                 f"{torch.cuda.device_count()} CUDA device(s), and each takes one rank. Lower it."
             )
         if deterministic:
-            # Read when cuBLAS starts: https://docs.nvidia.com/cuda/cublas, "reproducibility".
+            # cuBLAS reads this when it starts: https://docs.nvidia.com/cuda/cublas,
+            # "reproducibility".
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             # No code reads memory before writing it; filling it would take a tenth of the step.
@@ -147,9 +148,10 @@ class World:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return the memory available to the ranks of this node, including what they hold.
+        """Return the bytes available to the ranks of this node, including memory that they hold.
 
-        On CUDA it is this rank's device memory, times the node's ranks.
+        On CUDA this is the memory of this rank's device, multiplied by the number of ranks on the
+        node.
         """
         if self.kind == "cuda":
             free, _ = torch.cuda.mem_get_info()
@@ -191,7 +193,8 @@ class World:
         """Make gloo, and NCCL on GPUs, use the interface that leads to rank 0's node.
 
         By default gloo uses the address of this machine's host name: 127.0.1.1 on Debian. NCCL
-        chooses an interface per node, not always the same; `=` selects exactly this name.
+        chooses an interface per node, not always the same; the prefix `=` selects exactly this
+        name.
         """
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             towards = interface_towards(os.environ["MASTER_ADDR"])
@@ -202,7 +205,7 @@ class World:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
 
     def _backend(self, settings: DistributedSection) -> str:
-        """Return torch's name of the backend. Raises ConfigError for nccl without CUDA."""
+        """Return the backend's name for torch. Raises ConfigError for nccl without CUDA."""
         if settings.backend == "nccl" and self.kind != "cuda":
             raise ConfigError(
                 "distributed.backend = 'nccl': it moves only GPU tensors, and the ranks compute on "
@@ -225,7 +228,7 @@ class World:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin such a sum and return a call that waits for it. All ranks begin in one order."""
+        """Begin a `sum` and return a function that waits for it; all ranks use one order."""
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:
@@ -241,10 +244,11 @@ class World:
             dist.barrier()
 
     def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
-        """Return rank 0's `value`, of type `kind`, on every rank; other ranks' values are ignored.
+        """Return rank 0's `value` of type `kind` on every rank; values of other ranks are ignored.
 
-        Sends JSON, validated on arrival: torch's collectives for objects unpickle what
-        another rank sent, which runs its code. Raises TrainingError for an invalid value.
+        The value is sent as JSON and validated on arrival. torch's object collectives would
+        unpickle the message, which can run code from another rank. Raises TrainingError for an
+        invalid value.
         """
         if self.world_size == 1:
             return cast(_T, value)
@@ -257,9 +261,10 @@ class World:
         return _decode(message, kind, rank=0)
 
     def gather(self, value: _T, kind: type[_T]) -> list[_T]:
-        """Return every rank's `value`, of type `kind`, on every rank, in rank order.
+        """Return the `value` of type `kind` of every rank, in rank order, on every rank.
 
-        Sends JSON like `broadcast`. Raises TrainingError for an invalid value of any rank.
+        Values are sent as JSON, as in `broadcast`. Raises TrainingError for an invalid value of any
+        rank.
         """
         if self.world_size == 1:
             return [value]

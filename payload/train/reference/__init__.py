@@ -1,1 +1,1 @@
-"""The command that stores a reference's log-probabilities beside preference pairs."""
+"""The command that stores a reference model's log-probabilities with preference pairs."""

@@ -1,1 +1,1 @@
-"""How one model lives on many ranks: a file for each strategy, behind `base.Strategy`."""
+"""The strategies that distribute a model over ranks: one file each, behind `base.Strategy`."""

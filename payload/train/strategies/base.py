@@ -22,9 +22,10 @@ from payload.train.tensors.lazy_tensors import LazyTensors, Part
 
 
 class Strategy(ABC):
-    """One rank's part in a strategy, for one model.
+    """The work of one rank in a distribution strategy, for one model.
 
-    Call order: `wrap`, `optimizers`, `attach`; then for each step `begin` and `finish`.
+    The methods are called in this order: `wrap`, `optimizers`, `attach`, and `begin` and `finish`
+    in each step.
     """
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
@@ -32,10 +33,10 @@ class Strategy(ABC):
         self.world = world
         self.mesh = settings.mesh(world.world_size)
         self.data_rank = self.mesh.data_rank(world.rank)
-        """Index of this rank's share of each batch, among the mesh's `data_ranks`."""
+        """Index of this rank's share of each batch; the mesh has `data_ranks` shares."""
 
     def has_results(self) -> bool:
-        """Return whether this rank's losses count: one rank's for each data rank do."""
+        """Return whether this rank's losses count: one of the ranks with the same data does."""
         return True
 
     def stage(self) -> Stage | None:
@@ -52,14 +53,14 @@ class Strategy(ABC):
         """Distribute the model to the ranks, before its optimizers and kernels are created."""
 
     def place(self, model: CausalLM) -> None:
-        """Keep this rank's part of a model that is equal on its data ranks.
+        """Keep this rank's shard of a model whose weights are equal on its data ranks.
 
-        For a strategy inside another one, which calls this instead of `wrap`.
+        An enclosing strategy (`ModelParallel`) calls this instead of `wrap`.
         """
         del model
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight as used in this rank's computation, one at a time."""
+        """Yield each weight in full, as this rank computes with it, one at a time."""
         return model.named_parameters()
 
     def local_weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -80,30 +81,30 @@ class Strategy(ABC):
 
     @abstractmethod
     def attach(self, model: CausalLM) -> None:
-        """Set rank 0's weights on every rank; the model's kernels, if any, are set already."""
+        """Set rank 0's weights on every rank; the model's kernels, if any, must be set before."""
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:
-        """Prepare for a step's last backward pass; its micro-batch has `tokens` (B, T)."""
+        """Prepare for a step's last backward pass, of the micro-batch with `tokens` (B, T)."""
 
     @abstractmethod
     def finish(self) -> float:
-        """Set the mean gradients of all ranks; return the seconds that this waited.
+        """Set the mean gradients of all ranks; return the seconds spent waiting.
 
-        A parameter that no micro-batch used gets a gradient of zeros. Raises RuntimeError when
-        another rank vanished.
+        A parameter that no micro-batch used gets a gradient of zeros. Raises RuntimeError if a
+        different rank has disappeared.
         """
 
     def holds_parts(self) -> bool:
-        """Return True if a rank holds parts of the model and reads only its own parts."""
+        """Return True if each rank holds only a part of the model and reads only this part."""
         return False
 
     def own_rows(self, num_rows: int) -> tuple[int, int]:
-        """Return the (begin, end) of this rank's share of `num_rows` rows: all of them."""
+        """Return the (begin, end) of this rank's share of `num_rows` rows; by default all rows."""
         return 0, num_rows
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor that belongs to the parameter `name`."""
+        """Return this rank's part of a full tensor that belongs to the parameter `name`."""
         del name
         start, end = self.own_rows(len(tensor))
         return tensor[start:end]
@@ -118,16 +119,17 @@ class Strategy(ABC):
         return part
 
     def counts(self) -> Callable[[str], bool] | None:
-        """Return a function that says if a parameter counts in the norm of this rank's part.
+        """Return a function that returns whether a parameter counts in this rank's gradient norm.
 
-        Of ranks with the same gradient, one counts it. None = all parameters count.
+        If several ranks hold the same gradient, only one of them counts it. None = all parameters
+        count.
         """
         return None
 
     def norm_over_ranks(self) -> Callable[[float], float] | None:
-        """Return a function from the norm of this rank's part to the norm of all gradients.
+        """Return a function that maps this rank's gradient norm to the norm over all ranks.
 
-        None if each rank has all gradients.
+        Return None if each rank has all gradients.
         """
         return None
 
@@ -136,7 +138,7 @@ class Strategy(ABC):
         return torch.inference_mode() if model.takes_inference_mode else torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True if a rank can run a micro-batch only while all others run one."""
+        """Return True if a rank can run a micro-batch only while all other ranks run one."""
         return False
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:

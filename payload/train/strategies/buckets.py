@@ -11,7 +11,7 @@ from payload.estimates.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 
 class Bucket:
-    """Neighbouring parameters, and one flat tensor for their gradients."""
+    """Some consecutive parameters, and a flat tensor that holds their gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
@@ -25,7 +25,7 @@ class Bucket:
         self._missing = set(self.parameters)
 
     def gradient_view(self, parameter: Tensor) -> Tensor:
-        """Return the view for a parameter's gradient; a gradient made there needs no copy."""
+        """Return the view for a parameter's gradient; a gradient computed into it needs no copy."""
         return self._views[parameter]
 
     def move(self, parameter: nn.Parameter) -> None:
@@ -43,7 +43,7 @@ class Bucket:
         return not self._missing
 
     def complete(self) -> None:
-        """Move the gradients of parameters unused in the last micro-batch, or set zeros."""
+        """Move the gradients of parameters that the last micro-batch did not use, or set zeros."""
         for parameter in tuple(self._missing):
             if parameter.grad is None:
                 parameter.grad = self.gradient_view(parameter).zero_()

@@ -1,4 +1,4 @@
-"""Exchange of the token embedding's gradient: most of it overlaps with the layers' backward."""
+"""Exchanges the token embedding's gradient, mostly during the layers' backward pass."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from payload.kernels.library import Library
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The gradient of the embedding lookup, with a row for each token that any rank read."""
+    """The gradient of the embedding lookup, with one row for each token that any rank looked up."""
 
     weight: nn.Parameter
     indices: Tensor
-    """(U,) tokens, the same on every rank."""
+    """(U,) distinct tokens, the same on every rank."""
     gradient: Tensor
-    """(U, C), this rank's; a sum over all ranks is still needed."""
+    """(U, C), the gradient of this rank, not yet summed over the ranks."""
 
     def add(self) -> None:
         """Add the rows to the weight's gradient."""
@@ -31,11 +31,11 @@ class Rows:
 
 
 class TokenExchange(TokenGradient):
-    """Keeps the gradient's two parts separate in a step's last micro-batch.
+    """Exchanges the two parts of a tied embedding's gradient separately in the last micro-batch.
 
     The gradient of the weight (V, C) as output head is ready before the layers' backward pass, and
     its exchange overlaps with that pass. The gradient as embedding has rows only for tokens that
-    were read; these few rows are exchanged last.
+    were looked up; these few rows are exchanged last.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class TokenExchange(TokenGradient):
         """True until a micro-batch has added its head gradient."""
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
-        """(V,) marks the tokens that some rank read, in a last micro-batch."""
+        """(V,) is 1 for tokens that some rank looks up; set only in a last micro-batch."""
         self._asked: Any = None
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, tokens: Tensor) -> None:
-        """Begin the step's last backward pass: exchange which of `tokens` the ranks read."""
+        """Begin the step's last backward pass: exchange which tokens the ranks look up."""
         self._was_read = torch.zeros(len(self._weight), dtype=torch.uint8)
         self._was_read[tokens.flatten()] = 1
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
     def head_gradient(self, weight: Tensor) -> Tensor:
-        """Return the exchange buffer for a step's first micro-batch; later ones are added to it.
+        """Return the exchange buffer for a step's first gradient; later ones are added to it.
 
-        One micro-batch at a time uses it. A loss without a backward pass keeps it reserved; then
-        later gradients are copied.
+        One micro-batch at a time uses the buffer. A loss without a backward pass keeps the buffer
+        reserved; in this case later gradients are copied.
         """
         if weight.grad is not None or self._place_is_taken:
             return super().head_gradient(weight)
@@ -83,7 +83,7 @@ class TokenExchange(TokenGradient):
             self._head_is_done()
 
     def add_rows(self, weight: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """Add the rows; in a last micro-batch, keep them: the gradient is being exchanged."""
+        """Add the rows; in a last micro-batch, keep them until the gradient is exchanged."""
         if self._was_read is None:
             super().add_rows(weight, indices, rows)
         else:

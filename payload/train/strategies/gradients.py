@@ -25,7 +25,7 @@ class _PendingSum:
 
     elements: Tensor
     sent: Tensor
-    """The same tensor, or its bf16 copy."""
+    """The tensor `elements` itself, or a copy of it in bf16."""
     work: Any
 
     def finish(self) -> None:
@@ -37,9 +37,10 @@ class _PendingSum:
 class GradientExchange:
     """Averages the gradients of all ranks, in fp32 or bf16; does nothing on one rank.
 
-    Not torch's DDP: it imports torch.compile's machinery, over a second of CPU time a rank. It also
-    regroups its buckets after the first micro-batch, so a resumed run rounds differently unless it
-    spends an extra micro-batch. Buckets here are the same on all ranks and start in one order.
+    torch's DDP is not used: it imports torch.compile's machinery, which takes over a second of CPU
+    time per rank. DDP also regroups its buckets after the first micro-batch, so a resumed run would
+    round differently unless it ran an extra micro-batch. The buckets of this class are the same on
+    all ranks and are sent in the same order.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class GradientExchange:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Exchange over `group`, the ranks with the same part of a model; None = all ranks."""
+        """Average over `group`, the ranks with the same part of a model; None = all ranks."""
         self._group = group
         self._num_ranks = world.world_size if group is None else dist.get_world_size(group)
         self._as_bf16 = settings.grad_dtype == "bf16"
@@ -57,7 +58,7 @@ class GradientExchange:
         """The trainable parameters of a rank that exchanges nothing."""
         self._buckets: list[Bucket] = []
         self._nodes: list[object] = []
-        """Autograd's nodes, which hold the hooks: this reference keeps them alive."""
+        """The nodes of autograd's graph that hold the hooks; this reference keeps them alive."""
         self._tokens: TokenExchange | None = None
         """Set if the kernels handle the two parts of the token embedding's gradient."""
         self._full: set[Bucket] = set()
@@ -65,10 +66,10 @@ class GradientExchange:
         self._is_last_pass = False
 
     def attach(self, model: CausalLM) -> None:
-        """Set rank 0's parameters on every rank, and average the gradients of the trainable ones.
+        """Broadcast rank 0's parameters, and register hooks that average the trainable gradients.
 
-        The model's kernels, if any, must be set. Ranks of a group have their part of rank 0's
-        parameters already.
+        The model's kernels, if any, must be set before. With a `group`, nothing is broadcast: each
+        rank already has its part of rank 0's parameters.
         """
         if self._num_ranks == 1:
             self._alone = [parameter for _, parameter in trainable(model)]
@@ -98,19 +99,19 @@ class GradientExchange:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._on_gradient))
 
     def begin(self, tokens: Tensor) -> None:
-        """Average the gradients in the coming backward pass, the last one of its step.
+        """Average the gradients in the next backward pass, the last one of its step.
 
-        `tokens` are the micro-batch's.
+        `tokens` are the tokens of its micro-batch.
         """
         self._is_last_pass = True
         if self._tokens is not None:
             self._tokens.begin(tokens)
 
     def finish(self) -> float:
-        """Set the averaged gradients; return the seconds that this waited.
+        """Set the averaged gradients; return the seconds spent waiting.
 
         A parameter that no micro-batch used, such as an expert without tokens, gets a gradient of
-        zeros, on any number of ranks. Raises RuntimeError when another rank vanished.
+        zeros, on any number of ranks. Raises RuntimeError if a different rank has disappeared.
         """
         began_s = time.perf_counter()
         for parameter in self._alone:
@@ -135,7 +136,7 @@ class GradientExchange:
         return time.perf_counter() - began_s if self._buckets else 0.0
 
     def _on_gradient(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Move a micro-batch's gradient into its bucket, so that a step holds only one copy."""
+        """Move a micro-batch's gradient into the bucket, so that only one copy is in memory."""
         if self._is_last_pass:
             self._take(parameter, bucket)
         elif parameter.grad is not None:
@@ -147,7 +148,7 @@ class GradientExchange:
             self._send_in_order()
 
     def _send_in_order(self) -> None:
-        """Send full buckets in order: gloo matches all-reduces of ranks by their order."""
+        """Send full buckets in order: gloo matches the ranks' all-reduces by their order."""
         while len(self._pending) < len(self._buckets):
             bucket = self._buckets[len(self._pending)]
             if bucket not in self._full:
@@ -164,10 +165,11 @@ class GradientExchange:
 def _call_after_gradient(
     parameter: nn.Parameter, bucket: Bucket, call: Callable[[nn.Parameter, Bucket], None]
 ) -> object:
-    """Call after the parameter's backward pass; return an object to keep alive for it.
+    """Run `call` after the parameter's backward pass; return an object that must stay alive.
 
-    The parameter's own hook does not run if backward functions add to its gradient themselves and
-    return none, like the kernels'. Its node in autograd's graph runs in both cases.
+    A hook on the parameter would not run if backward functions add to its gradient themselves and
+    return None, as those of the kernels do. The parameter's node in autograd's graph runs in both
+    cases.
     """
     view = parameter.view_as(parameter)
     assert view.grad_fn is not None

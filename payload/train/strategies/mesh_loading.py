@@ -1,6 +1,6 @@
-"""Loading of a model on a mesh of ranks: each reads its part of each weight.
+"""Loads a model on a mesh of ranks: each rank reads only its part of each weight.
 
-A rank's part is its tensor rank's (`Split`), and with sharding its rows of that part.
+The part depends on the tensor rank (`Split`); with sharding it is further reduced to some rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PartsReader:
     def __init__(self, model: CausalLM, folder: Path) -> None:
         """Record where each parameter of `model` is in the files, without reading values.
 
-        Raises CheckpointError if the files in `folder` are not the model's.
+        Raises CheckpointError if the files in `folder` do not fit the model.
         """
         planned = PlannedTensors(folder)
         model.load_tensors(planned, where=str(folder))
@@ -31,14 +31,14 @@ class PartsReader:
         self._tensors = LazyTensors(folder)
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         self._stored: dict[str, tuple[str, bool]] = {}
-        """Each parameter's name in the files, and whether it is stored transposed."""
+        """Each parameter's name in the files, and whether the files store it transposed."""
         for name, parameter in model.named_parameters():
             stored_name, target = stored[parameter.data_ptr()]
             is_transposed = parameter.dim() == 2 and target.stride() != parameter.stride()
             self._stored[name] = stored_name, is_transposed
 
     def read(self, model: nn.Module, splits: dict[str, Split], *, index: int, size: int) -> None:
-        """Set this rank's parameters of `model`, for tensor rank `index` of `size`."""
+        """Read this rank's parameters of `model`, as tensor rank `index` of `size`."""
         for name, parameter in model.named_parameters():
             local, first = _rows(parameter)
             stored, is_transposed = self._stored[name]
@@ -60,7 +60,7 @@ def read_part(
     size: int,
     own_rows: Callable[[int], tuple[int, int]],
 ) -> Tensor:
-    """Read the `own_rows` of tensor rank `index` of `size` from a file's tensor."""
+    """Read this rank's rows of the part of tensor rank `index` of `size` from a stored tensor."""
     shape = tensors.shape(stored)
     split_shape = shape if split is None else split.part_shape(shape, index=index, size=size)
     start, end = own_rows(split_shape[0])
@@ -80,9 +80,9 @@ def _rows(parameter: Any) -> tuple[Tensor, int]:
 def _pieces(
     local: Tensor, first: int, split: Split | None, shape: tuple[int, ...], *, index: int, size: int
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield views of `local`, each with its position in the whole tensor of `shape`.
+    """Yield views of `local`, each with its position in the full tensor of `shape`.
 
-    `local` has the rows from `first` on of tensor rank `index`'s part.
+    `local` holds rows of the part of tensor rank `index`, beginning with row `first`.
     """
     if split is None:
         yield local, Part(dim=0, first=first)

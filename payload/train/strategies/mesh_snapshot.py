@@ -1,7 +1,7 @@
-"""A checkpoint of a model on a mesh of ranks: rank 0 gathers it tensor by tensor.
+"""Checkpoints of a model on a mesh of ranks, which rank 0 gathers tensor by tensor.
 
-A tensor is on the ranks of one pipeline stage; it is split over that stage's tensor ranks, and
-each of their parts over shards.
+A tensor is on the ranks of one pipeline stage. It is split over the tensor ranks of this stage, and
+each part is sharded over data ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from payload.train.tensors.tensor_file import in_file_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Distribution of one parameter, or its optimizer state, over the mesh."""
+    """The distribution of a parameter, or of its optimizer state, over the mesh."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,24 +31,24 @@ class Distribution:
     stage: int
 
     def placeholder(self, *, transposed: bool = False) -> Tensor:
-        """Return a tensor of the whole size that uses no memory."""
+        """Return a meta tensor with the full shape, which uses no memory."""
         shape = reversed(self.shape) if transposed else self.shape
         return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A tensor of the checkpoint's file, and its parameter."""
+    """The parameter that a tensor of the checkpoint's file stores."""
 
     parameter: str
     transposed: bool
 
 
 class Layout:
-    """Layout of the whole model's checkpoint, recorded before the ranks divide the model."""
+    """The layout of the full model's checkpoint, recorded before the model is split over ranks."""
 
     def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
-        """Record the model's parameters; `stages` maps each to its pipeline stage, or 0."""
+        """Record the model's parameters; `stages` maps each to its pipeline stage (default 0)."""
         self.parameters = {
             name: Distribution(
                 shape=tuple(each.shape),
@@ -61,7 +61,7 @@ class Layout:
         owners = {each.data_ptr(): (name, each) for name, each in model.named_parameters()}
         self.saved: dict[str, SavedTensor] = {}
         self.constants: dict[str, Tensor] = {}
-        """Tensors of the file that are not parameters, such as biases of zeros."""
+        """Tensors of the file that are not parameters, such as biases that are zero."""
         for name, tensor in model.hf_tensors().items():
             if tensor.data_ptr() not in owners:
                 self.constants[name] = tensor
@@ -73,21 +73,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A tensor whose gather is pending."""
+    """A tensor that is not gathered yet."""
 
     whole: Tensor
-    """A placeholder until the gather."""
+    """The placeholder that identifies the tensor."""
     distribution: Distribution
     transposed: bool
     own: Tensor | None
-    """This rank's part."""
+    """This rank's part, or None if it has no part."""
 
 
 class MeshSnapshot(Snapshot):
     """This rank's parts of a checkpoint.
 
     A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. Both take the tensors in the order of the file.
+    the file, on other ranks in `finish`. Both process the tensors in the order of the file.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class MeshSnapshot(Snapshot):
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Take this rank's parts of `parameters` by name, and of their `state` by key and name.
+        """Take this rank's parts: `parameters` by name and `state` by `key.name`.
 
-        `group` has the ranks of the first replica.
+        `group` consists of the ranks of the first replica.
         """
         self._mesh, self._rank, self._group = mesh, rank, group
         weights, pending = dict(layout.constants), {}
@@ -148,7 +148,7 @@ class MeshSnapshot(Snapshot):
             self._gather(self._pending.popleft())
 
     def _gather(self, each: _Pending) -> Tensor:
-        """Return the whole tensor on rank 0; on other ranks send this rank's part."""
+        """Return the full tensor on rank 0; on other ranks, send this rank's part."""
         with torch.no_grad():
             own = each.own
             if self._rank:
@@ -161,7 +161,7 @@ class MeshSnapshot(Snapshot):
             return whole.t() if each.transposed else whole
 
     def _sends(self, distribution: Distribution) -> bool:
-        """Return whether rank 0 receives this rank's part: one of several equal copies."""
+        """Return whether rank 0 receives this rank's part; of equal copies it receives only one."""
         place = self._mesh.place(self._rank)
         return place.pipeline == distribution.stage and (
             distribution.split is not None or place.tensor == 0

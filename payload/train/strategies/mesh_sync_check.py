@@ -1,4 +1,4 @@
-"""Comparison of ranks that each hold a part of a model: parts with copies must be equal."""
+"""Compares ranks that each hold a part of a model: all copies of a part must be equal."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from payload.train.strategies.sync_check import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshState:
-    """State of one rank after a step: digests of its weights and of its optimizer state.
+    """Digests of one rank's weights and optimizer state after a step.
 
-    The weights are as used in the rank's computation; the state is of its shard.
+    The weights are those that the rank computes with; the optimizer state covers only its shard.
     """
 
     own: RankState
-    """Everything. Equal on the ranks of its replicas; their shards have equal weights."""
+    """All weights and state of the rank. Replicas have equal digests; shards have equal weights."""
     whole: RankState
-    """Digest of the parameters that tensor ranks do not split: equal on the tensor ranks, too."""
+    """The parameters that tensor ranks do not split; they are equal on the tensor ranks."""
     tied: RankState
-    """The tied embedding and output head: equal on the first and the last pipeline stage."""
+    """The tied embedding and output head, which are equal on the first and last pipeline stage."""
 
 
 def require_one_mesh(
@@ -44,10 +44,11 @@ def require_one_mesh(
     step: int,
     passed_step: int | None,
 ) -> None:
-    """Compare the ranks' weights and state; raise the errors of `require_equal_ranks` on all.
+    """Compare the ranks' weights and state; raise on every rank like `require_equal_ranks`.
 
-    `weights` are those that this rank computes with, `state` its optimizers'. The parameters in
-    `split` are divided over tensor ranks. The first and the last stage both have the `tied` one.
+    `weights` are the weights that this rank computes with, and `state` is the state of its
+    optimizers. `split` names the parameters that are split over tensor ranks, and `tied` the
+    parameter that the first and the last stage share.
     """
     digests, bad_weight = digest_each(weights)
     of_state, bad_state = digest_each(state.items())
@@ -90,10 +91,10 @@ def _require_equal_copies(
 
 
 def _parameter(of_state: str) -> str:
-    """Return the parameter's name for the name of its optimizer state."""
+    """Return the name of the parameter to which a tensor of optimizer state belongs."""
     return of_state.partition(".")[2]
 
 
 def _weights(states: Sequence[RankState]) -> list[RankState]:
-    """Return the states without the parts that can differ between shards."""
+    """Return the states without the fields that may differ between shards."""
     return [replace(each, optimizer="", not_finite=None) for each in states]

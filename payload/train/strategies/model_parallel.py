@@ -1,4 +1,4 @@
-"""Several ranks compute one model: each has a part of every layer, or some of the layers.
+"""Tensor and pipeline parallelism: each rank has a part of every layer, or some of the layers.
 
 The rest of the mesh is data parallel: ranks with the same part of the model exchange its
 gradients (`replicate`), or shard that part (`shard`).
@@ -32,7 +32,7 @@ from payload.train.tensors.lazy_tensors import LazyTensors
 
 
 class ModelParallel(Strategy):
-    """Tensor ranks that split each layer, pipeline stages, and data ranks over both."""
+    """Splits layers over tensor ranks and pipeline stages, and adds data parallelism."""
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
@@ -49,7 +49,7 @@ class ModelParallel(Strategy):
         self._ends = group_of_ends(*position, timeout_s=timeout_s)
         self._stage: Stage | None = None
         self._tied: str | None = None
-        """The embedding's name if the last stage has a copy as its output head."""
+        """The name of the embedding if the last stage has a copy of it as output head."""
         of_model: tuple[Dimension, ...] = ("pipeline", "shard", "tensor")
         self._model = group_along(*position, *of_model, timeout_s=timeout_s)
         """The ranks that hold one copy of the model."""
@@ -60,9 +60,9 @@ class ModelParallel(Strategy):
         self._trained: dict[str, nn.Parameter] = {}
 
     def wrap(self, model: CausalLM) -> None:
-        """Set this rank's part of rank 0's weights, one whole parameter at a time.
+        """Set this rank's part of rank 0's weights, with one full parameter in memory at a time.
 
-        If all ranks can read the weights' files, each reads its part, and nothing is sent.
+        If all ranks can read the weights' files, each rank reads its part, and nothing is sent.
         """
         splits = model.splits()
         assert splits is not None, "require_split rejects every other model"
@@ -127,14 +127,14 @@ class ModelParallel(Strategy):
         return found
 
     def _is_on_stage(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Return whether this rank's stage has a parameter; the last one has tied weights, too."""
+        """Return whether this rank's stage has a parameter; the last one also has tied weights."""
         if self._stage is None:
             return True
         is_head = name == self._tied and self._stage.is_last()
         return stages[name] == self._stage.index or is_head
 
     def _drop_other_stages(self, model: CausalLM) -> None:
-        """Replace the modules of other stages by placeholders."""
+        """Replace the modules of other stages with placeholders."""
         stage, outer = self._stage, model.outer_modules()
         assert stage is not None
         tied = None if self._tied is None else self._tied.rpartition(".")[0]
@@ -162,11 +162,11 @@ class ModelParallel(Strategy):
         return found
 
     def attach(self, model: CausalLM) -> None:
-        """Start to average the gradients over the replicas of this rank's part."""
+        """Prepare to average the gradients over the replicas of this rank's part."""
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the coming backward pass, which read `tokens` (B, T)."""
+        """Exchange the gradients of the next backward pass, of the micro-batch `tokens` (B, T)."""
         self._data.begin(tokens)
 
     def finish(self) -> float:
@@ -181,14 +181,14 @@ class ModelParallel(Strategy):
         return waited_s
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor that belongs to the parameter `name`."""
+        """Return this rank's part of a full tensor that belongs to the parameter `name`."""
         split = self._splits.parts.get(name)
         if split is not None:
             tensor = split.part(tensor, index=self._tensor.index, size=self._tensor.size)
         return self._data.own_part(name, tensor)
 
     def holds_parts(self) -> bool:
-        """Return True: a rank holds its stage's layers, or its part of each layer."""
+        """Return True: a rank holds only the layers of its stage or its part of each layer."""
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
@@ -207,7 +207,7 @@ class ModelParallel(Strategy):
         return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
-        """Return a function that is True on one of the ranks with copies of a parameter."""
+        """Return a function that is True on exactly one of the ranks with copies of a parameter."""
 
         def is_counted(name: str) -> bool:
             if name == self._tied and self._place.pipeline:
@@ -235,7 +235,7 @@ class ModelParallel(Strategy):
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare the copies of each part, and unsplit parameters over tensor ranks."""
+        """Compare the copies of each part, and the unsplit parameters over tensor ranks."""
         require_one_mesh(
             self.world,
             self.mesh,
@@ -269,10 +269,11 @@ class ModelParallel(Strategy):
             dist.all_reduce(gradient, group=self._ends)
 
     def _agree_on_whole(self) -> None:
-        """Set equal gradients of unsplit parameters on the tensor ranks.
+        """Make the gradients of unsplit parameters equal on the tensor ranks.
 
-        The ranks computed the same gradient, but rounding can differ by thread count. The norms of
-        heads get the sum over the ranks' own heads.
+        The ranks have computed the same gradient, but rounding can differ with the thread count.
+        For the norms of attention heads, the gradient is the sum over the ranks, which have
+        different heads.
         """
         found = list(self._not_split())
         if not found:

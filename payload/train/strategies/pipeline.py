@@ -1,9 +1,9 @@
 """The order of a stage's forward and backward passes in a step.
 
-Not torch.distributed.pipelining. Its schedules cut one batch into equal pieces, which excludes
-micro-batches of different lengths (conversations), packed documents, weighted losses, dropout
-seeds per micro-batch and evaluation. Its stages also exchange shapes by pickle, which runs code
-that another rank sends.
+torch.distributed.pipelining is not used. Its schedules cut one batch into equal pieces, which
+excludes micro-batches of different lengths (conversations), packed documents, weighted losses,
+dropout seeds per micro-batch and evaluation. Its stages also exchange shapes by pickle, which runs
+code that another rank sends.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def schedule_order(
 ) -> Iterator[Pass]:
     """Yield one stage's forward and backward passes in order.
 
-    GPipe runs all forward passes first. 1F1B (https://arxiv.org/abs/2006.09503) begins a backward
-    pass as soon as it can: a stage keeps activations of at most one micro-batch for itself and one
-    for each stage that follows.
+    GPipe runs all forward passes first. 1F1B (https://arxiv.org/abs/2006.09503) begins each
+    backward pass as early as possible: a stage keeps the activations of at most one micro-batch for
+    itself and one for each later stage.
     """
     ahead = passes if schedule == "gpipe" else min(passes, stages - stage)
     for number in range(ahead):
@@ -47,9 +47,9 @@ def run_schedule(
 ) -> None:
     """Run a step's forward and backward passes on this stage.
 
-    `forward` runs the micro-batch of that number and returns the stage's result, the loss on the
-    last stage. `backward` gets this result again, with its gradient unless it is the loss.
-    Gradients are accumulated in the order of the backward passes.
+    `forward` gets the number of a micro-batch and returns the stage's output; on the last stage,
+    this is the loss. `backward` gets this output, and its gradient unless it is the loss. Gradients
+    are accumulated in the order of the backward passes.
     """
     results: deque[Tensor] = deque()
     for kind, number in passes:

@@ -1,4 +1,4 @@
-"""Every rank holds the whole model and exchanges gradients with the others."""
+"""Data parallelism: every rank holds the full model, and the ranks exchange gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.train.strategies.gradients import GradientExchange
 
 
 class Replicate(Strategy):
-    """Data parallelism: an all-reduce of gradients in buckets, during the backward pass."""
+    """Data parallelism with an all-reduce of gradients in buckets during the backward pass."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Replicate(Strategy):
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Exchange over `group`, the ranks with the same part of a model; None = all ranks."""
+        """Average over `group`, the ranks with the same part of a model; None = all ranks."""
         super().__init__(settings, world)
         self._exchange = GradientExchange(settings, world, group=group)
 
@@ -30,13 +30,13 @@ class Replicate(Strategy):
         """Do nothing: every rank has the whole model."""
 
     def attach(self, model: CausalLM) -> None:
-        """Set rank 0's weights on every rank, and average the gradients of the trainable ones."""
+        """Broadcast rank 0's weights, and register hooks that average the trainable gradients."""
         self._exchange.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the coming backward pass, which read `tokens` (B, T)."""
+        """Exchange the gradients of the next backward pass, of the micro-batch `tokens` (B, T)."""
         self._exchange.begin(tokens)
 
     def finish(self) -> float:
-        """Set the mean gradients; return the seconds that this waited."""
+        """Set the mean gradients; return the seconds spent waiting."""
         return self._exchange.finish()

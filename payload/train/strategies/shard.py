@@ -1,9 +1,9 @@
 """Each rank holds a shard of every weight, gradient and optimizer state: FSDP2 over gloo.
 
 A layer's weights are gathered for its forward pass and again for its backward pass, and its
-gradients are summed right after that. Whole at one time are only one layer and the weights outside
-the layers (embeddings, last norm, head). Optimizers and kernels work on this rank's shards, as
-plain tensors.
+gradients are summed right after that. Only one layer and the weights outside the layers
+(embeddings, last norm, head) are gathered at a time. Optimizers work on this rank's shards as plain
+tensors.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ENTRIES = ("token_losses", "class_logits")
 
 
 class Shard(Strategy):
-    """Fully sharded data parallelism; with fewer shards than ranks, in groups that replicate.
+    """Fully sharded data parallelism; with fewer shards than ranks, each group holds a replica.
 
-    Ranks of one group are neighbours, so that a group shares a node if possible.
+    The ranks of a group are consecutive, so that a group is on one node if possible.
     """
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
@@ -57,12 +57,12 @@ class Shard(Strategy):
         self._timer = CollectiveTimer()
         self._buffers = Buffers()
         self._pairs: list[tuple[DTensor, nn.Parameter]] = []
-        """Each trained parameter of the model, and this rank's shard in the optimizers."""
+        """Each trained parameter of the model, with this rank's shard that the optimizers train."""
 
     def wrap(self, model: CausalLM) -> None:
-        """Set this rank's shard of rank 0's weights, layer by layer: one is whole at a time.
+        """Set this rank's shard of rank 0's weights, with one full layer in memory at a time.
 
-        If all ranks can read the weights' files, each reads its shard, and nothing is sent.
+        If all ranks can read the weights' files, each rank reads its shard, and nothing is sent.
         """
         self._saving = dist.new_group(list(range(self._shards)))
         for buffer in model.buffers():
@@ -86,7 +86,7 @@ class Shard(Strategy):
         self._enter_by_hooks(model)
 
     def _shard_module(self, module: nn.Module) -> None:
-        # Gradients sent as bf16 are rounded only for that; on CPUs each rank adds in fp32.
+        # With bf16, gradients are rounded only for sending; on CPUs, each rank adds them in fp32.
         reduced = torch.bfloat16 if self.settings.grad_dtype == "bf16" else None
         before, kind = _num_hooks(module), type(module)
         fully_shard(module, mesh=self._mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced))
@@ -101,7 +101,7 @@ class Shard(Strategy):
                 register_fsdp_forward_method(model, name)
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter]:
-        """Return this rank's shard of each trained parameter, sharing its memory."""
+        """Return this rank's shard of each trained parameter, a view of the parameter's memory."""
         found = {}
         for name, parameter in trainable(model):
             assert isinstance(parameter, DTensor)
@@ -111,12 +111,12 @@ class Shard(Strategy):
         return found
 
     def attach(self, model: CausalLM) -> None:
-        """Make the kernels drop a layer's weights after its forward and backward passes."""
+        """Make the kernels drop their copies of a layer's weights after each use."""
         if model.kernels is not None:
             model.kernels.keep_no_copies()
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch sums its gradients, so no rank ever holds all of them."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
 
     def finish(self) -> float:
         """Set the gradients of the optimizers' shards; return the seconds spent in collectives."""
@@ -131,7 +131,7 @@ class Shard(Strategy):
         return self._timer.take()
 
     def holds_parts(self) -> bool:
-        """Return True: a rank holds rows of each weight."""
+        """Return True: a rank holds only some rows of each weight."""
         return True
 
     def own_rows(self, num_rows: int) -> tuple[int, int]:
@@ -149,16 +149,16 @@ class Shard(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context whose gathered weights a later training step can use, too."""
+        """Return a context after which training can use the weights gathered in it."""
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: all ranks run a micro-batch together, to gather each other's weights."""
+        """Return True: each rank needs the shards of all others to run a micro-batch."""
         return True
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight whole, as gathered by the ranks of a group, one at a time."""
+        """Yield each weight in full, gathered over the ranks of a group, one at a time."""
         # An evaluation leaves some weights gathered.
         cast(FSDPModule, model).reshard()
         for name, parameter in model.named_parameters():
@@ -174,9 +174,9 @@ class Shard(Strategy):
             return {name: each.to_local() for name, each in parameters}
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare the weights gathered by each rank, and the optimizer state of replicas.
+        """Compare the weights that each rank gathers, and the optimizer state of replicas.
 
-        State that only one rank holds has no copy to compare.
+        Optimizer state that only one rank holds cannot be compared.
         """
         weights, bad_weight = inspect_each(self.weights(optimizers.model))
         state, bad_state = inspect_each(optimizers.state_tensors().items())
@@ -202,22 +202,22 @@ class Shard(Strategy):
         )
 
     def _set_collectives(self, module: FSDPModule) -> None:
-        # gloo has no mean; our own reduce-scatter returns a sum.
+        # gloo cannot average; our own reduce-scatter returns a sum.
         module.set_force_sum_reduction_for_comms(True)
         if not self.world.is_cpu:
-            # NCCL's own collectives overlap with the computation; our sends and receives, which
-            # one stream runs in order, would not.
+            # NCCL's collectives overlap with the computation; our sends and receives would run in
+            # order on one stream and not overlap.
             return
-        # For weights outside the layers, a reused buffer would be as large as an embedding.
+        # The weights outside the layers get no reused buffer: it would be as large as an embedding.
         buffers = None if isinstance(module, CausalLM) else self._buffers
         gather, sums = Gather(self._timer, buffers), SumOfParts(self._timer, buffers)
-        # They implement FSDP2's base classes, which are in a private module.
+        # Both classes follow the interface of FSDP2's base classes, which are in a private module.
         module.set_custom_all_gather(gather)  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
 
 
 def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:
-    """Return torch's mesh of the ranks that hold or share this rank's part of the model."""
+    """Return torch's mesh of the ranks that replicate or shard the same part of the model."""
     sizes = {
         "pipeline": mesh.pipeline,
         "replicate": mesh.replicate,
@@ -230,7 +230,7 @@ def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:
 
 
 def _as_part(value: Tensor, owner: DTensor) -> Tensor:
-    """Return optimizer state of a shard of `owner` as a DTensor of the shape of `owner`."""
+    """Return the optimizer state of a shard of `owner` as a DTensor with the shape of `owner`."""
     if value.dim() == 0:
         return value
     return DTensor.from_local(

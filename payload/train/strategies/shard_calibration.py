@@ -1,4 +1,4 @@
-"""Speeds of sharded ranks' collectives and copies, measured on a layer before training."""
+"""Measures the collectives and memory copies of sharded ranks on one layer before training."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from payload.train.strategies.shard_comms import Buffers, CollectiveTimer, Gathe
 _BUDGET_S = 0.3
 # A layer of GPT-2 124M, for models whose layer sizes are unknown.
 _TYPICAL_BLOCKS = (2304 * 768, 768 * 768, 3072 * 768, 3072 * 768)
-# 128 MB of weights; a round needs 4.5 times as much. Larger copies have the same speed.
+# Corresponds to 128 MB of weights; a round needs 4.5 times this memory. Larger copies have the same
+# speed.
 _MOST_ELEMENTS = 2**25
-# A layer would take minutes at 1 Mbit/s; the sent part is limited to about this time.
+# A full layer would take minutes at 1 Mbit/s, so only as much is sent as takes about this time.
 _SENDING_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSetup:
-    """Setting of the measurement: sharded sizes and the mesh."""
+    """The settings of the measurement: the sharded sizes and the mesh."""
 
     mesh: Mesh
     by_gloo: bool
-    """True under DeepSpeed, which uses gloo's own collectives, not this project's."""
+    """True with DeepSpeed, which uses the collectives of gloo instead of the project's."""
     blocks: tuple[int, ...]
-    """Elements of each matrix of a layer."""
+    """The number of elements of each matrix of a layer."""
     timeout_s: float
 
     @classmethod
     def of(
         cls, settings: DistributedSection, spec: ModelSpec, *, world: World
     ) -> ShardingSetup | None:
-        """Return the setting for a run's ranks, or None if they shard nothing."""
+        """Return the settings for a run, or None if its ranks shard nothing."""
         mesh = settings.mesh(world.world_size)
         if mesh.shard == 1:
             return None
@@ -55,7 +56,7 @@ class ShardingSetup:
 
 
 def layer_blocks(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the elements of each matrix of a layer, scaled down to a total limit."""
+    """Return the number of elements of each matrix of a layer, scaled down to a total limit."""
     linears = spec.linears()
     blocks = [each.inputs * each.outputs for each in linears[: len(linears) // spec.num_layers()]]
     scale = min(1.0, _MOST_ELEMENTS / max(1, sum(blocks)))
@@ -65,10 +66,11 @@ def layer_blocks(spec: ModelSpec) -> tuple[int, ...]:
 def measure_shards(
     world: World, sharded: ShardingSetup, *, all_reduce_bytes_per_s: float
 ) -> ShardTimes:
-    """Return the rates of a rank's collectives and the time of its copies: the ranks' mean.
+    """Return the rates of the collectives and the times of the copies, averaged over the ranks.
 
-    All ranks run at the same time, as they share a machine's memory and network. The copies are
-    FSDP2's before and after a collective, into memory that is allocated and freed as in a step.
+    All ranks measure at the same time, because they share a machine's memory and network. The
+    copies are the ones that FSDP2 makes before and after a collective, into memory that is
+    allocated and freed as in a step.
     """
     layer = _Layer(sharded)
     group = group_along(sharded.mesh, world.rank, "shard", timeout_s=sharded.timeout_s)
@@ -94,7 +96,7 @@ def measure_shards(
 def _collective_times(
     world: World, sharded: ShardingSetup, group: dist.ProcessGroup, *, elements: int
 ) -> tuple[float, float]:
-    """Return the seconds of a gather and of a reduce-scatter of `elements` of each rank."""
+    """Return the seconds of a gather and of a reduce-scatter with `elements` per rank."""
     whole, part = torch.ones(sharded.mesh.shard * elements), torch.ones(elements)
     timer, buffers = CollectiveTimer(), Buffers()
     gather, sums = Gather(timer, buffers), SumOfParts(timer, buffers)
@@ -116,10 +118,10 @@ def _collective_times(
 
 
 def _quartiles(world: World, calls: list[Callable[[], object]]) -> list[float]:
-    """Call the functions in turn until the time is up; return each one's seconds.
+    """Call the functions in turn until the time is up; return each function's lower quartile.
 
-    Returns the lower quartile: the fastest call can have reused memory by chance, and other
-    programs slow some calls down.
+    The quartile is used because the fastest call may have reused memory by chance, and other
+    programs slow down some calls.
     """
     took_s: list[list[float]] = [[] for _ in calls]
     world.barrier()
@@ -134,7 +136,7 @@ def _quartiles(world: World, calls: list[Callable[[], object]]) -> list[float]:
 
 
 class _Layer:
-    """A layer's copies, without the exchange between ranks."""
+    """The memory copies that a sharded layer makes, without communication between ranks."""
 
     def __init__(self, sharded: ShardingSetup) -> None:
         self._shards = sharded.mesh.shard
@@ -148,7 +150,7 @@ class _Layer:
         self._weights: list[Tensor] = []
 
     def gather(self) -> None:
-        """Copy this rank's shards into the collective's buffer, and its output to the weights."""
+        """Copy this rank's shards into the collective's buffer, and the buffer to the weights."""
         buffer = self._empty(self._gather, self._shards)
         for place, part in zip(torch.split(buffer[0], self.sizes), self._parts, strict=True):
             place.copy_(part)
@@ -156,14 +158,14 @@ class _Layer:
         torch.split_with_sizes_copy(buffer, self.sizes, dim=1, out=self._weights)
 
     def sum(self) -> None:
-        """Allocate gradients, copy them into the collective's buffer, and keep a shard."""
+        """Allocate gradients, copy them into the collective's buffer and keep this rank's shard."""
         gradients = [torch.zeros(self._shards, size) for size in self.sizes]
         given = self._empty(self._sum, self._shards)
         places = torch.split(given, self.sizes, dim=1)
         for place, gradient in zip(places, gradients, strict=True):
             place.copy_(gradient)
         kept = self._empty(self._sum, 1)[0]
-        # The sum itself belongs to the collective and is measured there.
+        # The sum itself is measured as a part of the collective.
         kept.copy_(given[0])
         self._total.add_(kept.div_(self._shards))
 

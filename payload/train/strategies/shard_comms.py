@@ -1,4 +1,4 @@
-"""The collectives of sharded ranks during training, and the time spent waiting for them."""
+"""The collectives of sharded ranks during training, with the time that the ranks wait for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class CollectiveTimer:
-    """Counts the seconds that collectives take without overlapping computation."""
+    """Counts the seconds of collectives that do not overlap with computation."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -29,8 +29,8 @@ class CollectiveTimer:
 class Buffers:
     """Reuses memory for collectives: a buffer is free once no tensor refers to it.
 
-    Layers have one size, and at most two are in progress. Newly mapped memory costs more
-    than the copy into it: a page fault and zeroing for each page.
+    All layers have the same size, and at most two are in progress. Newly mapped memory costs more
+    than the copy into it, because each page is faulted in and zeroed.
     """
 
     def __init__(self) -> None:
@@ -57,12 +57,12 @@ class Buffers:
 
 
 class _Comm:
-    """FSDP2's interface of a collective: a buffer, and the call."""
+    """The interface that FSDP2 expects of a collective: it allocates a buffer and is callable."""
 
     def __init__(self, timer: CollectiveTimer, buffers: Buffers | None = None) -> None:
         self._timer = timer
         self._buffers = buffers
-        """Reused memory for a layer's collectives. None allocates memory at each call."""
+        """Memory that a layer's collectives reuse; None = allocate at each call."""
 
     def _empty(self, elements: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._buffers is None:
@@ -73,7 +73,7 @@ class _Comm:
 class Gather(_Comm):
     """An all-gather of weights: each rank sends its shard to all others at the same time.
 
-    gloo's own took three times as long between two ranks (2026-11-25, two cores).
+    gloo's all-gather took three times as long between two ranks (2026-11-25, two cores).
     """
 
     def allocate(
@@ -89,7 +89,7 @@ class Gather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Concatenate the ranks' inputs in the output, and wait for it."""
+        """Concatenate the ranks' inputs in the output, and wait until this is complete."""
         del async_op
         began_s = time.perf_counter()
         gather(output_tensor, input_tensor, group=group)
@@ -97,7 +97,7 @@ class Gather(_Comm):
 
 
 def gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """Concatenate the ranks' parts, all of one size, in `output`."""
+    """Concatenate the ranks' parts, which all have the same size, in `output`."""
     parts, rank = output.view(dist.get_world_size(group), -1), dist.get_rank(group)
     others = _others(group)
     works = [dist.irecv(parts[other], group=group, group_src=other) for other in others]
@@ -108,7 +108,7 @@ def gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = No
 
 
 def _exchange(parts: Tensor, buffer: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
-    """Send every other rank its part; return all ranks' parts for this one, in rank order.
+    """Send every other rank its part; return the parts for this rank, in rank order.
 
     `buffer` receives the other ranks' parts.
     """
@@ -133,11 +133,11 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
 
 
 class SumOfParts(_Comm):
-    """A reduce-scatter of gradients: each rank sends every other one its part, and adds up.
+    """A reduce-scatter of gradients: ranks send each other their parts, and each adds up its own.
 
-    gloo's own runs a whole all-reduce and drops all other parts
-    (https://github.com/pytorch/pytorch/issues/149869). This one sends half as much. Sums are fp32,
-    in the order of the ranks.
+    gloo's reduce-scatter runs a full all-reduce and drops all other parts
+    (https://github.com/pytorch/pytorch/issues/149869). This class sends half as much. It adds in
+    fp32, in the order of the ranks.
     """
 
     def __init__(self, timer: CollectiveTimer, buffers: Buffers | None = None) -> None:
@@ -147,7 +147,7 @@ class SumOfParts(_Comm):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a buffer for the input, and at the next call one for the output.
+        """Return a buffer for the input, and at the next call a buffer for the output.
 
         The output becomes the gradient and is kept until the update, so its buffer is not reused.
         """

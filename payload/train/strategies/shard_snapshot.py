@@ -1,4 +1,4 @@
-"""A checkpoint of a sharded model, which rank 0 gathers tensor by tensor."""
+"""Checkpoints of a sharded model, which rank 0 gathers tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ShardSnapshot(Snapshot):
     """This rank's shards of a checkpoint.
 
     A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. Both take the tensors in the order of the file.
+    the file, on other ranks in `finish`. Both process the tensors in the order of the file.
     """
 
     def __init__(
@@ -54,11 +54,12 @@ class ShardSnapshot(Snapshot):
             self._gather(self._pending.popleft())
 
     def _gather(self, tensor: DTensor) -> Tensor:
-        """Return the whole tensor on rank 0; on other ranks send this rank's shard."""
+        """Return the full tensor on rank 0; on other ranks, send this rank's shard."""
         with torch.no_grad():
             dims = [each.dim for each in tensor.placements if isinstance(each, Shard)]
             if not dims:
-                # A slice of weights that transformers joins in memory, such as an expert's: whole.
+                # A slice of weights that transformers merges in memory, such as an expert's, is not
+                # sharded.
                 return tensor.to_local()
             (dim,) = dims
             part = tensor.to_local().cpu().movedim(dim, 0)
@@ -79,6 +80,6 @@ class ShardSnapshot(Snapshot):
 
 
 def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of a tensor, as divided by FSDP2: the last ranks can have fewer."""
+    """Return a rank's rows of a tensor, as FSDP2 divides it: the last ranks may have fewer."""
     start, end = bounds(whole.shape[0], index=rank, size=ranks)
     return whole[start:end]

@@ -1,8 +1,9 @@
 """Each rank holds a shard of every weight, gradient and optimizer state: DeepSpeed's ZeRO stage 3.
 
-DeepSpeed's hooks gather a module's weights and reduce-scatter gradients; it also clips and updates.
-It is called directly: Accelerate's plugin would update inside the backward pass, before a
-checkpoint's writer has read the weights, and would convert the weights to bf16.
+DeepSpeed's hooks gather a module's weights and reduce-scatter gradients. DeepSpeed also clips the
+gradients and calls the optimizer. It is called directly, without Accelerate: Accelerate's plugin
+would update inside the backward pass, before a checkpoint's writer has read the weights, and would
+convert the weights to bf16.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ENTRIES = ("forward", "token_losses", "class_logits")
 class _EntryModule(nn.Module):
     """A model's modules with a single entry point, around which DeepSpeed puts its hooks.
 
-    The model itself is not one of them: other code calls it by several methods.
+    The model itself cannot be used, because other code calls several of its methods.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -63,7 +64,7 @@ class _EntryModule(nn.Module):
 
 
 class Zero3(Strategy):
-    """ZeRO stage 3 over all ranks."""
+    """Shards the model over all ranks with ZeRO stage 3."""
 
     def __init__(self, settings: DistributedSection, world: World) -> None:
         super().__init__(settings, world)
@@ -77,7 +78,7 @@ class Zero3(Strategy):
             dist.broadcast(buffer, src=0)
 
     def optimizers(self, model: CausalLM, config: RunConfig, *, dtype: Dtype) -> Optimizers:
-        """Set this rank's shard of rank 0's weights; give DeepSpeed the run's optimizer."""
+        """Set this rank's shard of rank 0's weights; pass the run's optimizer to DeepSpeed."""
         if config.engine.wants_kernels():
             log.info("model     without our kernels: DeepSpeed gathers weights only around modules")
         made = build_optimizers(model, config.optimizer, config.engine)
@@ -92,17 +93,17 @@ class Zero3(Strategy):
         return Zero3Optimizers(model, made.members, engine=self._engine, names=names)
 
     def attach(self, model: CausalLM) -> None:
-        """Do nothing: the ranks have rank 0's weights since the optimizer was created."""
+        """Do nothing: `optimizers` has already distributed rank 0's weights."""
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch sums its gradients, so no rank ever holds all of them."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
 
     def finish(self) -> float:
         """Return 0: DeepSpeed waits in forward and backward, and sets the mean gradients."""
         return 0.0
 
     def own_part(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's range of a whole tensor's elements, padded with zeros."""
+        """Return this rank's range of a full tensor's elements, padded with zeros."""
         del name
         start, end, size = self._own_elements(tensor.numel())
         part = tensor.new_zeros(size)
@@ -110,7 +111,7 @@ class Zero3(Strategy):
         return part
 
     def holds_parts(self) -> bool:
-        """Return True: a rank holds some elements of each weight."""
+        """Return True: a rank holds only some elements of each weight."""
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
@@ -128,18 +129,18 @@ class Zero3(Strategy):
         return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context whose gathered weights a later training step can use, too."""
+        """Return a context after which training can use the weights gathered in it."""
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: all ranks run a micro-batch together, to gather each other's weights."""
+        """Return True: each rank needs the shards of all others to run a micro-batch."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Compare the weights gathered by each rank.
+        """Compare the weights that each rank gathers.
 
-        A shard of the optimizer state is on one rank only; it is checked for NaN.
+        A shard of the optimizer state exists on only one rank, so it is only checked for NaN.
         """
         self._engine.empty_partition_cache()
         weights, bad_weight = inspect_each(_gathered(optimizers.model))
@@ -164,8 +165,8 @@ class Zero3(Strategy):
     def _rows(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
         """Return this rank's rows of a tensor shaped like `parameter`; `part` is its shard.
 
-        DeepSpeed shards by elements. If the ranks divide the rows evenly, the rows are a view of
-        `part`; otherwise all ranks gather the tensor for a moment.
+        DeepSpeed shards by elements. If the number of rows is a multiple of the ranks, the rows are
+        a view of `part`; otherwise all ranks gather the tensor briefly.
         """
         shape = torch.Size(vars(parameter)["ds_shape"])
         ranks, part = self.world.world_size, part.detach()
@@ -201,9 +202,10 @@ def _deepspeed_engine(
 ) -> Any:
     import deepspeed
 
-    # It would log an unknown optimizer class: torch's own without torch.compile's wrappers.
+    # DeepSpeed would warn about an unknown optimizer class: ours has no torch.compile wrappers.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # An all-reduce through shared memory, only for inference: ranks would wait for its compiler.
+    # This all-reduce through shared memory is only for inference, and ranks would wait for it to
+    # compile.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     engine, *_ = deepspeed.initialize(
         model=entry_module, optimizer=optimizer, config=settings, dist_init_required=False
@@ -213,10 +215,10 @@ def _deepspeed_engine(
 
 @contextmanager
 def _without_compile_decorators() -> Iterator[None]:
-    """Disable torch.compile's decorators, and so the import of the compiler.
+    """Disable torch.compile's decorators, and thus the import of the compiler.
 
-    DeepSpeed puts them on its hooks and its Muon; `engine.compile` is rejected with it. The
-    import takes several seconds of CPU time a rank.
+    DeepSpeed applies these decorators to its hooks and its Muon; `engine.compile` is rejected with
+    DeepSpeed. The import takes several seconds of CPU time per rank.
     """
     places: tuple[tuple[Any, str], ...] = ((torch, "compile"), (torch.compiler, "disable"))
     before = [getattr(module, name) for module, name in places]
@@ -230,7 +232,7 @@ def _without_compile_decorators() -> Iterator[None]:
 
 
 def _undecorated(function: Any = None, **_: Any) -> Any:
-    """Return the function itself, or a decorator that does."""
+    """Return the function unchanged, or a decorator that returns its function unchanged."""
     return (lambda each: each) if function is None else function
 
 
@@ -245,7 +247,7 @@ def _gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _replaced_parameters(model: nn.Module, found: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Temporarily replace the model's parameters by the tensors in `found`."""
+    """Temporarily replace the model's parameters with the tensors in `found`."""
     places = list(_find_parameters(model, found))
     for parameters, name, parameter in places:
         parameters[name] = found[parameter]

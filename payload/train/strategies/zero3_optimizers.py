@@ -1,4 +1,4 @@
-"""DeepSpeed's update and clipping behind the interface of `Optimizers`."""
+"""Implements the interface of `Optimizers` with DeepSpeed's update and gradient clipping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Zero3Optimizers(Optimizers):
         engine: Any,
         names: Mapping[nn.Parameter, str],
     ) -> None:
-        """`names` maps the trained parameters in `members` of `engine` to names."""
+        """`names` maps each parameter that `members` train to its name."""
         super().__init__(model, members)
         self._engine = engine
         self._stage = engine.optimizer
@@ -51,7 +51,7 @@ class Zero3Optimizers(Optimizers):
         """Limit the norm of all gradients in the next update; return the norm before clipping."""
         self._stage.clip_grad = 0.0 if math.isinf(limit) else limit
         norms = [float(each) for each in self._stage._get_norm_groups()]
-        # It returns -1 for infinity or NaN, and then skips the update.
+        # DeepSpeed returns -1 for infinity or NaN, and skips the update.
         return math.hypot(*norms) if min(norms) >= 0 else math.nan
 
     def step(self) -> None:
@@ -63,7 +63,7 @@ class Zero3Optimizers(Optimizers):
         """Do nothing: state in flat tensors does not fragment memory."""
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also those that DeepSpeed reuses if no micro-batch makes new ones."""
+        """Drop all gradients, also the buffer that DeepSpeed would reuse without new gradients."""
         self._stage.zero_grad(set_to_none=True)
         self._stage.grad_partitions_flat_buffer.zero_()
 

@@ -1,1 +1,1 @@
-"""Training tasks, a file each, with its samples and its evaluation."""
+"""Training tasks, one file each, with their samples and evaluation."""

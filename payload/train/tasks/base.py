@@ -23,7 +23,7 @@ from payload.train.models.classifier import Classifier
 from payload.train.tasks.evaluate import EvalPass
 
 _MEASURED = 4096
-"""Samples in the estimate of the mean number of tokens."""
+"""Number of samples from which the mean number of tokens is estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Samples(ABC):
 
     @abstractmethod
     def num_samples(self) -> int:
-        """Return the number of samples of an epoch."""
+        """Return the number of samples in an epoch."""
 
     @abstractmethod
     def batch(self, chosen: Indices) -> Batch:
@@ -69,7 +69,7 @@ class Samples(ABC):
         """Return the number of tokens of these samples, without padding."""
 
     def arrange_samples(self, chosen: Indices) -> Indices:
-        """Return a step's samples in the order in which micro-batches and ranks divide them."""
+        """Return a step's samples in the order for splitting over micro-batches and ranks."""
         return chosen
 
 
@@ -81,12 +81,12 @@ class Task(ABC):
     train: Samples
     loss: Loss
     keeps_base: ClassVar[bool] = False
-    """True if checkpoints record the initial weights' identity, also without an adapter."""
+    """True if checkpoints record the identity of the initial weights even without an adapter."""
 
     def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model adapted to the task; `init` names it in messages.
+        """Return the model adapted to the task; messages name the model `init`.
 
-        Raises CheckpointError for a model that was trained for another task.
+        Raises CheckpointError for a model that was trained for a different task.
         """
         if isinstance(model, Classifier):
             raise CheckpointError(
@@ -106,15 +106,15 @@ class Task(ABC):
         """
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Prepare what the steps need from the initial model, before the first step.
+        """Prepare, before the first step, what the steps need from the initial model.
 
-        Return False if a rank requested a stop before the end.
+        Return False if a rank requested a stop before this was complete.
         """
         del model, eval_pass, dtype, resumes
         return True
 
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return the tokenizer's files for the checkpoints, completed for the task."""
+        """Return the tokenizer's files for checkpoints, with additions that the task needs."""
         return files
 
     def mean_tokens(self) -> float:
@@ -125,7 +125,7 @@ class Task(ABC):
 
     @abstractmethod
     def has_range_hashes(self) -> bool:
-        """Return whether meta.json has range hashes, by which reads are verified."""
+        """Return whether meta.json has the range hashes that verify each read."""
 
     @abstractmethod
     def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:

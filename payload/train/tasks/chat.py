@@ -1,4 +1,4 @@
-"""Conversations in packed blocks that keep them separate; the assistant's tokens are trained."""
+"""Trains on the assistant's tokens of conversations, packed into blocks but kept separate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_task(config: RunConfig) -> Task:
 
 
 class PackedSamples(Samples):
-    """Blocks of conversations."""
+    """Training samples that are blocks of packed conversations."""
 
     def __init__(self, blocks: PackedBlocks, loss: Loss) -> None:
         self._blocks, self.loss = blocks, loss
@@ -36,7 +36,7 @@ class PackedSamples(Samples):
         return self._blocks.num_blocks()
 
     def batch(self, chosen: Indices) -> Batch:
-        """Return the blocks' tokens, targets and starts. Raises DataError."""
+        """Return the blocks' tokens, targets and document starts. Raises DataError."""
         inputs = self._blocks.gather(chosen)
         return Batch(inputs=inputs, tokens=inputs[0], weight=self.weight(chosen))
 
@@ -64,7 +64,7 @@ class Chat(Task):
         self._blocks = train, val
 
     def has_range_hashes(self) -> bool:
-        """Return whether meta.json has range hashes, by which reads are verified."""
+        """Return whether meta.json has the range hashes that verify each read."""
         return all(blocks.is_checked() for blocks in self._blocks)
 
     def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:

@@ -1,7 +1,4 @@
-"""Classification: one label for each text, with an evaluation independent of the rank count.
-
-K labels.
-"""
+"""Classification: one label for each text, with an evaluation independent of the rank count."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ class TextSamples(Samples):
         return int(self._texts.lengths[chosen].sum())
 
     def arrange_samples(self, chosen: Indices) -> Indices:
-        """Return a step's texts by length: a micro-batch has texts of about the same length."""
+        """Return a step's texts sorted by length, so that a micro-batch has similar lengths."""
         return chosen[np.argsort(self._texts.lengths[chosen], kind="stable")]
 
 
@@ -109,11 +106,11 @@ class Classify(Task):
             )
 
     def has_range_hashes(self) -> bool:
-        """Return whether meta.json has range hashes, by which reads are verified."""
+        """Return whether meta.json has the range hashes that verify each read."""
         return self._val.check is not None
 
     def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model as a classifier. Raises CheckpointError for other labels."""
+        """Return the model as a classifier. Raises CheckpointError if the data has other labels."""
         labels = self._labels
         if not isinstance(model, Classifier):
             self._start_note = start_note(model, self._labels, folder=self.folder, init=init)
@@ -140,7 +137,7 @@ class Classify(Task):
         _require_same(labels, pad_token, self._labels, where=where, resumes=True)
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Log how a new classifier was initialised; a resumed adapter's is trained already."""
+        """Log how a new classifier was initialised; do nothing on a resume."""
         del model, eval_pass, dtype
         if self._start_note is not None and not resumes:
             log.info(f"score     {self._start_note}")
@@ -185,7 +182,7 @@ def _require_same(
 
 
 def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:
-    """Return how `score` of a new classifier with this body is initialised, as log text."""
+    """Return a log text on how `score` of a new classifier with this body is initialised."""
     if init == "scratch":
         return "starts from random values, like the whole model (model.init = 'scratch')"
     if not labels.label_tokens:
@@ -204,10 +201,10 @@ def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: st
 def evaluate_texts(
     model: Classifier, texts: LabelledTexts, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Classify the texts, which the ranks share in batches that do not depend on their number.
+    """Evaluate the texts in batches that the ranks share and that do not depend on the rank count.
 
-    Ranks exchange counts, and each batch's sum of losses in float64 separately, so the result is
-    bitwise equal on any number of ranks. Return None after a request to stop.
+    Ranks exchange the confusion counts and a separate float64 sum of losses for each batch, so the
+    result is bitwise equal on any number of ranks. Return None after a request to stop.
     """
     size, count = eval_pass.micro_batch_size, len(model.labels)
     chosen = np.arange(_num_texts(texts, eval_pass.max_tokens))
@@ -234,7 +231,7 @@ def evaluate_texts(
 
 
 def _num_texts(texts: LabelledTexts, max_tokens: int | None) -> int:
-    """Return the number of first texts that hold `max_tokens`, or of all."""
+    """Return how many texts from the first on hold `max_tokens`; all for None."""
     if max_tokens is None:
         return texts.num_texts()
     before = int(np.searchsorted(np.cumsum(texts.lengths), max_tokens))

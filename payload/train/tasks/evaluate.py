@@ -1,4 +1,4 @@
-"""Evaluation of a validation set, shared by all ranks and summed exactly."""
+"""Evaluates a validation set, which the ranks share; sums are in float64."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ class EvalPass:
     step: int
     micro_batch_size: int
     max_tokens: int | None
-    """Evaluate the first samples that hold this many tokens; None = all."""
+    """Evaluate only the first samples, up to this number of tokens; None = all."""
     autocast: Callable[[], AbstractContextManager[None]]
     should_stop: Callable[[int, int], bool]
-    """Called after every batch with the numbers done and total; returns the same on all ranks."""
+    """Called after every batch with the batches done and in total; all ranks get one result."""
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
     """The context that a batch computes in, in addition to `autocast`."""
     computes_together: bool = False
-    """True if a rank can compute a batch only while all others do: a rank without work repeats a
-    batch and drops the result."""
+    """True if a rank can compute a batch only while all other ranks compute one.
+
+    A rank without a batch then repeats one and drops the result.
+    """
     share: tuple[int, int] | None = None
-    """(index, count): this rank evaluates share `index` of `count`; None = one for each rank."""
+    """(index, count): this rank evaluates share `index` of `count`; None = one share per rank."""
     has_results: bool = True
-    """True on exactly one of the ranks that evaluate the same samples; its losses are summed."""
+    """True on exactly one of the ranks that evaluate the same samples; only its losses count."""
 
     def own_share(self) -> tuple[int, int]:
-        """Return this rank's (index, count) of the samples."""
+        """Return (index, count) of this rank's share of the samples."""
         return (self.world.rank, self.world.world_size) if self.share is None else self.share
 
     def sum(self, values: Tensor) -> None:
@@ -59,7 +61,7 @@ class EvalPass:
 def evaluate(
     model: CausalLM, blocks: Blocks, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Return the loss over the first validation tokens, or all of them.
+    """Return the metrics over the first `max_tokens` validation tokens, or over all.
 
     Sums are float64, so the number of ranks does not affect the result. Return None after a request
     to stop.
@@ -78,7 +80,7 @@ def evaluate(
 
     model.eval()
     with eval_pass.computing():
-        # Every rank runs the same number of batches; its last one can be empty.
+        # Every rank runs the same number of batches; the last one may be empty.
         starts = range(0, -(-num_blocks // parts), size)
         for done, start in enumerate(starts, 1):
             chosen = mine[start : start + size]
@@ -106,7 +108,7 @@ def compute_batches(
 ) -> bool:
     """Compute this rank's share of the batches; pass each result to `keep` with its batch number.
 
-    The batches do not depend on the number of ranks, so neither does a result. Return False after
+    The batches, and therefore the results, do not depend on the number of ranks. Return False after
     a request to stop.
     """
     index, parts = eval_pass.own_share()
@@ -116,7 +118,7 @@ def compute_batches(
     with eval_pass.computing():
         for done in range(passes):
             mine = done * parts + index
-            # Every rank runs the same number of batches; its last one can be empty.
+            # Every rank runs the same number of batches; the last one may be empty.
             if mine < len(batches):
                 keep(mine, compute(batches[mine]))
             elif eval_pass.computes_together:

@@ -1,7 +1,4 @@
-"""Log-probabilities of preference pairs' answers, and the evaluation of pairs with them.
-
-P pairs, T tokens.
-"""
+"""Computes log-probabilities of the answers in preference pairs, and evaluates pairs with them."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ def answer_log_probs(
 ) -> Tensor | None:
     """Return log-probabilities (N, 2) float64 of the first N pairs' answers, on every rank.
 
-    The ranks share batches that do not depend on their number, so the result is bitwise equal on
-    any number of ranks. Return None after a request to stop.
+    The ranks share batches that do not depend on the number of ranks, so the result is bitwise
+    equal on any number of ranks. Return None after a request to stop.
     """
     size = eval_pass.micro_batch_size
     chosen = np.arange(pairs.num_pairs() if most is None else most)
@@ -64,9 +61,9 @@ def answer_log_probs(
 def evaluate_pairs(
     model: CausalLM, pairs: Pairs, reference: Tensor, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Return the metrics over the first pairs that hold `eval_pass.max_tokens`, or all.
+    """Return the metrics over the first pairs that hold `eval_pass.max_tokens`, or over all.
 
-    Bitwise equal on any number of ranks. Return None after a request to stop.
+    The result is bitwise equal on any number of ranks. Return None after a request to stop.
     """
     count = _num_pairs(pairs, eval_pass.max_tokens)
     found = answer_log_probs(model, pairs, eval_pass, most=count)
@@ -77,7 +74,7 @@ def evaluate_pairs(
 
 
 def _num_pairs(pairs: Pairs, max_tokens: int | None) -> int:
-    """Return the number of first pairs that hold `max_tokens`, or of all."""
+    """Return how many pairs from the first on hold `max_tokens`; all for None."""
     if max_tokens is None:
         return pairs.num_pairs()
     before = int(np.searchsorted(np.cumsum(pairs.lengths.sum(axis=1)), max_tokens))

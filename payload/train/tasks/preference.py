@@ -1,4 +1,4 @@
-"""Direct preference optimization: train on the better of two answers, against a reference."""
+"""Direct preference optimization: trains on pairs of answers, relative to a reference model."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class PairSamples(Samples):
     def __init__(self, pairs: Pairs, loss: Loss) -> None:
         self._pairs, self.loss = pairs, loss
         self.reference: Tensor | None = None
-        """(pairs, 2) float64; None before `Preference.begin`."""
+        """The reference's log-probabilities, (pairs, 2) float64; None before `Preference.begin`."""
 
     def num_samples(self) -> int:
         """Return the number of pairs."""
         return self._pairs.num_pairs()
 
     def batch(self, chosen: Indices) -> Batch:
-        """Return tokens, targets and starts of both conversations, and the reference's values.
+        """Return tokens, targets and starts of both conversations, and reference log-probabilities.
 
         Raises DataError.
         """
@@ -81,7 +81,7 @@ class PairSamples(Samples):
         return self._pairs.num_tokens(chosen)
 
     def arrange_samples(self, chosen: Indices) -> Indices:
-        """Return a step's pairs by length: a micro-batch has pairs of about the same length."""
+        """Return a step's pairs sorted by length, so that a micro-batch has similar lengths."""
         return chosen[np.argsort(self._pairs.longest(chosen), kind="stable")]
 
 
@@ -98,13 +98,14 @@ class Preference(Task):
         self._val_reference: Tensor | None = None
 
     def has_range_hashes(self) -> bool:
-        """Return whether meta.json has range hashes, by which reads are verified."""
+        """Return whether meta.json has the range hashes that verify each read."""
         return all(pairs.is_checked() for pairs in self._pairs)
 
     def set_base(self, base: BaseModel, *, resumes: bool) -> None:
         """Record the run's initial weights, on rank 0.
 
-        Raises CheckpointError if the stored reference is another model's or missing at a resume.
+        Raises CheckpointError if the stored reference belongs to a different model, or if it is
+        missing on a resume.
         """
         self._model = reference_model(base)
         if self._own_reference() is None and resumes:
@@ -144,10 +145,10 @@ class Preference(Task):
         return evaluate_pairs(model, self._pairs[1], self._val_reference, eval_pass, self.loss)
 
     def _own_reference(self) -> Reference | None:
-        """Return the stored reference. Raises CheckpointError if it is another model's.
+        """Return the stored reference. Raises CheckpointError if it belongs to a different model.
 
-        Every read compares it: a run that started at the same time can have stored its own in
-        between.
+        Every read checks the model, because a run that started at the same time may have stored its
+        own reference in the meantime.
         """
         assert self._model is not None, "set_base comes first"
         found = read_reference(self.folder, self.meta)
@@ -179,7 +180,7 @@ class Preference(Task):
 def store(
     folder: Path, meta: DataMeta, model: ReferenceModel, *, dtype: Dtype, values: Tensor
 ) -> None:
-    """Write log-probabilities next to the data. Raises DataError, CheckpointError for NaN."""
+    """Write log-probabilities into the data folder. Raises DataError, CheckpointError for NaN."""
     if not bool(torch.isfinite(values).all()):
         raise CheckpointError(
             f"{model.name()}: not a finite probability for an answer in {folder}. Use other "
@@ -189,7 +190,7 @@ def store(
 
 
 def reference_model(base: BaseModel) -> ReferenceModel:
-    """Return the run's base model as stored in reference.json."""
+    """Return the description of the run's base model for reference.json."""
     return ReferenceModel(
         source=base.source,
         revision=base.revision,
@@ -202,9 +203,9 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return the stored reference, its dtype (`dtype` if stored) and the validation pairs' values.
+    """Return the stored reference, a stored dtype and its values for the validation pairs.
 
-    Raises DataError if none is stored.
+    `dtype` is preferred if it is stored. Raises DataError if no reference is stored.
     """
     found = read_reference(folder, meta)
     others: tuple[Dtype, ...] = ("bf16", "fp32")

@@ -11,7 +11,7 @@ from payload.train.tasks.base import Task
 
 
 def open_task(config: RunConfig) -> Task:
-    """Return the run's task. Raises DataError, ConfigError for a folder of another task."""
+    """Return the run's task. Raises DataError, and ConfigError for a folder of a different task."""
     openers: dict[TaskKind, Callable[[RunConfig], Task]] = {
         "text": text.open_task,
         "chat": chat.open_task,

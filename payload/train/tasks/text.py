@@ -19,13 +19,13 @@ def open_task(config: RunConfig) -> Task:
 
 
 class BlockSamples(Samples):
-    """Whole blocks of a token file; every token is a target."""
+    """Training samples that are full blocks of a token file; every token is a target."""
 
     def __init__(self, blocks: TokenBlocks, loss: Loss) -> None:
         self._blocks, self.loss = blocks, loss
 
     def num_samples(self) -> int:
-        """Return the number of whole blocks."""
+        """Return the number of full blocks."""
         return self._blocks.num_full_blocks()
 
     def batch(self, chosen: Indices) -> Batch:
@@ -47,7 +47,7 @@ class BlockSamples(Samples):
 
 
 class Text(Task):
-    """A folder of train.bin and val.bin without labels."""
+    """A data folder of plain text: train.bin and val.bin, without labels."""
 
     def __init__(self, data: TokenData, loss: Loss) -> None:
         self.folder, self.meta, self.loss = data.folder, data.meta, loss
@@ -55,7 +55,7 @@ class Text(Task):
         self._data = data
 
     def has_range_hashes(self) -> bool:
-        """Return whether meta.json has range hashes, by which reads are verified."""
+        """Return whether meta.json has the range hashes that verify each read."""
         return self._data.has_range_hashes()
 
     def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:

@@ -28,7 +28,8 @@ _FIX = "Use a folder in the Hugging Face layout, with safetensors."
 def folder_of_gguf(path: Path, *, cache: Path | None = None) -> Path:
     """Return a folder with the file's weights, config and tokenizer; create it if missing.
 
-    `cache` is as in `converted`. Raises CheckpointError for a damaged file or another model family.
+    `cache` is as in `converted`. Raises CheckpointError for a damaged file or an unsupported
+    family.
     """
     num_params = read_gguf(path).num_params()
 
@@ -45,7 +46,7 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # Hide transformers' progress bar in logs, which would keep every state of it.
+    # Hide transformers' progress bar in logs, which would store each of its updates.
     bar = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:
         with bar, isolated_link(path) as link:
@@ -62,6 +63,6 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
             f"{path}: transformers reads other tensor sizes than the header has. {_FIX}"
         )
     write_tensors(folder / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
-    # Our own config: transformers' omits RoPE scaling and includes the file's quantisation.
+    # Write our own config: transformers' config omits RoPE scaling and includes the quantisation.
     config = gguf_config(read_header(path), where=str(path))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

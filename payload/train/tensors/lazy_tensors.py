@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a folder's weights, or of one file; each is read on access.
+    """The tensors of a folder's weights, or of a single file; each tensor is read on access.
 
     Raises CheckpointError for missing, damaged or unsupported files, on construction and when a
     tensor is read.
@@ -56,7 +56,7 @@ class LazyTensors(Mapping[str, Tensor]):
         """Read the headers of `path`; `fix` is the advice in error messages."""
         self._headers = tensor_headers(path) if path.is_dir() else file_headers(path, fix=fix)
         self._fix = fix
-        # One buffer for all reads: glibc keeps some freed buffers, and the peak would vary.
+        # All reads use one buffer: glibc keeps some freed buffers, so the memory peak would vary.
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -97,7 +97,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
         """Copy one tensor, or a part of it, into `target`, of any dtype and strides.
 
-        `parts` select the beginning of the part, in one dimension or in several.
+        `parts` gives where the part begins, in one or more dimensions; `target` gives its size.
         """
         header = self._headers[name]
         dtype = _dtype(name, header, trained=target.is_floating_point())
@@ -137,7 +137,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
     @contextmanager
     def _opened(self, header: TensorHeader, *, at_byte: int) -> Iterator[io.BufferedReader]:
-        """Open a tensor's file at one of its bytes; turn every OSError into CheckpointError."""
+        """Open a tensor's file at a byte of the tensor; turn every OSError into CheckpointError."""
         try:
             with open_regular(header.path) as file:
                 file.seek(header.start + at_byte)
@@ -149,18 +149,19 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class PlannedTensors(LazyTensors):
-    """Tensors that are not read: `copy_in` records where each would be copied."""
+    """Tensors that are not read: `copy_in` only records where each would be copied."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """The tensors that would be set, by the names of their sources in the files."""
+        """The tensors that would be set, by the names of the tensors in the files."""
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
     """Return rank 0's `path`, a file or folder of weights, if all ranks see it; otherwise None.
 
-    All ranks see it on a shared disk, or if each node has a copy. Other ranks' `path` is ignored.
+    All ranks see it on a shared disk, or if each node has a copy. On other ranks, `path` is
+    ignored.
     """
     main_path = world.broadcast(str(path.resolve()) if path else "", str)
     found = world.gather(files_identity(Path(main_path)) if main_path else "", str)
@@ -168,10 +169,11 @@ def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
 
 
 def files_identity(path: Path) -> str:
-    """Return a hash that identifies a folder's weights, or one file; "" if neither exists.
+    """Return a hash that identifies a folder's weights or a single file; "" if unreadable.
 
-    It covers the headers, each file's size and last 64 KiB, and a checkpoint's manifest, which has
-    the hash of every byte. Hashing whole files would take as long as reading the model.
+    The hash covers the headers, each file's size and last 64 KiB, and a checkpoint's manifest,
+    which has the sha256 of each file. Hashing the full files would take as long as reading the
+    model.
     """
     try:
         headers = tensor_headers(path) if path.is_dir() else file_headers(path)
@@ -224,7 +226,7 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
 
 
 def part_of(shared: Any) -> Part:
-    """Return the part of a DTensor on this rank; avoids the import of its class, a second."""
+    """Return this rank's part of a DTensor, without importing DTensor, which takes a second."""
     ((axis, dim),) = (
         (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
     )
@@ -247,7 +249,8 @@ def _read(file: io.BufferedReader, target: Tensor) -> None:
     """Fill a contiguous tensor with the file's next bytes, little-endian as in torch."""
     if not target.numel():
         return
-    # As bytes, since numpy has no bf16; flattened, since a scalar has no dimension to view by.
+    # Viewed as bytes, since numpy has no bf16; flattened, since torch cannot view a scalar as
+    # bytes.
     content: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
     while content:
         count = file.readinto(content)

@@ -1,8 +1,7 @@
 """Writes a safetensors file tensor by tensor and hashes it in the same pass.
 
-The library's writer would copy the checkpoint, read its bytes twice and hold Python's lock, which
-stops training. Reading uses the library.
-Format: https://github.com/huggingface/safetensors#format.
+The library's writer would copy the checkpoint, read its bytes twice and hold the GIL, which would
+stop training. Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the tensor's bytes, little-endian like all platforms of torch."""
-    # As integers, since numpy has no bf16; copied by numpy, which uses one core and not all.
+    # Viewed as integers, since numpy has no bf16; copied by numpy, which uses only one core.
     numbers = tensor.detach().cpu().view(_INTEGERS[tensor.element_size()]).numpy()
     content = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
     for start in range(0, len(content), _CHUNK_BYTES):

@@ -1,6 +1,6 @@
-"""GPT-2's layer in plain torch, the reference of the kernels.
+"""GPT-2's layer in plain torch, the reference for the kernels.
 
-B batch, T tokens of the input, C n_embd, H n_head.
+Shapes: B batch, T tokens of the input, C n_embd, H n_head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Attention(SplitModule):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Map (B, T, C) to (B, T, C); `mask` is from `documents_mask`, and excludes a cache."""
+        """Map (B, T, C) to (B, T, C); `mask` is from `documents_mask`, without a cache."""
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_width).transpose(1, 2)
@@ -57,7 +57,7 @@ class Attention(SplitModule):
 
 
 def _continuation_mask(new: int, total: int) -> Tensor | None:
-    """Return which of `total` tokens each of the last `new` tokens sees; None if all of them."""
+    """Return which of `total` tokens each of the last `new` tokens attends to, or None for all."""
     if new == 1:
         return None
     return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
@@ -83,7 +83,7 @@ class MLP(SplitModule):
 
 
 class Block(LayerModule):
-    """One layer: norm, attention, norm, MLP, each pair added to the residual stream."""
+    """One layer: attention and MLP, each with a norm before it and added to the residual stream."""
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""GPT-2, with GPT-2's own parameter names so that its weights load unchanged.
+"""GPT-2, with the original parameter names, so that published weights load unchanged.
 
-B batch, T tokens of the input, C n_embd, H n_head, V vocabulary.
+Shapes: B batch, T tokens of the input, C n_embd, H n_head, V vocabulary.
 Source: https://github.com/openai/gpt-2/blob/master/src/model.py.
 """
 
@@ -61,7 +61,7 @@ _LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 class GPT(CausalLM):
-    """The GPT-2 model. Weights are random, as in GPT-2's training, or for the caller to set."""
+    """The GPT-2 model. Its weights are initialised as in GPT-2's training, or set by the caller."""
 
     spec: Gpt2Spec
     reads_parts = True
@@ -82,7 +82,7 @@ class GPT(CausalLM):
 
     def _initialise(self) -> None:
         # The paper scales the projections into the residual stream by one over the square root of
-        # the number of residual layers; other deviations are from OpenAI's code.
+        # the number of residual layers; the other standard deviations are from OpenAI's code.
         residual_std = _INIT_STD / math.sqrt(2 * len(self.h))
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -98,10 +98,10 @@ class GPT(CausalLM):
         caches: Sequence[LayerCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to (B, T, C), the final norm included.
+        """Map (B, T) token ids to hidden states (B, T, C) after the final norm.
 
-        With `caches`, one a layer, `tokens` continue the earlier ones; `starts` are as in
-        `CausalLM`.
+        With `caches`, one per layer, `tokens` continue the cached tokens. `CausalLM.hidden`
+        describes `starts`.
         """
         is_first = self.stage is None or self.stage.is_first()
         if self.stage is None or is_first:
@@ -158,7 +158,7 @@ class GPT(CausalLM):
         starts: Tensor | None,
         context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream (B x T, C), and the part yet to be added to it."""
+        """Return the residual stream (B x T, C) and the output that is not yet added to it."""
         total, normed = add_norm(total, added, block.ln_1, context)
         module, ranks = block.attn, self.ranks
         heads = (*sizes, len(module.c_attn.weight) // (3 * module.head_width))
@@ -198,7 +198,7 @@ class GPT(CausalLM):
         return self.head_weight()
 
     def new_caches(self) -> list[LayerCache]:
-        """Return empty caches, one a layer."""
+        """Return empty caches, one per layer."""
         return [LayerCache() for _ in self.h]
 
     def layers(self) -> Sequence[nn.Module]:
@@ -223,7 +223,7 @@ class GPT(CausalLM):
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
 
     def joined_linears(self) -> list[tuple[str, ...]]:
-        """Return the paths of the layers' linears; no two have the same input."""
+        """Return the paths of the layers' linears, one per group: no two have the same input."""
         return [(f"h.{number}.{name}",) for number in range(len(self.h)) for name in _LINEARS]
 
     def classifier_architecture(self) -> str:
@@ -250,10 +250,10 @@ class GPT(CausalLM):
         }
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the contents of config.json, by which transformers builds the same model."""
-        # Not from the tensors: a rank can have a part of them.
+        """Return the contents of a config.json from which transformers builds the same model."""
+        # Not read from the tensors: a rank may hold only a part of them.
         rows, width = self.spec.vocab_size, self.spec.n_embd
-        # Another tokenizer's vocabulary can lack the token.
+        # The vocabulary of a different tokenizer may lack this token.
         end_of_text = END_OF_TEXT if rows > END_OF_TEXT else None
         return {
             "architectures": ["GPT2LMHeadModel"],
@@ -280,7 +280,8 @@ class GPT(CausalLM):
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
+        Raises CheckpointError, naming `where`, if tensors are missing or do not have the model's
+        shapes.
         """
         places: dict[str, str] = {}
         for name in tensors:
@@ -301,7 +302,7 @@ class GPT(CausalLM):
             places.get(name, name): target.t() if name.endswith(_TRANSPOSED) else target
             for name, target in self.state_dict().items()
         }
-        # Files of a model without biases contain zeros for them.
+        # transformers' files always have biases; for a model without biases they are zero.
         absent = {
             places[name]: torch.empty(size)
             for name, size in self._absent_biases().items()

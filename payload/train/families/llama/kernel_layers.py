@@ -1,6 +1,6 @@
-"""A decoder's layers computed by the kernels, and the reasons when they cannot be.
+"""Computes a decoder's layers with the kernels, or lists why the kernels cannot be used.
 
-N tokens of all sequences, B batch, T tokens of one sequence, C width.
+Shapes: N tokens of all sequences, B batch, T tokens of one sequence, C width.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ JOINED = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""A layer's linears; the ones with the same input are computed as one matmul."""
+"""The linears of a layer, grouped by input: each group is computed as one matmul."""
 
 
 def run_layers(
@@ -57,9 +57,10 @@ def run_layers(
 ) -> Tensor:
     """Map the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
 
-    `starts` are as in `CausalLM`; `ropes` are made for them. `run_layer` calls each layer.
-    With `ranks`, each rank has some of the heads and a part of the MLP. With a `stage` before the
-    last one, return the residual stream after its layers, fp32.
+    `CausalLM.hidden` describes `starts`, for which the tables in `ropes` are made. `run_layer`
+    calls each layer. With `ranks`, each rank has some of the heads and a part of the MLP. On a
+    pipeline stage before the last one, return the residual stream after the stage's layers, in
+    fp32.
     """
 
     def layer_of(

@@ -1,6 +1,6 @@
-"""The modules of a decoder layer, with Hugging Face's names, in plain torch: the reference.
+"""The modules of a decoder layer in plain torch, with Hugging Face's names: the reference.
 
-B batch, T tokens of the input, C width, H query heads, K key heads, D width of a head.
+Shapes: B batch, T tokens of the input, C width, H query heads, K key heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(SplitModule):
-    """Causal self-attention whose query heads share fewer key heads."""
+    """Causal self-attention in which several query heads can share one key head."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(SplitModule):
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C); a layer without positions gets no `rope`.
 
-        With `starts`, as in `CausalLM`, `rope` has a row for each of the B x T tokens.
+        With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
         """
         x = copy_to_ranks(x, self.ranks)
         query, key, value = (
@@ -104,9 +104,10 @@ class Attention(SplitModule):
 
 
 def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which of `total` tokens each of the last `new` tokens sees, (new, total) bool.
+    """Return which of `total` tokens each of the last `new` tokens attends to, (new, total).
 
-    None if a token sees all tokens up to itself and `new` is 1 or `total`, as in SDPA's own modes.
+    None if each token attends to all tokens up to itself and `new` is 1 or `total`: SDPA needs no
+    mask for these cases.
     """
     reaches_all = window is None or window >= total
     if reaches_all and new in (1, total):
@@ -118,7 +119,7 @@ def visible(new: int, total: int, *, window: int | None, device: torch.device) -
 
 
 class MLP(SplitModule):
-    """The product of an activated linear and a plain one, then a linear back to the width."""
+    """A gated MLP: an activated linear times a second linear, then a linear back to the width."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()

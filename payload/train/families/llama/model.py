@@ -1,7 +1,7 @@
 """The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
 
 The parameters have a checkpoint's names and shapes. A layer's computation is in `decoder_layers`.
-B batch, T tokens of the input, C width, V vocabulary, padded rows included.
+Shapes: B batch, T tokens of the input, C width, V vocabulary, padded rows included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Body(nn.Module):
 
 
 class Decoder(CausalLM):
-    """The decoder model. Weights are random, or for the caller to set."""
+    """The decoder model. Its weights are initialised at random or set by the caller."""
 
     spec: DecoderSpec
     reads_parts = True
@@ -90,10 +90,10 @@ class Decoder(CausalLM):
         caches: Sequence[LayerCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to (B, T, C), the final norm included.
+        """Map (B, T) token ids to hidden states (B, T, C) after the final norm.
 
-        With `caches`, one a layer, `tokens` continue the earlier ones; `starts` are as in
-        `CausalLM`.
+        With `caches`, one per layer, `tokens` continue the cached tokens. `CausalLM.hidden`
+        describes `starts`.
         """
         if self.stage is None or self.stage.is_first():
             x = self._embedded(tokens)
@@ -122,9 +122,10 @@ class Decoder(CausalLM):
     def rope_tables(
         self, *, start: int, length: int, starts: Tensor | None = None
     ) -> dict[Rope, Table]:
-        """Return cosines and sines for `length` tokens from `start` on, by kind of layer.
+        """Return the cosines and sines of `length` positions from `start` on, by kind of rope.
 
-        With `starts` (B, T), they are for each token's position in its document, for all B x T.
+        With `starts` (B, T), a table has a row for each of the B x T tokens, by its position in its
+        document.
         """
         device = next(self.parameters()).device
         found = {
@@ -137,7 +138,7 @@ class Decoder(CausalLM):
         return {rope: (cos[places], sin[places]) for rope, (cos, sin) in found.items()}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """Map (B, T) to (B, T, C), scaled."""
+        """Map token ids (B, T) to scaled embeddings (B, T, C)."""
         tied = self.tied_weight()
         if self.ranks is not None:
             weight = self.model.embed_tokens.weight
@@ -169,7 +170,7 @@ class Decoder(CausalLM):
         return _CLASSIFIERS[self.spec.model_type]
 
     def new_caches(self) -> list[LayerCache]:
-        """Return empty caches, one a layer."""
+        """Return empty caches, one per layer."""
         return [LayerCache() for _ in self.spec.layers]
 
     def layers(self) -> Sequence[nn.Module]:
@@ -208,13 +209,14 @@ class Decoder(CausalLM):
         ]
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the contents of config.json: the one that was read, for fp32 weights."""
+        """Return the contents of the config.json that was read, changed for fp32 weights."""
         return saved_config(self.spec.config, architecture=_ARCHITECTURES[self.spec.model_type])
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
+        Raises CheckpointError, naming `where`, if tensors are missing or do not have the model's
+        shapes.
         """
         if self.lm_head is None:
             require_tied(tensors, head=_HEAD, embedding=_EMBEDDING, where=where)
@@ -231,7 +233,7 @@ class Decoder(CausalLM):
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
-    """Build the model of this spec; use transformers' own if our layers lack a feature."""
+    """Build the model of this spec, with transformers' layers if our layers lack a feature."""
     assert isinstance(spec, DecoderSpec)
     if spec.unsupported_features:
         lacks = f"our own layers lack {', '.join(spec.unsupported_features)}"
@@ -242,7 +244,8 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> Tensor:
     """Return embedded tokens without gradient for the padding token's embedding.
 
-    As in transformers' models. If it is also the head, it gets the head's gradient.
+    transformers' models do the same. If the embedding is also the output head, it still gets the
+    head's gradient.
     """
     if padding is None or not x.requires_grad:
         return x
@@ -251,7 +254,7 @@ def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> 
 
 
 def _padding_row(spec: DecoderSpec) -> int | None:
-    """Return the embedding's row of the padding token; a negative number counts from the end."""
+    """Return the padding token's row in the embedding; a negative number counts from the end."""
     row = spec.config.get("pad_token_id")
     if row is None or not -spec.vocab_size <= row < spec.vocab_size:
         return None

@@ -2,7 +2,7 @@
 
 Source: https://arxiv.org/abs/2104.09864, in the layout of the Hugging Face checkpoints: the two
 elements of a pair are half a head apart.
-B batch, H heads, T tokens, D width of a head.
+Shapes: B batch, H heads, T tokens, D width of a head.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rotated(x: Tensor, rope: Table) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
-    """Scale down the low frequencies by the factor, and keep the high ones.
+    """Divide the low frequencies by `rope.factor`, keep the high ones and blend in between.
 
     Source: https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
     """

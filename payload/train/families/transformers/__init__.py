@@ -1,1 +1,1 @@
-"""Models of any other family, with transformers' own layers."""
+"""Models of all remaining families, computed by transformers' own layers."""

@@ -1,4 +1,4 @@
-"""Builds transformers' own module for a config.json; never runs code of a model's folder."""
+"""Builds transformers' own module for a config.json; never runs code from the model's folder."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
             f"config.json: transformers cannot build the model ({first_line(error)}). Use the "
             "folder of a whole model."
         ) from None
-    module.tie_weights()  # A step of the skipped initialisation.
+    module.tie_weights()  # The skipped initialisation would have done this.
     if random:
         require_causal(module)
     return module
 
 
 def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
-    """Return transformers' own configuration of a config.json, every dropout set to `dropout`.
+    """Return transformers' configuration of a config.json, with every dropout set to `dropout`.
 
     Raises CheckpointError for a model that needs code from its folder, and for a quantised one.
     """

@@ -1,8 +1,8 @@
 """Any causal language model that transformers builds from its own code, as a CausalLM.
 
-transformers' module computes the layers. The loss is ours if the head is a plain linear layer and
-its logits are not changed afterwards. Code in a model's folder is never run.
-B batch, T tokens of the input, C width, V vocabulary.
+transformers' module computes the layers. Our own loss is used if the head is a plain linear layer
+whose logits are not changed afterwards. Code in a model's folder is never run. B batch, T tokens of
+the input, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 class ModelCache:
     """Cache of all layers for the tokens processed so far.
 
-    If transformers has no key-value cache for the model, it keeps the tokens, and every call
-    computes all of them again.
+    If transformers has no key-value cache for the model, this object keeps the tokens, and every
+    call computes all of them again.
     """
 
     def __init__(self, kept: Any) -> None:
@@ -81,7 +81,7 @@ class TransformersLM(CausalLM):
         random: bool = True,
         reason: str = "our own layers do not support it",
     ) -> None:
-        """Build the module from the spec's config; `reason` is logged as the reason for it."""
+        """Build the module from the spec's config; `reason` is logged: why not our layers."""
         module = build_module(spec, dropout, random=random)
         super().__init__(_counted(spec, module), dropout=dropout)
         self._reason = reason
@@ -104,12 +104,12 @@ class TransformersLM(CausalLM):
         caches: Sequence[ModelCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to (B, T, C), the head's input, or to logits without a plain head.
+        """Map (B, T) token ids to the head's input (B, T, C), or to logits without a plain head.
 
-        With `caches`, `tokens` continue the earlier ones; `starts` are as in `CausalLM`.
+        With `caches`, `tokens` continue the cached tokens. `CausalLM.hidden` describes `starts`.
         """
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        # Rows with one document and padding need nothing: tokens do not see later ones.
+        # Rows with one document and padding need no positions: no token attends to a later one.
         if starts is not None and not bool(((starts == 0) | (starts == places)).all()):
             self._require_documents()
             # transformers detects packed documents by positions that restart.
@@ -128,7 +128,7 @@ class TransformersLM(CausalLM):
         return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
 
     def draws_masks(self) -> bool:
-        """Return whether training draws random numbers: for dropout or by a router."""
+        """Return whether training draws random numbers: for dropout or in a router."""
         return self._draws or super().draws_masks()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class TransformersLM(CausalLM):
     def classifier_architecture(self) -> str:
         """Return the name of transformers' classification class for this model.
 
-        Raises CheckpointError unless that is the same body with a linear layer `score`.
+        Raises CheckpointError unless this class has the same layers and a linear layer `score`.
         """
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -195,7 +195,7 @@ class TransformersLM(CausalLM):
         )
 
     def new_caches(self) -> list[ModelCache]:
-        """Return one empty cache, which serves all layers."""
+        """Return a list of one empty cache, which serves all layers."""
         if self._keeps_tokens:
             return [ModelCache(None)]
         from transformers import DynamicCache
@@ -203,7 +203,7 @@ class TransformersLM(CausalLM):
         return [ModelCache(DynamicCache(config=self.module.config))]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the modules that transformers declares as never split; possibly none."""
+        """Return the modules of the classes in `_no_split_modules`; the list may be empty."""
         names = set(getattr(self.module, "_no_split_modules", None) or ())
         return [each for each in self.module.modules() if type(each).__name__ in names]
 
@@ -224,13 +224,14 @@ class TransformersLM(CausalLM):
         return dict(revert_weight_conversion(self.module, state))
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the contents of config.json: the one that was read, for fp32 weights."""
+        """Return the contents of the config.json that was read, changed for fp32 weights."""
         return saved_config(raw_config(self.spec), architecture=type(self.module).__name__)
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Raises CheckpointError, naming `where`, if tensors are missing or have other sizes.
+        Raises CheckpointError, naming `where`, if tensors are missing or do not have the model's
+        shapes.
         """
         tied = self.module.all_tied_weights_keys
         if self.has_names_of(tensors):
@@ -259,7 +260,7 @@ class TransformersLM(CausalLM):
         return loading_targets(self.module, state)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Load weights whose names or joins in memory differ from the files."""
+        """Load weights that transformers renames or merges, compared with the files."""
         if self._dropped:
             raise CheckpointError(
                 f"{where}: not the weights that config.json describes. Use the folder of a whole "
@@ -329,7 +330,7 @@ class TransformersLM(CausalLM):
 
 
 def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
-    """Return the spec with its parameters counted, if config.json alone does not give them."""
+    """Return the spec; count its parameters first if config.json does not determine them."""
     if spec.is_counted():
         return spec
     return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
@@ -342,7 +343,7 @@ def _has_key_value_cache(module: _Module) -> bool:
 
 
 def _hidden_matrices(module: _Module) -> set[str]:
-    """Return the names, in the CausalLM, of the linear layers' weights, without the head's."""
+    """Return the names of all linear weights but the head's, as parameters of the CausalLM."""
     head = module.get_output_embeddings()
     return {
         f"module.{name}.weight"

@@ -23,7 +23,7 @@ _PROBE_DOCUMENT = 8
 
 
 def why_not_plain(module: _Module) -> str | None:
-    """Return None if the logits are a linear layer of the last hidden state, or the reason.
+    """Return why the logits are not a linear layer of the last hidden state, or None.
 
     The probe replaces the hidden state and the logits by known numbers, and detects any change to
     them. It does not depend on the weights, so all ranks get the same result.
@@ -93,9 +93,9 @@ def mixes_documents(module: _Module) -> bool:
 
 
 def draws_in_training(module: _Module) -> bool:
-    """Return whether two training passes on one input differ, for example by a sampling router.
+    """Return whether a forward pass in training draws random numbers, as a sampling router does.
 
-    Seeding each micro-batch then makes a resume exact, as for dropout.
+    If it does, seeding each micro-batch makes a resume exact, as for dropout.
     """
     before = torch.random.get_rng_state()
     tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
@@ -108,8 +108,8 @@ def draws_in_training(module: _Module) -> bool:
 def require_causal(module: _Module, *, without_head: bool = False) -> None:
     """Raise CheckpointError if a token's logits depend on later tokens.
 
-    `without_head` skips a plain head, which reads one token at a time: torch would copy its whole
-    weight in another order. It also leaves 4-bit weights quantised, for the same reason.
+    `without_head` skips a plain head, which cannot mix tokens: to run it, torch would copy its
+    whole weight into a different layout. 4-bit weights stay quantised, which also saves memory.
     """
     pairs = (torch.tensor([[0, other]]) for other in (1, 2))
     with _weightless(module):
@@ -123,9 +123,9 @@ def require_causal(module: _Module, *, without_head: bool = False) -> None:
 
 @contextmanager
 def _weightless(module: _Module) -> Iterator[None]:
-    """Replace 4-bit linears by a repetition of their inputs, without dequantising any weight.
+    """Temporarily make 4-bit linears repeat their inputs, so that no weight is dequantised.
 
-    Which tokens a token sees does not depend on weights.
+    Which tokens a token attends to does not depend on the weights.
     """
     linears = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
     for each in linears:
