@@ -159,7 +159,7 @@ def test_a_head_that_sends_another_s_file_changes_nothing(run: RemoteRun, head: 
     for name in names:
         for part in ({"whole": {name: "x"}}, {"more": {name: {"offset": 0, "content": "aGk="}}}):
             lie(head, control=honest | part)
-            with pytest.raises(AnswerError, match=r"^node-0: its answer: the file "):
+            with pytest.raises(AnswerError, match=r"^node-0: response: the file "):
                 run.update()
     after = files_below(run.paths.root.parent.parent)
     assert {name: after[name] for name in after if not name.endswith(".lock")} == before
