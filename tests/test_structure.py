@@ -85,7 +85,6 @@ def test_one_module_knows_the_names_in_a_run_s_folder() -> None:
     }
     homes = {
         ("payload/formats/checkpoint_listing.py", "checkpoints"),
-        ("payload/launch/ranks.py", "ranks.json"),  # a docstring
         ("payload/report/__main__.py", "report.html"),  # of several runs, in no run's folder
         ("payload/report/trackers/csv.py", "summary.json"),  # a tracker's own
         # An operator's record of a cluster.

@@ -180,7 +180,7 @@ class StragglerWatch:
 
 @dataclass(slots=True)
 class _Reported:
-    """What was reported so far about one rank."""
+    """The reports so far about one rank."""
 
     ended: list[Straggler] = field(default_factory=list)
     """Ended episodes that the next report will include."""
