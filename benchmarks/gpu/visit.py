@@ -17,7 +17,7 @@ from payload.core.files import write_whole
 _LIMIT_FACTOR = 3.0
 """Multiple of a stage's estimate after which it counts as hanging."""
 _REHEARSAL_LIMIT_FACTOR = 10.0
-"""The same in a rehearsal, whose machine is slower than the estimates assume."""
+"""Multiple of a stage's estimate in a rehearsal, on a machine slower than the estimates assume."""
 
 Outcome = Literal["passed", "failed", "skipped", "not tried here"]
 

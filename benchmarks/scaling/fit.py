@@ -37,7 +37,7 @@ class Constants:
     loopback_bytes_per_s: float
     """Rate of a rank that sends and receives on one machine with one core."""
     hosts_bytes_per_s: float
-    """The same between hosts whose cable is not the limit: their packets are smaller."""
+    """Rate of a rank between hosts if the cable is not the limit; packets are smaller there."""
     busy_s_per_byte: float
     convert_s_per_number: float
 

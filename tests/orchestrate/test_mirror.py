@@ -350,7 +350,7 @@ def test_a_head_sends_the_run_s_known_files_and_nothing_else(here: RunPaths, nam
 def test_a_piece_fits_the_copy_or_is_refused(here: RunPaths, offset: int, content: str) -> None:
     wanted = file_request(here, "node-0", is_head=True)
     piece = Piece(offset=offset, content=content)
-    with pytest.raises(AnswerError, match=r"^node-0: its answer: metrics\.jsonl "):
+    with pytest.raises(AnswerError, match=r"^node-0: response: metrics\.jsonl "):
         merge(
             here,
             Part(alive=True, begun=True, whole={}, more={"metrics.jsonl": piece}, left=0),

@@ -289,11 +289,11 @@ def _holds(path: Path, text: str) -> bool:
 def _content(request: FileRequest, name: str, piece: Piece) -> tuple[int, bytes]:
     """Return the offset and bytes of a piece that continues the file or restarts it."""
     if piece.offset not in (0, request.known[name][0]):
-        raise AnswerError(f"{request.node}: its answer: {name} continues at byte {piece.offset}.")
+        raise AnswerError(f"{request.node}: response: {name} continues at byte {piece.offset}.")
     try:
         return piece.offset, base64.b64decode(piece.content, validate=True)
     except ValueError:
-        raise AnswerError(f"{request.node}: its answer: {name} is not base64.") from None
+        raise AnswerError(f"{request.node}: response: {name} is not base64.") from None
 
 
 def _problem(paths: RunPaths, name: str, text: str, request: FileRequest) -> str | None:

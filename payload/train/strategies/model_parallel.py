@@ -54,7 +54,7 @@ class ModelParallel(Strategy):
         self._model = group_along(*position, *of_model, timeout_s=timeout_s)
         """The ranks that hold one copy of the model."""
         self._saving = group_along(*position, *of_model, timeout_s=timeout_s)
-        """The same ranks, for the thread that writes checkpoints."""
+        """A second group of the ranks in `_model`, for the thread that writes checkpoints."""
         self._splits = Splits({})
         self._layout: Layout
         self._trained: dict[str, nn.Parameter] = {}
