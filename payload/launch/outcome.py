@@ -176,10 +176,11 @@ def _silent_rank(evidence: Evidence) -> Verdict | None:
     if not silent or not evidence.exits or evidence.ended_by_us_s is not None:
         return None
     listed = ", ".join(f"rank {rank.rank} on {rank.node}" for rank in silent)
+    killed = "was killed before it could" if len(silent) == 1 else "were killed before they could"
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error=f"{listed} was killed before it could report an error",
+        error=f"{listed} {killed} report an error",
         rank=silent[0].rank,
     )
 

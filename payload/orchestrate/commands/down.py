@@ -206,10 +206,11 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
             talk.print(f"gs://{bucket.name}: deleted")
             _forget(bucket.name, cluster, target.pulumi, folder=folder, talk=talk)
     except KeyboardInterrupt:
+        scope = ("--cluster", cluster, "--project", target.project)
+        listing = command("orchestrate", "sweep", *scope)
         talk.print(
             f"down was interrupted: remaining resources of {cluster} are billed until its lifetime "
-            f"ends. Repeat: {command('orchestrate', 'down')}; or list them: sweep --cluster "
-            f"{cluster} --project {target.project}"
+            f"ends. Repeat: {command('orchestrate', 'down')}; or list them: {listing}"
         )
         raise
 

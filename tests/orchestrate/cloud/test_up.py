@@ -194,7 +194,7 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
         pytest.param(
             "down",
             "destroy --yes --skip-preview --exclude-protected",
-            f"or list them: sweep --cluster mine --project {PROJECT}",
+            f" -m payload.orchestrate sweep --cluster mine --project {PROJECT}",
             marks=pytest.mark.slow,
         ),
     ],
