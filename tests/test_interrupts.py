@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from payload.core.interrupts import interrupt_once
-from payload.monitor.local import ended_by_sigterm
-from payload.orchestrate.follow.follow import Interrupts
+from payload.core.interrupts import Interrupts, interrupt_once
 from payload.supervise.stop_requests import Wakeups
 from payload.train.__main__ import StopSignal
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Advances the clock; the signal handlers are restored after the test."""
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.getsignal(each) for each in _SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def pass_by(seconds: float) -> None:
@@ -78,14 +78,23 @@ def test_any_other_command_is_interrupted_once_a_press(later: Callable[[float], 
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_dashboard_that_sigterm_ends_is_interrupted_once(later: Callable[[float], None]) -> None:
-    with ended_by_sigterm():
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
+def test_signals_of_the_system_are_one_request_however_many_arrive(
+    later: Callable[[float], None],
+) -> None:
+    interrupt_once(by_system=True)
+    with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
+    later(7.5)
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_what_was_ignored_stays_ignored(later: Callable[[float], None]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupt_once()
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    interrupt_once(by_system=True)
     press()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGHUP)

@@ -1,5 +1,6 @@
-"""Count presses of Ctrl-C rather than signals, as one press can arrive as two signals.
+"""Requests to end a command: Ctrl-C, SIGTERM (`kill`, `timeout`, a CI job) and SIGHUP.
 
+Presses of Ctrl-C are counted rather than signals, as one press can arrive as two signals:
 `timeout -s INT` signals its command, and then the process group that contains the command.
 """
 
@@ -8,10 +9,13 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 PRESS_S = 0.2
 """A signal within this time of a press belongs to that press."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Presses:
@@ -29,17 +33,66 @@ class Presses:
         return True
 
 
-def interrupt_once() -> None:
+class _Requests:
+    """Distinguishes a new request to end from another signal of the same request.
+
+    Only a person repeats a request: `timeout` signals the process and its group, and a terminal
+    that closes sends several signals. So SIGTERM and SIGHUP are one request, however many arrive.
+    """
+
+    def __init__(self) -> None:
+        self._presses = Presses()
+        self._ended_by_system = False
+
+    def is_new(self, number: int) -> bool:
+        """Record a signal; return True if it is a new request."""
+        if number == signal.SIGINT:
+            return self._presses.is_new()
+        is_first, self._ended_by_system = not self._ended_by_system, True
+        return is_first
+
+
+class Interrupts:
+    """Counts requests to end while it is entered: each Ctrl-C, but one SIGTERM or SIGHUP."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._requests = _Requests()
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in _SIGNALS:
+            # Ignored signals stay ignored: nohup means that a hangup is not a request to stop.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def exceed(self, handled: int) -> bool:
+        """Return whether there are more requests than were handled."""
+        return self.count > handled
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.count += self._requests.is_new(number)
+
+
+def interrupt_once(*, by_system: bool = False) -> None:
     """Make each press of Ctrl-C raise KeyboardInterrupt only once.
 
     A second signal would interrupt the handling of the first, such as a warning about costs.
+    `by_system` also makes the first SIGTERM or SIGHUP raise KeyboardInterrupt.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return  # SIGINT is ignored, as for a script's background job
-    presses = Presses()
+    requests = _Requests()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if presses.is_new():
+        if requests.is_new(number):
             signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, interrupt)
+    defaults = (signal.default_int_handler, signal.SIG_DFL)
+    for number in _SIGNALS if by_system else _SIGNALS[:1]:
+        # An ignored signal stays ignored, as for a script's background job, or after nohup.
+        if signal.getsignal(number) in defaults:
+            signal.signal(number, interrupt)

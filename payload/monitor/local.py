@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -17,11 +16,9 @@ import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 import payload
 from payload.core.errors import PreflightError
-from payload.core.interrupts import Presses
 from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_command
 from payload.run_record.run_files import RunPaths
@@ -64,22 +61,6 @@ def with_random_hosts(pages: Sequence[str]) -> list[str]:
     named = [urllib.parse.urlsplit(page) for page in pages]
     names = {each.port: f"tileforge-{secrets.token_hex(8)}.localhost" for each in named}
     return [each._replace(netloc=f"{names[each.port]}:{each.port}").geturl() for each in named]
-
-
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt in the block, so that started programs are ended."""
-    presses = Presses()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if presses.is_new():
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_page(grafana: str, run_id: str | None) -> str:

@@ -104,5 +104,5 @@ def parser(only: str | None = None) -> CommandParser:
 
 
 if __name__ == "__main__":
-    interrupt_once()
+    interrupt_once(by_system=True)
     sys.exit(main(sys.argv[1:], os.environ))

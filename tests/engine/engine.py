@@ -23,6 +23,7 @@ from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
 from tests.support import forked
 from tests.support.fork_server import server_name
 from tests.support.launching import PYTHON
+from tests.support.sessions import kill_session
 from tests.support.waiting import wait_until
 from tests.test_architecture import ROOT
 
@@ -183,7 +184,7 @@ class Engine:
         return done
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start `pulumi` or, with `orchestrate`, our command, in a new process group."""
+        """Start `pulumi` or, with `orchestrate`, our command, in a new session."""
         argv = self._argv(words[1:]) if words[0] == "orchestrate" else [*words, "--non-interactive"]
         process = subprocess.Popen(
             argv,
@@ -203,9 +204,8 @@ class Engine:
             os.killpg(process.pid, signal.SIGINT)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill the whole process group, as a crash of the machine does."""
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        """Kill the command with every process that it started, as a crash of the machine does."""
+        kill_session(process.pid)
         process.wait(timeout=60)
         wait_until(lambda: not self._holders(), what="the end of a killed engine")
 

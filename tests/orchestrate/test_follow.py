@@ -19,8 +19,9 @@ from rich.console import Console
 
 from payload.config.training_sections import TrainSection
 from payload.core.files import write_whole
+from payload.core.interrupts import Interrupts
 from payload.orchestrate.follow import follow
-from payload.orchestrate.follow.follow import Interrupts, Tail, Tails, show, show_steps
+from payload.orchestrate.follow.follow import Tail, Tails, show, show_steps
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.sites.local import LocalRun
 from payload.orchestrate.terminal.console import LiveLine

@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from typing import Any, NoReturn
 
 import payload
 from tests.support.forked import read_at_start
+from tests.support.sessions import kill_session
 
 _LIBRARIES = (
     "torch",
@@ -118,7 +120,7 @@ class _Fork:
     """Its pidfd, which is ready when the program has ended."""
     connection: socket.socket
     leads: bool
-    """True if signals go to its whole process group."""
+    """True if signals go to its whole process group, and SIGKILL to its whole session."""
     killed: bool = False
 
     @classmethod
@@ -136,12 +138,14 @@ class _Fork:
             request = json.loads(text)
             process = os.fork()
             if process == 0:
+                if request["group"]:
+                    os.setsid()
                 _become(request, descriptors, _peer(connection))
         finally:
             for each in descriptors:
                 os.close(each)
-        if request["group"]:
-            os.setpgid(process, process)
+        while request["group"] and os.getsid(process) != process:
+            time.sleep(0.0001)  # until then, there is no group to signal
         forks[process] = cls(process, os.pidfd_open(process), connection, request["group"])
 
     @property
@@ -157,7 +161,9 @@ class _Fork:
             numbers = b""
         self.killed = not numbers
         for number in numbers or [signal.SIGKILL]:
-            if self.leads:
+            if self.leads and number == signal.SIGKILL:
+                kill_session(self.process)
+            elif self.leads:
                 os.killpg(self.process, number)
             else:
                 signal.pidfd_send_signal(self.ended, number)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 VARIABLE = "TILEFORGE_TESTS_FORK_SERVER"
 """Name of the server in the abstract namespace of Unix sockets."""
 GROUP = "TILEFORGE_TESTS_FORK_GROUP"
-"""If set, the fork leads a process group, and signals go to the whole group, also SIGKILL."""
+"""If set, the fork leads a session: signals go to its process group, SIGKILL to the session."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "MKL_"),
     *("TORCH_", "HF_", "TRANSFORMERS_", "HOME", "XDG_", "LANG", "LC_"),

@@ -18,7 +18,6 @@ from payload.machines.inventory import ClusterInventory
 from payload.monitor.local import (
     GRAFANA_PORT,
     PROMETHEUS_PORT,
-    ended_by_sigterm,
     is_healthy,
     local_stack,
     run_page,
@@ -42,22 +41,21 @@ def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
     inventory, paths = _inventory_and_run(options, access.environment())
     run_id = paths.run_id if paths is not None else _run_id(options)
     try:
-        with ended_by_sigterm():
-            if paths is not None and inventory.access.shares_folder:
-                with local_stack(
-                    paths, python=access.python, env=access.code_environment(), say=say
-                ) as pages:
-                    stay(pages, show=show, say=say, in_browser=options.open)
-            else:
-                # paramiko takes half a second to import.
-                from payload.orchestrate.sites.ssh_run import update_head_address
-                from payload.orchestrate.ssh.cluster import connect_to
+        if paths is not None and inventory.access.shares_folder:
+            with local_stack(
+                paths, python=access.python, env=access.code_environment(), say=say
+            ) as pages:
+                stay(pages, show=show, say=say, in_browser=options.open)
+        else:
+            # paramiko takes half a second to import.
+            from payload.orchestrate.sites.ssh_run import update_head_address
+            from payload.orchestrate.ssh.cluster import connect_to
 
-                env = access.environment()
-                news = str if paths is None else partial(update_head_address, paths, env)
-                cluster = connect_to(inventory, ssh_key=options.ssh_key, env=env, news=news)
-                with _cluster_pages(cluster, run_id) as pages:
-                    stay(pages, show=show, say=say, in_browser=options.open)
+            env = access.environment()
+            news = str if paths is None else partial(update_head_address, paths, env)
+            cluster = connect_to(inventory, ssh_key=options.ssh_key, env=env, news=news)
+            with _cluster_pages(cluster, run_id) as pages:
+                stay(pages, show=show, say=say, in_browser=options.open)
     except KeyboardInterrupt:
         say("ended")
     return ExitCode.OK

@@ -127,8 +127,8 @@ class Rehearsal:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C does not reach the teardown.
-                start_new_session=not limited,
+                # An interrupt is passed on to a limited step, and never reaches the teardown.
+                start_new_session=True,
             )
             status = self._within_budget(process) if limited else self._wait(process)
         self._record_step(name, arguments, status, began_s, log=log)
@@ -140,7 +140,7 @@ class Rehearsal:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            # On Ctrl-C, the terminal has also sent the signal to the command.
+            process.send_signal(signal.SIGINT)
             process.wait()
             raise
         try:

@@ -11,14 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
 from rich.console import Console
 
 from payload.config.training_sections import TrainSection
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
-from payload.core.interrupts import Presses
+from payload.core.interrupts import Interrupts
 from payload.core.printable_text import printable
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
@@ -152,7 +151,6 @@ _END_BYTES = 256
 _LINE_BYTES = 2**20
 """Longer than any readable line; limits the memory for a file without line breaks."""
 _SHOWN_STEPS = 100
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Tail:
@@ -208,42 +206,6 @@ class Tail:
         # A freed inode's number may be reused for the next file immediately.
         file.seek(self._offset - len(self._end))
         return file.read(len(self._end)) == self._end
-
-
-class Interrupts:
-    """Counts requests to end while it is entered: each Ctrl-C, but one SIGTERM or SIGHUP.
-
-    Only a person repeats a request. `timeout` signals the process and its group, and a terminal
-    that closes sends several signals.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._presses = Presses()
-        self._stopped_by_system = False
-        self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
-
-    def __enter__(self) -> Interrupts:
-        for number in _SIGNALS:
-            # Ignored signals stay ignored: nohup means that a hangup is not a request to stop.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def exceed(self, handled: int) -> bool:
-        """Return whether there are more requests than were handled."""
-        return self.count > handled
-
-    def _note(self, number: int, _frame: object) -> None:
-        if number == signal.SIGINT:
-            self.count += self._presses.is_new()
-        elif not self._stopped_by_system:
-            self._stopped_by_system = True
-            self.count += 1
 
 
 _PAUSE_TICK_S = 0.1

@@ -23,8 +23,8 @@ from payload.core.errors import (
     SshUnreachableError,
     TileforgeError,
 )
+from payload.core.interrupts import Interrupts
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.follow.follow import Interrupts
 from payload.orchestrate.runs.at_risk import loses_checkpoints
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored, record_collected
 from payload.orchestrate.runs.remote_run import (

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -182,25 +183,36 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
     assert "networks delete mine-network --project=acme-lab" in capsys.readouterr().err
 
 
+Sends = Sequence[tuple[Callable[[int, int], None], signal.Signals]]
+# A terminal; `timeout`; `kill` and a CI job that was cancelled; a terminal that was closed.
+_CTRL_C: Sends = [(os.killpg, signal.SIGINT)]
+_TIMEOUT: Sends = [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGTERM)]
+_KILL: Sends = [(os.kill, signal.SIGTERM)]
+_HANGUP: Sends = [(os.killpg, signal.SIGHUP)]
+_UP_SAYS = (
+    "up --yes --skip-preview",
+    "up was interrupted: 3 machine(s) exist: mine-0, mine-1, mine-2. Resources built so far are "
+    "kept and billed",
+)
+_DOWN_SAYS = (
+    "destroy --yes --skip-preview --exclude-protected",
+    f" -m payload.orchestrate sweep --cluster mine --project {PROJECT}",
+)
+
+
 @pytest.mark.parametrize(
-    ("command", "told", "said"),
+    ("command", "told", "said", "sends"),
     [
-        (
-            "up",
-            "up --yes --skip-preview",
-            "up was interrupted: 3 machine(s) exist: mine-0, mine-1, mine-2. Resources built so "
-            "far are kept and billed",
-        ),
-        pytest.param(
-            "down",
-            "destroy --yes --skip-preview --exclude-protected",
-            f" -m payload.orchestrate sweep --cluster mine --project {PROJECT}",
-            marks=pytest.mark.slow,
-        ),
+        ("up", *_UP_SAYS, _CTRL_C),
+        pytest.param("up", *_UP_SAYS, _TIMEOUT, marks=pytest.mark.slow),
+        pytest.param("up", *_UP_SAYS, _HANGUP, marks=pytest.mark.slow),
+        pytest.param("down", *_DOWN_SAYS, _CTRL_C, marks=pytest.mark.slow),
+        pytest.param("down", *_DOWN_SAYS, _KILL, marks=pytest.mark.slow),
     ],
+    ids=["up ctrl-c", "up timeout", "up hangup", "down ctrl-c", "down kill"],
 )
 def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
-    site: Site, command: str, told: str, said: str
+    site: Site, command: str, told: str, said: str, sends: Sends
 ) -> None:
     site.build()
     site.pulumi.on("preview", out="14 to create\n")
@@ -215,7 +227,8 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
         start_new_session=True,
     )
     wait_until(lambda: told in words(site), what=f"pulumi {told} to begin")
-    os.killpg(process.pid, signal.SIGINT)
+    for send, number in sends:
+        send(process.pid, number)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
     assert "waiting for pulumi to end" in err and err.splitlines()[-1] == "interrupted"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from shutil import which
 from typing import Any
 
 from payload.core.errors import ConfigError
+from payload.core.interrupts import Interrupts
 from payload.core.printable_text import printable
 from payload.core.validation.json_text import parse_json
 from payload.orchestrate.clouds.proxy import with_loopback_exception
@@ -27,28 +31,28 @@ _STACK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){
 def _wait(
     process: subprocess.Popen[bytes],
     events: EventReader,
+    interrupts: Interrupts,
     *,
     on_event: Callable[[Event], None],
     say: Callable[[str], None],
-) -> int:
-    """Read events until the process ends; return how often the operator interrupted it."""
-    interrupts, ended = 0, False
+) -> None:
+    """Read events until the process ends; pass each interrupt on to it."""
+    handled, ended = 0, False
     while True:
-        try:
-            for event in events.read():
-                on_event(event)
-            if ended:
-                return interrupts
-            # After the process ends, read again: the last events can have been written since.
+        for event in events.read():
+            on_event(event)
+        if ended:
+            return
+        # After the process ends, read again: the last events can have been written since.
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_POLL_S)
             ended = True
-        except subprocess.TimeoutExpired:
-            pass
-        except KeyboardInterrupt:
-            interrupts += 1
-            say(_INTERRUPTED[min(interrupts, len(_INTERRUPTED)) - 1])
-            if interrupts > len(_INTERRUPTED):
-                process.kill()
+        if interrupts.exceed(handled) and not ended:
+            say(_INTERRUPTED[min(handled, len(_INTERRUPTED) - 1)])
+            number = signal.SIGINT if handled < len(_INTERRUPTED) else signal.SIGKILL
+            handled += 1
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
 
 _INTERRUPTED = (
@@ -141,10 +145,10 @@ class Pulumi:
     ) -> Update:
         """Run an operation, pass each of its events to `on_event`, and return the result.
 
-        Pulumi's output is written to `log`. Ctrl-C also reaches pulumi: wait until it has shut
-        down, then raise KeyboardInterrupt. Raises PulumiError.
+        Pulumi's output is written to `log`. An interrupt is passed on to pulumi: wait until it has
+        shut down, then raise KeyboardInterrupt. Raises PulumiError.
         """
-        with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
+        with tempfile.TemporaryDirectory(prefix="tileforge-") as folder, Interrupts() as interrupts:
             path = Path(folder) / "events.jsonl"
             path.touch(mode=0o600)
             with log.open("wb") as printed, path.open("rb") as stream:
@@ -156,10 +160,13 @@ class Pulumi:
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
+                    # `timeout` and CI jobs signal some processes of a command once, others twice,
+                    # and at the second interrupt pulumi leaves resources outside its state.
+                    process_group=0,
                 )
                 events = EventReader(stream)
-                interrupts = _wait(process, events, on_event=on_event, say=say)
-        if interrupts:
+                _wait(process, events, interrupts, on_event=on_event, say=say)
+        if interrupts.count:
             raise KeyboardInterrupt
         text = log.read_bytes()[-_MOST_PRINTED_CHARS:].decode("utf-8", errors="replace")
         return Update(
