@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 from tests.infra.stacks import Recorded
 from tests.orchestrate.cloud.standin import PROJECT
@@ -208,9 +209,18 @@ _POLICIES = threading.Lock()
 """Serializes read-modify-write of policies, because Google refuses a write after another one."""
 
 
-def changes_in_place(resource: Document, key: str) -> bool:
-    """Return whether the provider updates this input in place."""
+def changes_in_place(resource: Document, key: str, *, old: Document | None = None) -> bool:
+    """Return whether the provider updates this input in place, if it was as in `old`.
+
+    External addresses are added to and removed from a running machine.
+    """
+    if key == "networkInterfaces" and old is not None:
+        return _without_addresses(resource) == _without_addresses(old)
     return key in _IN_PLACE.get(kind_of(resource), ())
+
+
+def _without_addresses(instance: Document) -> list[Document]:
+    return [{**each, "accessConfigs": []} for each in instance["inputs"]["networkInterfaces"]]
 
 
 def id_of(resource: Document, project: str) -> str:
@@ -405,10 +415,24 @@ def _change_instance(
         _set(sender, path, "setTags", {"items": inputs.get("tags", []), "fingerprint": "AAAA"})
     if "scheduling" in keys:
         _set(sender, path, "setScheduling", inputs["scheduling"])
+    if "networkInterfaces" in keys:
+        _change_addresses(sender, body["networkInterfaces"], live["networkInterfaces"], path)
     if "attachedDisks" in keys:
         for disk in live.get("disks", ()):
             if not disk.get("boot"):
                 _set(sender, path, f"detachDisk?deviceName={disk['deviceName']}", {})
+
+
+def _change_addresses(
+    sender: Sender, interfaces: list[Document], live: list[Document], path: str
+) -> None:
+    for ours, theirs in zip(interfaces, live, strict=True):
+        nic = f"networkInterface={theirs['name']}"
+        for each in theirs.get("accessConfigs", ()):
+            named = urlencode({"accessConfig": each["name"]})
+            _set(sender, path, f"deleteAccessConfig?{named}&{nic}", {})
+        for each in ours["accessConfigs"]:
+            _set(sender, path, f"addAccessConfig?{nic}", each)
 
 
 def _set(sender: Sender, path: str, verb: str, body: Document) -> None:

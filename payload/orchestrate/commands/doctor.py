@@ -59,14 +59,13 @@ def check_price(need: CloudRequirements, catalog: Catalog | None, why_not: str =
     kind = "spot" if spot else "on demand"
     cost = cluster_cost(need.billed(spot=spot), catalog=catalog)
     origin = source(catalog, time.time())
-    if why_not:
-        origin = f"{origin}; {why_not}"
+    note = f"Prices of today are not known: {why_not}" if why_not else ""
     if cost.hourly_usd is None:
         return Check(
             name="price",
             outcome="unknown",
             found=f"no known price for {', '.join(cost.unknown)} ({origin})",
-            fix="See https://cloud.google.com/compute/all-pricing",
+            fix=f"See https://cloud.google.com/compute/all-pricing. {note}".rstrip(". "),
         )
     bound = "at most " if cost.bounds else ""
     more = (("an external address", cost.address), ("Filestore", cost.filestore))
@@ -77,8 +76,9 @@ def check_price(need: CloudRequirements, catalog: Catalog | None, why_not: str =
     )
     warning = spot_warning(time.time()) if spot and catalog is None else None
     if warning is not None:
-        return Check(name="price", outcome="warning", found=found, fix=f"{warning}.")
-    return Check(name="price", outcome="ok", found=found)
+        fix = f"{warning}. {note}".rstrip()
+        return Check(name="price", outcome="warning", found=found, fix=fix)
+    return Check(name="price", outcome="ok", found=found, fix=note)
 
 
 _SCHEMA_VERSION = 1

@@ -17,7 +17,11 @@ from payload.orchestrate.clouds.cluster_records import forget_bucket
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
-from payload.orchestrate.clouds.gcp.leftovers import find_leftovers, report_leftovers
+from payload.orchestrate.clouds.gcp.leftovers import (
+    find_leftovers,
+    print_leftovers,
+    report_leftovers,
+)
 from payload.orchestrate.clouds.gcp.machine_start import start_head
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
@@ -99,7 +103,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         found = find_leftovers(
             google, cluster, folder=target.folder, keep_buckets=True, ownership=own
         )
-        text_console(stderr=False).print(found.table())
+        print_leftovers(found)
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
     if stake is not None:

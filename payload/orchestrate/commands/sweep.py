@@ -23,6 +23,7 @@ from payload.orchestrate.clouds.gcp.leftovers import (
     Sweep,
     find_leftovers,
     folder_ownership,
+    print_leftovers,
     report_leftovers,
 )
 from payload.orchestrate.clouds.gcp.ownership import NO_IDENTITY, Ownership
@@ -101,17 +102,17 @@ def _check_identity(options: SweepOptions) -> None:
 
 
 def _show(found: Sweep, *, as_json: bool) -> None:
-    out = text_console(stderr=False)
     if as_json:
-        out.print(found.to_json())
-    elif found.left or found.kept or found.living:
-        out.print(found.table())
+        text_console(stderr=False).print(found.to_json())
+    else:
+        print_leftovers(found)
 
 
 def _remove(google: Google, found: Sweep, *, assume_yes: bool, talk: Console) -> None:
     going = found.removable()
     if not confirm(
-        f"Delete these {len(going)} resource(s) from {found.project}? Buckets stay.",
+        f"Delete these {len(going)} resource(s) from {found.project}? Buckets, snapshots and "
+        "images stay.",
         assume_yes=assume_yes,
     ):
         raise TeardownError("nothing was removed.")

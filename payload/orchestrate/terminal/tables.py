@@ -22,6 +22,7 @@ def table(*names: str, wrapped: Collection[str] = (), right: Collection[str] = (
         made.add_column(
             name,
             no_wrap=name not in wrapped,
+            overflow="fold" if name in wrapped else "ellipsis",
             justify="right" if name in right else "left",
         )
     return made

@@ -38,6 +38,8 @@ class Options:
     """Paths of inputs that keep their current value."""
     replace_on: Sequence[str] = ()
     trigger: Any = None
+    delete_first: bool = False
+    """True to delete a resource before its replacement is created."""
 
 
 class Deployment:
@@ -51,7 +53,11 @@ class Deployment:
         self.sender = sender
         self._stack = stack
         resources, self._pending = stack.read()
-        self.old: dict[str, Document] = {each["urn"]: each for each in resources}
+        self.old: dict[str, Document] = {
+            each["urn"]: each for each in resources if not each.get("delete")
+        }
+        self._replaced: list[Document] = [each for each in resources if each.get("delete")]
+        """Resources whose replacements exist, to be deleted at the end."""
         self.new: dict[str, Document] = {}
         self._live: dict[str, Document] = {}
         self.replaced_by_hand: set[str] = set()
@@ -74,7 +80,7 @@ class Deployment:
             return
         with self._lock:
             rest = [each for urn, each in self.old.items() if urn not in self.new]
-            self._stack.save([*self.new.values(), *rest], self._pending)
+            self._stack.save([*self.new.values(), *rest, *self._replaced], self._pending)
 
     def refresh(self) -> None:
         """Read every resource; forget those that are gone. Raises StoppedError."""
@@ -132,7 +138,7 @@ class Deployment:
             _keep(path, new["inputs"], old["inputs"])
         changed = _changed(old["inputs"], new["inputs"])
         if self._must_replace(old, new, changed, options):
-            return self._replace(old, new)
+            return self._replace(old, new, options)
         if changed:
             return self._update(old, new, changed)
         return self._same(old, new)
@@ -145,7 +151,8 @@ class Deployment:
         if new["urn"] in self.replaced_by_hand:
             return True
         return any(
-            key in options.replace_on or not provider.changes_in_place(new, key) for key in changed
+            key in options.replace_on or not provider.changes_in_place(new, key, old=old)
+            for key in changed
         )
 
     def _register_local(self, new: Document, old: Document | None) -> Document:
@@ -169,8 +176,9 @@ class Deployment:
         self._keep_new(done)
         self.events.step("resOutputsEvent", "same" if old else "create", old, done)
 
-    def _create(self, new: Document, *, op: str) -> Document:
-        self.events.step("resourcePreEvent", op, None, new)
+    def _create(self, new: Document, *, op: str, old: Document | None = None) -> Document:
+        """Create the resource; `old` is to be deleted at the end."""
+        self.events.step("resourcePreEvent", op, old, new)
         if self.is_preview:
             self._keep_new(new)
             self.events.step("resOutputsEvent", op, None, new)
@@ -184,8 +192,11 @@ class Deployment:
             new["outputs"] = provider.outputs_of(new, live, project)
 
         self._act("creating", op, None, new, make)
+        if old is not None:
+            with self._lock:
+                self._replaced.append({**old, "delete": True})
         self._keep_new(new)
-        self.events.step("resOutputsEvent", op, None, new)
+        self.events.step("resOutputsEvent", op, old, new)
         return new
 
     def _update(self, old: Document, new: Document, changed: set[str]) -> Document:
@@ -216,11 +227,18 @@ class Deployment:
         self.events.step("resOutputsEvent", "same", old, new)
         return new
 
-    def _replace(self, old: Document, new: Document) -> Document:
+    def _replace(self, old: Document, new: Document, options: Options) -> Document:
         """Delete the resource after its dependents, then create it.
 
-        Google's names are fixed by the program, so the old resource must be deleted first.
+        A resource with another name is created first, and the old one is deleted at the end, as
+        Google's provider does.
         """
+        is_renamed = old["inputs"].get("name") != new["inputs"].get("name")
+        if is_renamed and not options.delete_first:
+            made = self._create(new, op="create-replacement", old=old)
+            self.events.step("resourcePreEvent", "replace", old, new)
+            self.events.step("resOutputsEvent", "replace", old, new)
+            return made
         with self._replacing:
             dependents = self._replaced_with(old["urn"])
             for each in [*reversed(dependents), old]:
@@ -266,9 +284,15 @@ class Deployment:
         return found
 
     def delete_rest(self, keep: Iterable[str] = ()) -> None:
-        """Delete resources in the state that were not registered. Raises StoppedError."""
+        """Delete replaced resources, and those in the state that were not registered.
+
+        Raises StoppedError.
+        """
         kept = {*self.new, *keep}
-        while waiting := [each for urn, each in self.old.items() if urn not in kept]:
+        while waiting := [
+            *self._replaced,
+            *(each for urn, each in self.old.items() if urn not in kept),
+        ]:
             needed = {need for each in waiting for need in _needs(each)}
             free = [each for each in waiting if each["urn"] not in needed]
             with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -277,7 +301,7 @@ class Deployment:
 
     def _attempt_delete(self, old: Document) -> None:
         try:
-            self._delete(old, op="delete")
+            self._delete(old, op="delete-replaced" if old.get("delete") else "delete")
         except FailedStepError:
             return
 
@@ -299,7 +323,10 @@ class Deployment:
         if not self.is_preview:
             self._act("deleting", op, old, None, remove)
         with self._lock:
-            self.old.pop(old["urn"], None)
+            if old.get("delete"):
+                self._replaced.remove(old)
+            else:
+                self.old.pop(old["urn"], None)
         self.save()
         self.events.step("resOutputsEvent", op, old, None)
 

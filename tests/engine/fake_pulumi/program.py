@@ -115,6 +115,7 @@ class _Monitor(mocks.MockMonitor):
             ignore=tuple(request.ignoreChanges),
             replace_on=tuple(request.replaceOnChanges),
             trigger=trigger or None,
+            delete_first=request.deleteBeforeReplace,
         )
         done = self._deployment.register(_resource(request, urn), options)
         is_known = bool(done.get("id")) or not done["custom"]

@@ -47,6 +47,13 @@ _SETS = {
 }
 
 
+def _name_address(config: Document) -> Document:
+    """Return the external address with Google's defaults."""
+    config.setdefault("name", "External NAT")
+    config.setdefault("natIP", "203.0.113.9")
+    return config
+
+
 class MissingError(RefusedError):
     """Response 404, with Google's text."""
 
@@ -160,6 +167,8 @@ class Compute:
             case ["global", collection, name] | [_, _, collection, name]:
                 place = "global" if words[0] == "global" else words[1]
                 return self._one(method, collection, place, name, body)
+            case ["zones", zone, "instances", name, "addAccessConfig" | "deleteAccessConfig"]:
+                return self._change_address(self._find("instances", zone, name), zone, query, body)
             case ["zones", zone, "instances", name, verb] if method == "POST" or verb in _SETS:
                 return self._act(self._find("instances", zone, name), zone, verb, body)
             case ["zones", zone, "disks", name, "setLabels"] if method == "POST":
@@ -224,9 +233,29 @@ class Compute:
             interface |= {"name": f"nic{number}", "fingerprint": "AAAA"}
             interface.setdefault("networkIP", f"10.60.0.{200 + len(self.items['instances', zone])}")
             for config in interface.get("accessConfigs", ()):
-                config.setdefault("natIP", "203.0.113.9")
+                _name_address(config)
         if self.host_key is not None:
             self.guest_attributes[item["name"]] = {"ssh-ed25519": self.host_key}
+
+    def _change_address(
+        self, item: Document, zone: str, query: dict[str, str], body: Document
+    ) -> Document:
+        """Add `body` to an interface, or remove the external address that `query` names."""
+        (interface,) = (
+            each for each in item["networkInterfaces"] if each["name"] == query["networkInterface"]
+        )
+        there = interface.get("accessConfigs", [])
+        named = query.get("accessConfig")
+        if named is None and there:
+            raise RefusedError(400, "At most one access config currently supported.", "invalid")
+        if named is not None and named not in [each["name"] for each in there]:
+            raise RefusedError(
+                400, f"Invalid value for field 'accessConfig': '{named}'.", "invalid"
+            )
+        verb = "addAccessConfig" if named is None else "deleteAccessConfig"
+        configs = [_name_address({**body})] if named is None else []
+        change = {"accessConfigs": configs}
+        return self._begin(verb, "instances", zone, item, lambda: interface.update(change))
 
     def _act(self, item: Document, zone: str, verb: str, body: Document) -> Document:
         """Run one of a machine's methods."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,19 @@ def test_the_price_is_named_with_its_source_and_age(
     (price,) = [each for each in checks if each["name"] == "price"]
     assert words in price["found"] and price["outcome"] == outcome
     assert "days old, packaged" in price["found"]
+
+
+def test_the_table_fits_a_terminal_and_omits_nothing(
+    project: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.orchestrate.terminal.console._PIPE_WIDTH", 80)
+    doctor(project)
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[: next(i for i, line in enumerate(lines) if re.match("[0-9]+: ", line))]
+    assert max(map(len, table)) <= 80 and not any("\u2026" in line for line in table)
+    # The reason why the catalog was not read is below the table, not in its narrow column.
+    assert not any("catalog" in line for line in table)
+    assert any(re.match("[0-9]+: ok: price: .*Prices of today", line) for line in lines)
 
 
 @pytest.mark.parametrize(

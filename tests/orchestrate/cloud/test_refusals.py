@@ -13,7 +13,8 @@ from tests.orchestrate.cloud.test_failures import failed
 
 _DENIED = "denied on resource (or it may not exist)., forbidden"
 # As reported by users of Google's provider, with the repository and issue number above each,
-# with this project's names. The engine puts "1 error occurred: * " around them.
+# with this project's names. The engine puts "1 error occurred: * " around them. A case without a
+# number has no published report: its text is composed from those of the same kind.
 CASES = {
     # terraform-provider-google 11208, cluster-in-the-cloud 51: the older and the newer wording
     "permission": (
@@ -96,6 +97,15 @@ CASES = {
         "Error creating instance: googleapi: Error 400: The resource "
         "'dev-nodes@acme-lab.iam.gserviceaccount.com' of type 'serviceAccount' was not found., "
         "badRequest",
+        ExitCode.PREFLIGHT,
+        "The new service account is not yet known to all of Google Cloud",
+        "Repeat the command",
+    ),
+    # hashicorp/terraform-provider-google 18087
+    "an account that cannot be read yet": (
+        "Error creating service account: googleapi: Error 404: Service account "
+        "projects/acme-lab/serviceAccounts/dev-nodes@acme-lab.iam.gserviceaccount.com does not "
+        "exist., notFound",
         ExitCode.PREFLIGHT,
         "The new service account is not yet known to all of Google Cloud",
         "Repeat the command",
@@ -282,11 +292,22 @@ CASES = {
         "GOOGLE_APPLICATION_CREDENTIALS names an unreadable file",
         "or unset the variable and log in",
     ),
+    # docker-archive/infrakit.gcp 1
     "an image that is gone": (
         "Error creating instance: googleapi: Error 400: Invalid value for field "
         "'resource.disks[0].initializeParams.sourceImage': 'https://compute.googleapis.com/compute"
         "/v1/projects/acme-lab/global/images/gone'. The referenced image resource cannot be "
         "found., invalid",
+        ExitCode.CONFIG,
+        "The image was not found, or this login has no access",
+        "gcloud compute images list; then: pulumi config set image NAME",
+    ),
+    # spinnaker/spinnaker.io 247
+    "an image whose project is gone": (
+        "Error creating instance: googleapi: Error 400: Invalid value for field "
+        "'resource.disks[0].initializeParams.sourceImage': 'https://compute.googleapis.com/compute"
+        "/v1/projects/marketplace-spinnaker-release/global/images/spinnaker-codelab'. The project "
+        "'marketplace-spinnaker-release' was not found., invalid",
         ExitCode.CONFIG,
         "The image was not found, or this login has no access",
         "gcloud compute images list; then: pulumi config set image NAME",

@@ -11,6 +11,9 @@ import pytest
 from infra.gcp.labels import mark
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.leftovers import find_leftovers
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, record_outputs
 from tests.orchestrate.cloud.conftest import Site
@@ -56,7 +59,7 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
     assert main(["sweep", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
     assert "other-0" not in out and "mine-two" not in out
-    rows = {tuple(line.split()[1:3]) for line in out.splitlines()[1:]}
+    rows = {tuple(line.split()[:2]) for line in out.splitlines()[1:]}
     assert {("instance", "mine-0"), ("disk", "mine-2"), ("bucket", "mine-results")} <= rows
     assert "0.529" in out and "us-central1-a" in out and re.search(r" \d{1,2} s ", out)
     commands = [line.partition(": ")[2] for line in err.splitlines() if line.startswith("remove")]
@@ -209,6 +212,39 @@ def test_delete_removes_all_but_buckets_and_tells_what_would_not_go(
     assert not any(site.cloud.items.values())
 
 
+def test_a_copy_of_a_disk_is_named_with_its_command_and_kept(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.cloud.add("snapshots", "before", place="global", labels=LABELS)
+    site.cloud.add("images", "baked", place="global", labels=LABELS)
+    arguments = ("--cluster", "mine", "--delete", "--yes", "--keep-buckets")
+    assert sweep(site, *arguments) == ExitCode.TEARDOWN
+    said = capsys.readouterr()
+    assert re.search("snapshot  before  global", said.out)
+    assert "images delete baked --project=acme-lab --quiet  # deletes the data in it" in said.err
+    assert "2 resource(s) of cluster mine left" in said.err.splitlines()[-1]
+    left = {item["name"] for items in site.cloud.items.values() for item in items}
+    assert left == {"before", "baked"}
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_tables_fit_a_terminal_and_omit_nothing(site: Site, width: int) -> None:
+    cluster = "a-long-name-of-a-cluster"
+    labels = cluster_labels(cluster)
+    for index in range(2):
+        site.cloud.add_node(f"{cluster}-node-{index}", labels=labels)
+    site.cloud.add_service_account(f"{cluster}-nodes", shown="", description=mark(labels))
+    rule = f"{cluster}-egress-filestore"
+    site.cloud.add("firewalls", rule, place="global", labels={}, description=mark(labels))
+    site.cloud.add_bucket(f"{cluster}-results", labels=labels)
+    google = Google(PROJECT, endpoints=Endpoints.from_env(site.env))
+    found = find_leftovers(google, None, folder=site.folder, keep_buckets=True)
+    lines = found.lines(width=width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width and "\u2026" not in text
+    for part in (f"cluster {cluster}: expired ", "firewall rule", rule, "us-central1-a"):
+        assert part in text
+
+
 def test_things_of_a_kind_are_removed_at_once_and_kinds_in_turn(site: Site) -> None:
     site.build()
     site.cloud.stuck["mine-1"] = "It is protected"
@@ -230,7 +266,7 @@ def test_the_clusters_service_account_is_found_and_removed(site: Site, capsys: C
     )
     site.cloud.page_size = 1
     assert sweep(site, "--cluster", "mine-two") == ExitCode.TEARDOWN
-    assert "service account  mine-two-nodes@acme-lab.iam.example" in capsys.readouterr().out
+    assert "service account  mine-two-nodes  global" in capsys.readouterr().out
     assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.OK
     (left,) = site.cloud.items["serviceAccounts", "global"]
     assert left["name"] == "mine-two-nodes"

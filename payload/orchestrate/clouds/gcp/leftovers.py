@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from payload.core.durations import in_words
 from payload.core.errors import ConfigError, TeardownError
@@ -24,23 +23,28 @@ from payload.orchestrate.clouds.gcp.cluster_of_resource import (
     is_made_by_program,
 )
 from payload.orchestrate.clouds.gcp.listing import list_everything
-from payload.orchestrate.clouds.gcp.ownership import (
-    Ownership,
-    describe_others,
-    removable,
-)
+from payload.orchestrate.clouds.gcp.ownership import Ownership, describe_others, removable
 from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order
-from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, RUNNING
-from payload.orchestrate.terminal.tables import table
-from payload.pricing.cloud_prices import filestore_price
-from payload.stack.cluster_identity import (
-    identity_in,
-    known_cluster_identity,
+from payload.orchestrate.clouds.gcp.resource_kinds import (
+    BUCKET,
+    FILESTORE,
+    KINDS,
+    RUNNING,
+    SAVED,
+    SERVICE_ACCOUNT,
 )
+from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.tables import table_lines
+from payload.pricing.cloud_prices import filestore_price
+from payload.stack.cluster_identity import identity_in, known_cluster_identity
 from payload.stack.resource_labels import KEPT_LABEL
 
 _SCHEMA_VERSION = 1
-_LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}
+_LOSSES = {
+    BUCKET: "  # deletes the results in it",
+    FILESTORE: "  # deletes the data on it",
+    **dict.fromkeys(SAVED, "  # deletes the data in it"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,33 +103,34 @@ class Sweep:
             return None
         return self.node_usd.get(resource.name)
 
-    def table(self) -> Table:
-        """Return a table of the leftover resources, the kept buckets and the resources in use."""
-        made = table("cluster", "kind", "name", "where", "age", "$/h", "status")
-        for cluster, resources in self.left.items():
-            for each in resources:
-                self._row(made, cluster, each, self._expiry_text(resources))
-        for each in self.kept:
-            self._row(made, self.cluster or "-", each, "kept: it holds results")
-        for each in self.others:
-            self._row(made, "-", each, "not this cluster's")
-        for cluster, resources in self.living.items():
-            for each in resources:
-                self._row(made, cluster, each, self._expiry_text(resources))
-        return made
+    def lines(self, *, width: int) -> list[str]:
+        """Return a table for each group: leftovers by cluster, kept, foreign, and in use."""
+        names = ("kind", "name", "where", "age", "$/h")
+        lines = []
+        for title, resources in (
+            *self._titled(self.left),
+            ("kept: it holds results", self.kept),
+            ("not this cluster's", self.others),
+            *self._titled(self.living),
+        ):
+            if resources:
+                rows = [self._row(each) for each in resources]
+                lines += [title, *table_lines(names, rows, width=width)]
+        return lines
 
-    def _row(self, table: Table, cluster: str, each: Resource, status: str) -> None:
-        usd = self.usd(each)
-        made = each.created_unix
-        table.add_row(
-            cluster,
-            each.kind,
-            each.name,
-            each.location,
-            "-" if made is None else _age(self.now_unix - made),
-            "-" if usd is None else f"{usd:.3f}",
-            status,
-        )
+    def _titled(
+        self, groups: Mapping[str, Sequence[Resource]]
+    ) -> list[tuple[str, Sequence[Resource]]]:
+        return [
+            (f"cluster {name}: {self._expiry_text(each)}", each) for name, each in groups.items()
+        ]
+
+    def _row(self, each: Resource) -> tuple[str, ...]:
+        usd, made = self.usd(each), each.created_unix
+        # An account's name is unique in its project, whose name the rest of its address repeats.
+        name = each.name.partition("@")[0] if each.kind == SERVICE_ACCOUNT else each.name
+        age = "-" if made is None else _age(self.now_unix - made)
+        return each.kind, name, each.location, age, "-" if usd is None else f"{usd:.3f}"
 
     def _expiry_text(self, resources: Sequence[Resource]) -> str:
         expiry = expiry_of(resources)
@@ -214,6 +219,13 @@ def _split(
     # An older version created results buckets without an identity for this cluster.
     old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
     return [*mine, *old], [each for each in others if each not in old]
+
+
+def print_leftovers(found: Sweep) -> None:
+    """Print the tables of `found` to stdout."""
+    out = text_console(stderr=False)
+    for line in found.lines(width=out.width):
+        out.print(line)
 
 
 def report_leftovers(found: Sweep, *, talk: Console) -> None:

@@ -11,7 +11,13 @@ from datetime import UTC, datetime
 
 from payload.orchestrate.clouds.gcp.cluster_of_resource import is_made_by_program
 from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order, is_zone
-from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, SERVICE_ACCOUNT
+from payload.orchestrate.clouds.gcp.resource_kinds import (
+    BUCKET,
+    FILESTORE,
+    KINDS,
+    SAVED,
+    SERVICE_ACCOUNT,
+)
 from payload.stack.cluster_identity import identity_in
 
 NO_IDENTITY = "none"
@@ -66,8 +72,11 @@ class Ownership:
 
 
 def removable(resources: Iterable[Resource]) -> list[Resource]:
-    """Return the resources that a cleanup can remove, in order; buckets are left out."""
-    return in_order(each for each in resources if each.kind != BUCKET)
+    """Return the resources that a cleanup can remove, in order.
+
+    Buckets, and snapshots and images of disks, are left out: they were made to keep data.
+    """
+    return in_order(each for each in resources if each.kind not in (BUCKET, *SAVED))
 
 
 def matches_id(resource: Resource, known: str, *, project: str) -> bool:

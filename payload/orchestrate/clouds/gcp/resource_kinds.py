@@ -8,6 +8,8 @@ RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 """States in which a machine runs and Google bills it."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
+SAVED = ("snapshot", "image")
+"""Copies of disks. The cluster program makes none, so a person made each to keep data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from payload.core.errors import CloudAuthError, CloudError, TeardownError, TileforgeError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.leftovers import Sweep, find_leftovers, report_leftovers
+from payload.orchestrate.clouds.gcp.leftovers import (
+    Sweep,
+    find_leftovers,
+    print_leftovers,
+    report_leftovers,
+)
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.removal import remove
 from payload.orchestrate.clouds.gcp.removal_order import Resource
@@ -16,7 +21,7 @@ from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.failures import StackBusyError, explain
 from payload.orchestrate.clouds.pulumi.operation_runner import Operations
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
-from payload.orchestrate.terminal.console import confirm, text_console
+from payload.orchestrate.terminal.console import confirm
 from payload.stack.cluster_identity import known_cluster_identity
 
 # Older releases protected buckets; without the option, nothing would be destroyed.
@@ -52,7 +57,7 @@ def destroy_and_verify(
         if removed:
             found = _look(operations, google, own)
     if found.left or found.others:
-        text_console(stderr=False).print(found.table())
+        print_leftovers(found)
     try:
         report_leftovers(found, talk=talk)
     except TeardownError as error:
