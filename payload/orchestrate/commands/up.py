@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import record_plan
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.expiry_labels import renew_expiry_labels
 from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
 from payload.orchestrate.clouds.gcp.machine_hand_additions import (
     KEPT_VARIABLE,
@@ -313,6 +315,9 @@ def _finish(
     """Record the cluster, check its firewall, and print the next commands."""
     outputs = read_outputs(pulumi)
     record_outputs(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
+    ends_unix = renew_expiry_labels(builder.google(), outputs.inventory.nodes, talk=talk)
+    if ends_unix is not None:
+        outputs = replace(outputs, expires=datetime.fromtimestamp(ends_unix, UTC).isoformat())
     # Print this before the firewall check, because the machines are billed in any case.
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -426,6 +426,30 @@ def test_a_machine_that_was_started_again_is_not_over_for_sweep(
     assert now | {"tileforge-expires": ""} == labels | {"tileforge-expires": ""}
     assert main(["sweep", "--project", PROJECT, "--delete", "--yes"], site.env) == ExitCode.OK
     assert "expires in 1 h" in capsys.readouterr().out and site.cloud.count("^DELETE") == 0
+
+
+@pytest.mark.processes
+def test_up_renews_the_label_of_a_machine_that_replaced_another_one(
+    site: Site, capsys: Capture
+) -> None:
+    """Attack: Pulumi keeps the old label, so a new machine looks as if it was over in a minute."""
+    site.build(nodes=2, expires_in_s=60)
+    site.pulumi.on("preview")
+    site.pulumi.on("up")
+    began = datetime.now(UTC)
+    for name, ran_s in (("mine-0", 43_200 - 60), ("mine-1", 5)):
+        machine(site, name).update(
+            scheduling={"maxRunDuration": {"seconds": 43_200}},
+            lastStartTimestamp=(began - timedelta(seconds=ran_s)).isoformat(),
+            labelFingerprint="AAAA",
+        )
+    before = machine(site, "mine-0")["labels"]
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    ends = began + timedelta(seconds=43_195)
+    assert f"until {ends:%Y-%m-%d %H:%M} UTC" in capsys.readouterr().err
+    assert machine(site, "mine-0")["labels"] == before
+    label = machine(site, "mine-1")["labels"]["tileforge-expires"]
+    assert ends.timestamp() - 5 <= int(label) <= time.time() + 43_200
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from payload.core.suggested_commands import command
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, Google, request_of
 from payload.orchestrate.clouds.gcp.compute_operations import wait_for_operation
-from payload.orchestrate.clouds.gcp.compute_resource import compute_instance, get_compute_resource
+from payload.orchestrate.clouds.gcp.compute_resource import compute_instance
+from payload.orchestrate.clouds.gcp.expiry_labels import renew_expiry_label
 from payload.orchestrate.clouds.gcp.head_address import external_address
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.resource_kinds import STOPPED
 from payload.orchestrate.clouds.gcp.stock_outs import find_stock_out
 from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
 from payload.orchestrate.terminal.console import confirm
-from payload.stack.resource_labels import EXPIRES_LABEL
 
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
@@ -117,34 +117,7 @@ def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) 
         with _explained(each):
             wait_for_operation(google, operation, what, operations="Zone", place=place, ends=ends)
         talk.print(f"{each.name}: started and billed; its lifetime starts from zero")
-        _renew_label(google, each, talk=talk)
-
-
-def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> None:
-    """Update the expiry label of a restarted machine, which `sweep` reads."""
-    place = {"zone": machine.zone, "instance": machine.name}
-    what = f"{machine.name}: label {EXPIRES_LABEL}"
-    try:
-        found = get_compute_resource(google, "Instances", "GetInstanceRequest", what=what, **place)
-        limit_s = found.scheduling.max_run_duration.seconds
-        if not limit_s:
-            return
-        expires = str(int(time.time() + limit_s))
-        request = request_of(
-            "SetLabelsInstanceRequest",
-            project=google.project,
-            **place,
-            instances_set_labels_request_resource={
-                "labels": {**found.labels, EXPIRES_LABEL: expires},
-                "label_fingerprint": found.label_fingerprint,
-            },
-        )
-        client = google.compute("Instances")
-        google.call(
-            what, partial(client.set_labels_unary, request=request, retry=None, timeout=REQUEST_S)
-        )
-    except (CloudError, CloudAuthError) as error:
-        talk.print(f"warning: the machine's expiry label was not updated: {error}")
+        renew_expiry_label(google, name=each.name, zone=each.zone, talk=talk)
 
 
 @contextmanager
