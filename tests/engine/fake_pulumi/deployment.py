@@ -177,7 +177,7 @@ class Deployment:
         self.events.step("resOutputsEvent", "same" if old else "create", old, done)
 
     def _create(self, new: Document, *, op: str, old: Document | None = None) -> Document:
-        """Create the resource; `old` is to be deleted at the end."""
+        """Create the resource; `old` is deleted at the end."""
         self.events.step("resourcePreEvent", op, old, new)
         if self.is_preview:
             self._keep_new(new)
