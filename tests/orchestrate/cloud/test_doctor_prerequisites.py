@@ -217,6 +217,7 @@ def test_a_login_without_a_quota_project_is_exit_13_and_no_api_is_to_be_enabled(
         ("/services[?]", "serviceusage"),
         ("getEffectivePolicy", "orgpolicy"),
         ("billingInfo", "cloudbilling"),
+        ("/skus", "cloudbilling"),
     ):
         refusal = Fault(path=path, status=403, reason="SERVICE_DISABLED", times=99)
         refusal.message = said.format(api=api)
