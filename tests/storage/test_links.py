@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from payload.config.store_address import StoreAddress, parse_store_address
-from payload.core.errors import ConfigError, ExitCode, PreflightError
+from payload.core.errors import ConfigError, DataError, ExitCode, PreflightError
 from payload.run_record.metrics_log import EvalMetrics, to_json_line
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
+from payload.storage.data import fetch_data
 from payload.storage.folder import FolderStore
 from payload.storage.objects import (
     SMALL_BYTES,
@@ -263,3 +264,14 @@ def test_a_best_checkpoint_that_cannot_be_fetched_ends_no_resume(
     assert found == here.checkpoint(5) and contents(found) == contents(sound)
     assert "resumes from step_00000005" in said[-1]
     assert [path.name for path in here.checkpoints.iterdir()] == ["step_00000005"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "..", "a/b", "a\nb", "\x1b[31m", "n" * 300])
+def test_data_in_a_bucket_lists_only_names_of_files(name: str, team: Path, tmp_path: Path) -> None:
+    """The attack: a NUL in a name ended the command with a traceback."""
+    entry = {"bytes": 1, "sha256": "0" * 64}
+    (team / "meta.json").write_text(json.dumps({"files": {name: entry}}))
+    store = FolderStore(StoreAddress(None, str(team)))
+    with pytest.raises(DataError, match="is not a file of a data folder"):
+        fetch_data(store, tmp_path / "cache" / "data", say=lambda line: None)
+    assert list((tmp_path / "cache").iterdir()) == []
