@@ -53,7 +53,7 @@ class ManifestHashes:
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def is_gap(self, checkpoint: str) -> bool:
-        """Return True if earlier and later checkpoints have a hash, but this one has none.
+        """Return True for a checkpoint without a hash between checkpoints with hashes.
 
         The head has a hash of each checkpoint that it uploads, so it has not uploaded this one.
         """

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -19,13 +18,11 @@ from payload.orchestrate.runs.mirror import read_mirrored, record_collected
 from payload.orchestrate.runs.remote_run import RemoteRun, remote_hashes
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Left, Login
-from payload.run_record.approved_settings import MOST_WAIT_S
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, note_hash
-from payload.run_record.run_files import RankProgress, RunPaths, write_json
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, remote_run
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
-from tests.support.run_folders import write_state
 
 pytestmark = pytest.mark.sshd
 
@@ -101,30 +98,6 @@ def test_a_killed_rank_is_waited_for_and_its_forks_are_killed(
     monkeypatch.setattr(there, "_LEAVE_S", 0.0)
     run.end_leftovers(at_once=True)
     assert kills == [False, True, True, True, True]
-
-
-def test_a_head_that_says_it_saves_for_ever_can_be_left_and_nothing_is_killed(
-    run: RemoteRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The attack: the head's grace period was of years, and Ctrl-C waited until it was over."""
-    write_state(run.paths, grace_s=1e300)
-    beat = RankProgress(rank=0, node="node-0", pid=7, step=3, phase="checkpoint", time_unix=1.0)
-    write_json(run.paths.rank_progress(0), beat)
-    kills: list[bool] = []
-
-    def act(self: RemoteRun, node: Node, answer: type[object], **arguments: object) -> Left:
-        kills.append(bool(arguments["kill"]))
-        return Left(pids=(7,))
-
-    monkeypatch.setattr(RemoteRun, "_act", act)
-    monkeypatch.setattr(RemoteRun, "refresh", lambda self: False)
-    presses = iter([False, False, True])
-    with pytest.raises(RankLostError, match="may still be saving"):
-        run.end_leftovers(interrupted=lambda: next(presses))
-    assert kills == [False] * 3
-    began_s = time.monotonic()
-    period = run._grace_period()
-    assert period is not None and period._ends_s <= began_s + MOST_WAIT_S + 60
 
 
 def test_a_process_that_cannot_be_killed_is_named(

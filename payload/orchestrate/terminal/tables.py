@@ -62,7 +62,7 @@ def _filled(cells: Sequence[str], *, width: int) -> list[str]:
 def labelled_lines(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
     """Return lines of names and values; a value that does not fit is placed below its name.
 
-    A value is one line: with line breaks, a record of another machine could add lines of its own.
+    A value is one line: line breaks in a record of another machine could forge further lines.
     """
     column = max(len(name) for name, _ in rows)
     lines: list[str] = []
