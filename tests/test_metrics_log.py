@@ -224,3 +224,12 @@ def test_steps_without_a_row_are_known(
 ) -> None:
     assert missing_steps(steps, trained=trained) == missing
     assert describe_missing(missing) == words
+
+
+@pytest.mark.parametrize("loss", ["evil", 1.0, None, {}])
+def test_a_row_that_is_a_step_and_an_evaluation_is_no_row(loss: object, tmp_path: Path) -> None:
+    """The attack: such a row was checked as an evaluation, and ended `list` and `report`."""
+    row = json.loads(to_json_line(EvalMetrics(step=3, val_loss=1.0, val_tokens=1)))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(step_line(2) + json.dumps({**row, "loss": loss}) + "\n" + step_line(4))
+    assert steps_of(path) == [2, 4] and len(read_metrics(path)) == 2

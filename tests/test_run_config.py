@@ -254,3 +254,9 @@ def test_a_step_to_profile_that_no_rank_records_is_refused(profile: str, message
 @pytest.mark.parametrize("profile", ["profile_rank = 9", "profile_step = 100\nprofile_rank = 1"])
 def test_a_step_to_profile_that_a_rank_records_is_taken(profile: str) -> None:
     parse_run_config(f"[train]\n{profile}", where="run.toml").require_even(2)
+
+
+def test_an_override_of_several_lines_is_not_cut_silently() -> None:
+    """The attack: the lines after the first one were ignored."""
+    with pytest.raises(ConfigError, match="must be a whole number"):
+        parse_run_config("", overrides=['train.steps=21\n[data]\ndir="/x"'], where="test")

@@ -18,6 +18,7 @@ from payload.formats.checkpoint_listing import checkpoint_folders, newest_valid
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.run_index import collect_from_store
 from payload.orchestrate.ssh.cluster import operator_key
+from payload.report.__main__ import main as report
 from payload.report.source import Run
 from payload.report.track import track
 from payload.run_record.approved_settings import record_approved
@@ -268,3 +269,26 @@ def test_the_run_that_a_checkpoint_is_of_is_not_told_by_a_link(run: RunPaths, vi
     put_link(run.checkpoint(9), victim / "step_00000009")
     run.identity.unlink()
     assert known_identity(run).identity == MINE.identity
+
+
+@pytest.mark.parametrize("place", ["runs/latest", "latest"])
+def test_the_link_latest_leads_to_no_folder_elsewhere(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: in a cloned project, `report` replaced the report of another folder."""
+    elsewhere, project = tmp_path / "elsewhere", tmp_path / "project"
+    for folder in (elsewhere, project / "runs"):
+        folder.mkdir(parents=True)
+    (elsewhere / "metrics.jsonl").write_text("")
+    (elsewhere / "report.html").write_text("mine")
+    monkeypatch.chdir(project)
+    put_link(project / place, elsewhere)
+    for arguments in ([], ["latest"], ["--track"]):
+        assert report(arguments) == ExitCode.USAGE
+        assert "no run 'latest'" in capsys.readouterr().err
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["metrics.jsonl", "report.html"]
+    assert (elsewhere / "report.html").read_text() == "mine"
+    # A run in the folder of runs is found, by a link of any form.
+    make_run(project / "runs" / "elsewhere")
+    assert report(["latest"]) == (ExitCode.OK if place == "runs/latest" else ExitCode.USAGE)
+    assert (elsewhere / "report.html").read_text() == "mine"

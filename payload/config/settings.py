@@ -196,10 +196,12 @@ def _parse_scalar(text: str) -> Any:
     Dates and times stay text, as no setting has these types.
     """
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return text if isinstance(value, (datetime.date, datetime.time)) else value
+    value = found.pop("value")
+    # With a line break, the text could have other keys, which would be ignored.
+    return text if found or isinstance(value, (datetime.date, datetime.time)) else value
 
 
 def _from_toml(value: Any, hint: Any) -> Any:

@@ -13,23 +13,31 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-PRESS_S = 0.2
+PRESS_S = 0.3
 """A signal within this time of a press belongs to that press."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Presses:
-    """Distinguishes a new press from a second signal of the same press."""
+    """Distinguishes a new press from a second signal of the same press.
+
+    To be used in signal handlers.
+    """
 
     def __init__(self) -> None:
         self._last_s = -math.inf
 
     def is_new(self) -> bool:
-        """Record a signal that arrives now; return True if it is a new press."""
+        """Record a signal that arrives now; return True if it is a new press.
+
+        Waits `PRESS_S` for further signals of a new press. Python would run their handler only
+        after the next call of C code, such as a long matmul, and they would count as a new press.
+        """
         now_s = time.monotonic()
         if now_s - self._last_s < PRESS_S:
             return False
         self._last_s = now_s
+        time.sleep(PRESS_S)  # runs the handlers of signals that arrive now
         return True
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from payload.core.command_line import CommandParser
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
-from payload.core.printable_text import printable
+from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
 from payload.data.sources.documents import MIB
@@ -314,7 +314,8 @@ def _show(args: argparse.Namespace) -> int:
 def _show_meta(folder: Path, meta: DataMeta) -> None:
     size_mib = sum(file.bytes for file in meta.files.values()) / MIB
     print(
-        f"{folder}: {meta.train_tokens:,} training tokens in {meta.train_documents:,} documents, "
+        f"{shown_name(str(folder))}: {meta.train_tokens:,} training tokens in "
+        f"{meta.train_documents:,} documents, "
         f"{meta.val_tokens:,} validation tokens in {meta.val_documents:,}, "
         f"{size_mib:,.1f} MiB of {meta.dtype}"
     )
@@ -335,7 +336,7 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
         value = values[key]
         return "unknown" if value is None else f"{value:,}"
 
-    print(f"source      {label}")
+    print(f"source      {shown_name(label)}")
     print(f"documents   {known('documents')}")
     print(f"text        {known('text_bytes')} bytes")
     if values["note"] is not None:

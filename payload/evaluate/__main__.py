@@ -21,7 +21,7 @@ from payload.core.errors import (
     RanksDifferError,
 )
 from payload.core.interrupts import interrupt_once
-from payload.core.printable_text import printable
+from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _evaluate_classifier(
         ran = {"dtype": arguments.dtype, "world_size": world.world_size}
         print(as_json(result, model.labels, **names, **ran), flush=True)
         return
-    print(f"checkpoint  {weights}")
+    print(f"checkpoint  {shown_name(str(weights))}")
     print(printable("\n".join(as_text(result, model.labels))))
 
 
@@ -218,7 +218,7 @@ def _evaluate_pairs(
         ran = {"beta": beta, "dtype": arguments.dtype, "world_size": world.world_size}
         print(as_json(result, **names, **ran), flush=True)
         return
-    print(f"checkpoint  {weights}\nreference   {reference}")
+    print(f"checkpoint  {shown_name(str(weights))}\nreference   {reference}")
     print("\n".join(as_text(result, beta=beta)))
 
 
@@ -322,8 +322,9 @@ def _report(
     print(f"{result.val_tokens:,} tokens in {took_s:.1f} s", file=sys.stderr)
     if not arguments.json:
         shown = f"{perplexity:.4f}" if perplexity is not None else "too large"
-        print(f"checkpoint  {weights}")
-        print(f"data        {arguments.data}, the first {result.val_tokens:,} tokens of val.bin")
+        print(f"checkpoint  {shown_name(str(weights))}")
+        data = shown_name(str(arguments.data))
+        print(f"data        {data}, the first {result.val_tokens:,} tokens of val.bin")
         detail = f"{arguments.dtype}, blocks of {length}"
         print(f"loss        {result.val_loss:.6f} nats a token ({detail})")
         print(f"perplexity  {shown}")

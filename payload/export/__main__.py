@@ -10,7 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
-from payload.core.printable_text import printable
+from payload.core.printable_text import printable, shown_name
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
-        print(local_name(_export(arguments)))
+        print(shown_name(local_name(_export(arguments))))
     except TileforgeError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code

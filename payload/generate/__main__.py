@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
-from payload.core.printable_text import printable
+from payload.core.printable_text import printable, shown_name
 from payload.data.templates.chat_template import read_chat_template
 from payload.generate.arguments import parser
 from payload.generate.chat import Conversation, run_chat
@@ -239,7 +239,8 @@ def _chat(conversation: Conversation, *, as_json: bool) -> None:
 
 
 def _print_model(weights: str, model: CausalLM) -> None:
-    print(f"model: {weights} ({model.spec.num_params() / 1e6:.1f}M parameters)", file=sys.stderr)
+    size = f"{model.spec.num_params() / 1e6:.1f}M parameters"
+    print(f"model: {shown_name(weights)} ({size})", file=sys.stderr)
 
 
 def _note_vocabulary(codec: Codec, model: CausalLM) -> None:

@@ -13,7 +13,7 @@ from payload.core.command_line import CommandParser
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
-from payload.core.printable_text import printable
+from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
 from payload.report.source import Run, find_run
 from payload.report.terminal_comparison import comparison
@@ -123,9 +123,9 @@ def _report(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"{out}: cannot be written ({error.strerror}). Choose another path with --out."
         ) from None
-    print(out)
+    print(shown_name(str(out)))
     if arguments.open and not webbrowser.open(out.resolve().as_uri()):
-        print(f"note: no browser was found; open {out} manually", file=sys.stderr)
+        print(f"note: no browser was found; open {shown_name(str(out))}", file=sys.stderr)
 
 
 def _out_path(out: Path | None, runs: Sequence[Run]) -> Path:

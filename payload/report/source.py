@@ -24,7 +24,13 @@ from payload.machines.inventory import ClusterInventory
 from payload.run_record.approved_settings import unapproved_settings
 from payload.run_record.metrics_log import RankTimes, rank_times, read_metrics
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
-from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
+from payload.run_record.run_files import (
+    DEFAULT_RUNS_DIR,
+    LATEST,
+    RunPaths,
+    default_runs_dir,
+    latest_folder,
+)
 from payload.run_record.run_repair import known_config, known_state, known_summary
 from payload.run_record.run_samples import Sample, read_samples
 from payload.run_record.store_state import StoreState
@@ -167,9 +173,15 @@ class Run:
 
 def find_run(name: str, *, runs_dir: Path | None = None, is_started_here: bool = False) -> Run:
     """Return the run that `name` selects: an id, `latest`, or a folder. Raises UsageError."""
-    is_id = name == LATEST or RUN_ID.fullmatch(name)
-    folders = [(runs_dir or default_runs_dir()) / name] if is_id else []
-    for folder in (*folders, Path(name)):
+    if name == LATEST:
+        # The default of the command: no person has named the target of this link.
+        found = (latest_folder(runs_dir or default_runs_dir()), latest_folder(Path()))
+        folders = [folder for folder in found if folder is not None]
+    elif RUN_ID.fullmatch(name):
+        folders = [(runs_dir or default_runs_dir()) / name, Path(name)]
+    else:
+        folders = [Path(name)]
+    for folder in folders:
         with suppress(OSError, ValueError, RuntimeError):
             paths = RunPaths(folder.resolve())
             if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):

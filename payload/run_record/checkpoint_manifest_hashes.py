@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
@@ -20,7 +21,7 @@ from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_listing import FOLDER_NAME
+from payload.formats.checkpoint_listing import FOLDER_NAME, checkpoint_step
 from payload.run_record.run_files import NAMES, RunPaths
 
 SCHEMA_VERSION = 1
@@ -50,6 +51,15 @@ class ManifestHashes:
     def by_name(self) -> dict[str, str]:
         """Return the hashes by checkpoint name."""
         return {each.checkpoint: each.sha256 for each in self.hashes}
+
+    def is_gap(self, checkpoint: str) -> bool:
+        """Return True for a checkpoint without a hash between checkpoints with hashes.
+
+        The head has a hash of each checkpoint that it uploads, so it has not uploaded this one.
+        """
+        steps = [checkpoint_step(PurePosixPath(each.checkpoint)) for each in self.hashes]
+        step = checkpoint_step(PurePosixPath(checkpoint))
+        return bool(steps) and min(steps) < step < max(steps) and step not in steps
 
     def merged(self, others: Iterable[ManifestHash]) -> ManifestHashes:
         """Return the union, with the latest hash of each of the last MOST_HASHES checkpoints."""

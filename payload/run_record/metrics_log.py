@@ -25,7 +25,8 @@ from payload.core.validation.records import build
 from payload.core.validation.refusal import RefusedError
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks takes half of this.
-_MAX_BYTES = 2**30
+MOST_BYTES = 2**30
+"""No reader reads more of a file."""
 _MAX_ROWS = 3_000_000
 """A file with more rows counts as damaged."""
 _HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes as text and 1,600 as a dict.
@@ -152,7 +153,7 @@ def read_lines(
     Raises OSError.
     """
     with open_regular(path) as file:
-        left, rows = _MAX_BYTES, _MAX_ROWS
+        left, rows = MOST_BYTES, _MAX_ROWS
         before = os.fstat(file.fileno()).st_size - _HELD_BYTES
         if newest and before > 0:
             file.seek(before - 1)
@@ -178,7 +179,8 @@ def parse_row(line: bytes) -> Mapping[str, Any] | None:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict):
+    # A row of both kinds would be read as a step, but only checked as an evaluation.
+    if not isinstance(row, dict) or ("loss" in row) == ("val_loss" in row):
         return None
     try:
         for key, each in _required(EvalMetrics if "val_loss" in row else StepMetrics).items():

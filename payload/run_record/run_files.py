@@ -413,6 +413,20 @@ Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | Ran
 """Records of which each is stored as a JSON file in a run folder."""
 
 
+def latest_folder(runs_dir: Path) -> Path | None:
+    """Return the run folder in `runs_dir` that the symlink `latest` names; None without one.
+
+    Only the last part of the link's target is used: in a cloned project, the link could lead to any
+    folder.
+    """
+    with suppress(OSError):
+        name = (runs_dir / LATEST).readlink().name
+        folder = runs_dir / name
+        if RUN_ID.fullmatch(name) and folder.is_dir() and not folder.is_symlink():
+            return folder
+    return None
+
+
 def point_latest_at(paths: RunPaths) -> None:
     """Point the symlink `latest` at this run unless it points at a newer run. Raises OSError."""
     link = paths.root.with_name(LATEST)

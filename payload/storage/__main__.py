@@ -52,7 +52,7 @@ def _check(arguments: argparse.Namespace) -> int:
     check_store(address)
     if arguments.new is not None:
         require_absent(address.under(arguments.new))
-    print(f"{address} can be written and read")
+    print(f"{shown_name(str(address))} can be written and read")
     return ExitCode.OK
 
 

@@ -151,12 +151,22 @@ class Upload:
 
 def whole_checkpoints(store: StoreReader) -> list[str]:
     """List the names of the checkpoints that have a manifest, oldest first."""
-    names = {
-        path.parent.name
-        for path in (PurePosixPath(entry.name) for entry in store.entries(f"{CHECKPOINTS_NAME}/"))
-        if path.name == MANIFEST_FILE and FOLDER_NAME.fullmatch(path.parent.name)
-    }
+    names = [
+        name
+        for name, objects in _checkpoint_objects(store).items()
+        if any(each.name == f"{CHECKPOINTS_NAME}/{name}/{MANIFEST_FILE}" for each in objects)
+    ]
     return sorted(names, key=lambda name: checkpoint_step(PurePosixPath(name)))
+
+
+def _checkpoint_objects(store: StoreReader) -> dict[str, list[StoredObject]]:
+    """Return the objects directly in each checkpoint's folder, by the checkpoint's name."""
+    found: dict[str, list[StoredObject]] = {}
+    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
+        _, name, *rest = entry.name.split("/")
+        if len(rest) == 1 and FOLDER_NAME.fullmatch(name):
+            found.setdefault(name, []).append(entry)
+    return found
 
 
 def stored_manifests(store: ObjectStore) -> dict[str, str]:
@@ -173,12 +183,8 @@ def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
     """Remove all checkpoints except `keep`, also incomplete ones; remove their manifests first."""
-    found: dict[str, list[StoredObject]] = {}
-    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
-        path = PurePosixPath(entry.name)
-        found.setdefault(path.parent.name, []).append(entry)
-    for name, objects in found.items():
-        if name in keep or not FOLDER_NAME.fullmatch(name):
+    for name, objects in _checkpoint_objects(store).items():
+        if name in keep:
             continue
         # False sorts before True: the manifest is first.
         for each in sorted(objects, key=lambda each: not each.name.endswith(f"/{MANIFEST_FILE}")):
@@ -264,14 +270,23 @@ def fetch_checkpoint(
         ) from None
 
 
+_IF_RESUMED = (
+    "If the run was resumed on another machine, fetch it into another folder with --runs-dir DIR"
+)
+
+
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError if the manifest's hash differs from the hash that the head recorded."""
+    """Raise CheckpointError for a manifest that the head has not written, by its hashes."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(
             f"its manifest in the store has the SHA-256 {found}, but the head wrote {wrote}: "
-            "another machine has replaced it. If the run was resumed on another machine, fetch "
-            "it into another folder with --runs-dir DIR"
+            f"another machine has replaced it. {_IF_RESUMED}"
+        )
+    if known.is_gap(name):
+        raise CheckpointError(
+            f"the head wrote earlier and later checkpoints, up to {known.hashes[-1].checkpoint}, "
+            f"but not this one: another machine has added it. {_IF_RESUMED}"
         )
 
 
@@ -296,11 +311,9 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     free = shutil.disk_usage(checkpoints).free
     if size <= free:
         return
-    sizes: dict[str, int] = {}
-    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
-        folder = PurePosixPath(entry.name).parent.name
-        sizes[folder] = sizes.get(folder, 0) + entry.bytes
-    least = min((sizes[each] for each in whole_checkpoints(store) if each != name), default=size)
+    objects = _checkpoint_objects(store)
+    others = [each for each in whole_checkpoints(store) if each != name]
+    least = min((sum(each.bytes for each in objects[other]) for other in others), default=size)
     needs = f"it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free"
     if size > 2 * least:
         raise CheckpointError(f"{needs}; another checkpoint of the run has {least / 1e9:,.2f} GB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 import secrets
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from payload.formats.data_folder import META_NAME, DataFile, load_meta
 from payload.storage.objects import MissingObjectError, StoreReader, TooLargeError
 
 _TRIES = 3
+_NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _REPLACED = ".replaced-"
 """Suffix, followed by random digits, of a replaced data folder, which is removed once it is unused.
 """
@@ -99,7 +101,7 @@ def _file_sizes(meta: bytes, *, where: str) -> dict[str, int]:
     found = [raw.get(key) for key in ("files", "tokenizer_files")] if isinstance(raw, dict) else []
     sizes: dict[str, int] = {}
     for name, entry in (item for each in found if isinstance(each, dict) for item in each.items()):
-        if Path(name).name != name or name.startswith("."):
+        if not _NAME.fullmatch(name):
             raise DataError(f"{where}: {name[:60]!r} is not a file of a data folder.")
         sizes[name] = build(DataFile, entry, where=f"{where}: {name}", error=DataError).bytes
     return sizes

@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from payload.core.errors import ConfigError
+from payload.core.printable_text import shown_name
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
@@ -99,8 +100,8 @@ def require_owner(store: ObjectStore, token: str) -> None:
     owner, _ = _read(store)
     if owner is not None and owner.token != token:
         raise LostOwnershipError(
-            f"{store.address}: {owner.host} has resumed the run, so uploads from here stopped. "
-            "Stop one of the two runs."
+            f"{store.address}: {shown_name(owner.host)} has resumed the run, so uploads from here "
+            "stopped. Stop one of the two runs."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from payload.config.store_address import StoreAddress
-from payload.core.errors import ConfigError
+from payload.core.errors import ConfigError, TileforgeError
 from payload.core.files import write_whole
 from payload.core.printable_text import shown_name
 from payload.formats.checkpoint_listing import best_step, checkpoint_step, newest_valid
@@ -162,5 +162,5 @@ def _fetch_best(
     try:
         fetch_checkpoint(store, best, paths.checkpoints, run=run, known=known)
         say(f"downloaded the best checkpoint, {best} ({verdict(best, known)})")
-    except ConfigError as error:
+    except TileforgeError as error:  # the newest checkpoint is sufficient
         say(f"warning: the best checkpoint, {best}, is skipped: {error}")

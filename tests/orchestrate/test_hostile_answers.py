@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
-from payload.core.errors import AnswerError, ConfigError
+from payload.core.errors import AnswerError, ConfigError, RankLostError
 from payload.core.printable_text import printable
 from payload.core.validation.names import RUN_ID
+from payload.machines.inventory import Node
 from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import file_request, merge
-from payload.orchestrate.runs.remote_run import planned_run_dir
+from payload.orchestrate.runs.remote_run import RemoteRun, planned_run_dir
 from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
@@ -32,9 +35,12 @@ from payload.orchestrate.ssh.remote_run_folders import NodeRuns
 from payload.orchestrate.ssh.run_keys import _Created as KeyMade
 from payload.orchestrate.ssh.run_keys import _Names as Names
 from payload.orchestrate.ssh.start_claim import _Claimed as Claimed
-from payload.run_record.run_files import RunPaths
+from payload.run_record.approved_settings import MOST_WAIT_S
+from payload.run_record.run_files import RankProgress, RunPaths, write_json
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, VALUES, files_below
 from tests.orchestrate.run_copies import exit_text, write_ranks
+from tests.orchestrate.sshd import make_cluster
+from tests.support.run_folders import write_state
 
 FACTS = {
     "time_unix": 1.0,
@@ -235,3 +241,40 @@ def test_where_a_run_lies_on_the_nodes_is_held_to_its_form(tmp_path: Path, run_d
     paths.plan.write_text(json.dumps(plan))
     with pytest.raises(ConfigError):
         planned_run_dir(paths)
+
+
+def test_a_head_that_says_it_saves_for_ever_can_be_left_and_nothing_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: the head's grace period was of years, and Ctrl-C waited until it was over."""
+    paths = RunPaths(tmp_path / "one")
+    write_state(paths, grace_s=1e300)
+    paths.config.touch()
+    beat = RankProgress(rank=0, node="node-0", pid=7, step=3, phase="checkpoint", time_unix=1.0)
+    write_json(paths.rank_progress(0), beat)
+    node = Node(name="node-0", address="127.0.0.1", physical_cores=1, memory_gib=1)
+    run = RemoteRun(
+        paths,
+        make_cluster(node),
+        run_dir=PurePosixPath("/home/op/tileforge/runs/one"),
+        key=tmp_path / "key",
+        connect=lambda: pytest.fail("no connection is needed"),
+    )
+    kills: list[bool] = []
+
+    def act(self: RemoteRun, node: Node, answer: type[object], **arguments: object) -> Left:
+        kills.append(bool(arguments["kill"]))
+        return Left(pids=(7,))
+
+    monkeypatch.setattr(RemoteRun, "_act", act)
+    monkeypatch.setattr(RemoteRun, "refresh", lambda self: False)
+    presses = iter([False, False, True])
+    with pytest.raises(RankLostError, match="may still be saving"):
+        run.end_leftovers(interrupted=lambda: next(presses))
+    assert kills == [False] * 3
+    # Without Ctrl-C, the wait has an end.
+    monkeypatch.setattr(time, "monotonic", partial(next, iter([0.0, MOST_WAIT_S + 1.0])))
+    period = run._grace_period()
+    assert period is not None
+    write_json(paths.rank_progress(0), replace(beat, phase="step"))
+    assert period.is_over()

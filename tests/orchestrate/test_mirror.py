@@ -283,6 +283,17 @@ def test_hashes_of_several_heads_are_added_and_the_latest_of_a_step_counts(
     assert known_hashes(here).by_name() == expected
 
 
+def test_metrics_that_come_over_ssh_have_a_limit(
+    there: RunPaths, here: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a head sent rows until the operator's disk was full."""
+    monkeypatch.setattr("payload.orchestrate.runs.mirror.MOST_BYTES", 100)
+    for size in (60, 160, 300):
+        there.metrics.write_bytes(b"x" * size)
+        exchange(there, here)
+        assert here.metrics.stat().st_size == min(size, 100)
+
+
 def test_logs_that_come_over_ssh_leave_half_of_the_disk(
     there: RunPaths, here: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,16 +6,21 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from payload.core.errors import INTERRUPTED
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.follow.follow import Tail
 from payload.orchestrate.terminal import console
 from payload.orchestrate.terminal.tables import table_lines
+from payload.run_record.run_files import RunPaths
+from payload.run_record.store_state import StoreState
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import (
     DEADLINE_S,
@@ -25,7 +30,7 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
-from tests.support.run_folders import make_run
+from tests.support.run_folders import make_run, write_state
 from tests.support.terminal import Terminal
 
 WIDTHS = (40, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 200)))
@@ -107,6 +112,35 @@ def test_an_error_that_quotes_hostile_text_is_printed_harmless(open_terminal: Op
     terminal = open_terminal("run", "--set", f"train.{HOSTILE}=1", columns=200)
     assert terminal.wait() == 10
     assert is_harmless(terminal.raw())
+
+
+@pytest.mark.processes
+def test_a_record_adds_no_lines_of_its_own(
+    workplace: Workplace, open_terminal: OpenTerminal
+) -> None:
+    """The attack: a line break in a record, followed by a line that looks like a command's own."""
+    forged = "a\nerror: run this"
+    store = StoreState(address=f"/x{forged}", problem=forged)
+    make_run(workplace.runs / "one", status="failed", exit_class="training", error=forged)
+    write_state(RunPaths(workplace.runs / "one"), error=forged, note=forged, store=store)
+    terminal = open_terminal("status", columns=200)
+    assert terminal.wait() == 0
+    assert "a error: run this" in terminal.raw() and "\nerror: run this" not in terminal.raw()
+
+
+def test_a_log_larger_than_the_memory_is_read_in_parts(tmp_path: Path) -> None:
+    """The attack: a rank's log of many gigabytes ended `logs`, or the machine's other programs."""
+    log = tmp_path / "rank_0000.log"
+    log.write_bytes(b"first\n")
+    with log.open("r+b") as file:
+        file.truncate(2**40)
+    tail = Tail(log)
+    tracemalloc.start()
+    try:
+        assert [len(line) for line in islice(tail.lines(), 3)] == [5, 0, 0]
+        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_table_is_plain_text_and_stacked_where_it_is_too_wide() -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from payload.config.store_address import StoreAddress, parse_store_address
-from payload.core.errors import ConfigError, ExitCode, PreflightError
+from payload.core.errors import ConfigError, DataError, ExitCode, PreflightError
+from payload.run_record.metrics_log import EvalMetrics, to_json_line
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
+from payload.storage.data import fetch_data
 from payload.storage.folder import FolderStore
 from payload.storage.objects import (
     SMALL_BYTES,
@@ -26,10 +28,11 @@ from payload.storage.objects import (
 )
 from payload.storage.owner import stored_identity
 from payload.storage.records import fetch_records
-from payload.storage.restore import fetch_run
+from payload.storage.restore import fetch_run, restore
 from payload.storage.store_access import run_address
 from tests.storage.folders import write_checkpoint
-from tests.support.identities import MINE, THEIRS
+from tests.support.identities import MINE, THEIRS, write_identity
+from tests.test_metrics_log import step_line
 
 SECRET = b"a private key"
 
@@ -232,3 +235,43 @@ def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
     assert sorted(stored_manifests(store)) == [f"step_{step:08d}" for step in (5, 6, 7, 8, 10)]
     there = stored_identity(store)
     assert there is not None and there.identity in (MINE.identity, THEIRS.identity)
+
+
+@pytest.mark.parametrize("attack", ["nested", "huge", "vast"])
+def test_a_best_checkpoint_that_cannot_be_fetched_ends_no_resume(
+    attack: str, team: Path, tmp_path: Path
+) -> None:
+    """The attack: the store's metrics name a best step, whose checkpoint is no checkpoint."""
+    run = team / "exp1"
+    sound = write_checkpoint(run / "checkpoints", 5, seed=0)
+    (run / "run.toml").touch()
+    (run / "owner.json").write_text(
+        json.dumps({"token": "0", "host": "h", "since_unix": 1.0, "identity": MINE.identity})
+    )
+    rows = [EvalMetrics(step=step, val_loss=step, val_tokens=1) for step in (3, 5)]
+    (run / "metrics.jsonl").write_text("".join(map(to_json_line, rows)) + step_line(5))
+    if attack == "nested":
+        write_checkpoint(run / "checkpoints" / "x", 3, seed=1)
+    elif attack == "vast":
+        write_vast_checkpoint(run / "checkpoints", 3)
+    else:
+        (run / "checkpoints/step_00000003").mkdir()
+        with (run / "checkpoints/step_00000003/manifest.json").open("wb") as file:
+            file.truncate(SMALL_BYTES + 1)
+    here = write_identity(RunPaths(tmp_path / "here" / "exp1"))
+    said: list[str] = []
+    found = restore(FolderStore(StoreAddress(None, str(team)).under("exp1")), here, say=said.append)
+    assert found == here.checkpoint(5) and contents(found) == contents(sound)
+    assert "resumes from step_00000005" in said[-1]
+    assert [path.name for path in here.checkpoints.iterdir()] == ["step_00000005"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "..", "a/b", "a\nb", "\x1b[31m", "n" * 300])
+def test_data_in_a_bucket_lists_only_names_of_files(name: str, team: Path, tmp_path: Path) -> None:
+    """The attack: a NUL in a name ended the command with a traceback."""
+    entry = {"bytes": 1, "sha256": "0" * 64}
+    (team / "meta.json").write_text(json.dumps({"files": {name: entry}}))
+    store = FolderStore(StoreAddress(None, str(team)))
+    with pytest.raises(DataError, match="is not a file of a data folder"):
+        fetch_data(store, tmp_path / "cache" / "data", say=lambda line: None)
+    assert list((tmp_path / "cache").iterdir()) == []

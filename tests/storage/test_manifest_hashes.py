@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
@@ -87,6 +88,32 @@ def test_a_planted_checkpoint_is_refused_with_both_hashes_and_an_older_one_taken
     assert wrote in refusal and planted in refusal
     assert sum(CHECKED in line for line in said) == 1 and CHECKED in said[-1]
     assert not any(UNKNOWN in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["step_00000003", "step_000000004"])
+@pytest.mark.parametrize("way", ["collect", "resume"])
+def test_a_planted_checkpoint_that_the_head_never_wrote_is_not_taken(
+    store: ObjectStore, tmp_path: Path, way: str, name: str
+) -> None:
+    """The attack: a new step, or another name of a step, beside the head's damaged newest one."""
+    head = run_at(tmp_path / "head")
+    for step in (2, 4):
+        write_checkpoint(head.checkpoints, step, seed=0)
+        upload_all(head, store, is_new=step == 2)
+    planted = write_checkpoint(tmp_path / "planted", 3, seed=666)
+    upload = Upload(planted.rename(planted.with_name(name)))
+    upload.send(store, may_write=lambda: None)
+    upload.close()
+    store.put("checkpoints/step_00000004/config.json", io.BytesIO(b"spoilt"), size=6)
+    here = run_at(tmp_path / "here", hashes_of=head)
+    said: list[str] = []
+    bring = collect_from_store if way == "collect" else restore
+    found = bring(store, here, say=said.append)
+    assert found == here.checkpoint(2) and content_of(found) == content_of(head.checkpoint(2))
+    assert [each.name for each in here.checkpoints.iterdir()] == ["step_00000002"]
+    assert CHECKED in said[-1] and not any(UNKNOWN in line for line in said)
+    refused = any("another machine has added it" in line for line in said)
+    assert refused is (name == "step_00000003")
 
 
 def test_where_every_checkpoint_is_planted_nothing_is_taken(

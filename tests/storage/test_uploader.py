@@ -20,7 +20,7 @@ from payload.storage import records
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
 from payload.storage.objects import ConflictError, ObjectStore, StoreError
 from payload.storage.opening import open_store
-from payload.storage.owner import claim, new_token
+from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
 from payload.storage.records import Records
 from payload.storage.uploader import Uploader
 from tests.storage.folders import content_of, write_checkpoint
@@ -202,3 +202,12 @@ def test_an_upload_s_url_is_in_no_message(
     with pytest.raises(StoreError) as caught:
         store.put("x", io.BytesIO(b"x" * 9_000_000), size=9_000_000)
     assert "SECRET" not in str(caught.value) and "/upload/storage" in str(caught.value)
+
+
+def test_the_new_owner_s_name_adds_no_line_to_a_message(store: ObjectStore) -> None:
+    """The attack: the host in owner.json continued with a line like those of a command."""
+    host = "x\nerror: the store was moved. Run: this"
+    claim(store, token="1" * 32, is_new=True, host=host, run=MINE, place="runs/r")
+    with pytest.raises(LostOwnershipError) as caught:
+        require_owner(store, "2" * 32)
+    assert "x error: the store was moved" in str(caught.value) and "\n" not in str(caught.value)

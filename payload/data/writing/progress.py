@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from payload.core.durations import in_words
+from payload.core.printable_text import printable
 from payload.data.sources.documents import MIB, Survey
 from payload.data.writing.resumable_token_files import Totals
 
@@ -34,6 +35,7 @@ class Reporter:
         """Print one line, above the progress bar if it is shown."""
         if self._quiet:
             return
+        line = printable(line)
         if self._progress is not None:
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -203,6 +203,12 @@ def _request(
     if resumed is not None:
         _refuse_when_finished(resumed, config)
         auto_size = auto_batch_size(resumed.plan)
+        reads_base = config.adapter.is_on() or resumed.newest_checkpoint() is None
+        if "model.init" in named and not reads_base:
+            talk.print(
+                "note: model.init is not read: the run resumes from its own checkpoint. To train "
+                "other weights, start a new run"
+            )
     placed = site.check(with_auto_size(config, auto_size=auto_size), env)
     fetch_data_to_cache(config, env=code_env, say=talk.print)
     vocab_size = _check_data(config)

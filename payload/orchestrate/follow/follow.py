@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from rich.console import Console
 from payload.config.training_sections import TrainSection
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.core.interrupts import Interrupts
+from payload.core.one_line import printable_line
 from payload.core.printable_text import printable
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
@@ -77,7 +79,7 @@ def print_result(
         log = _log_with_cause(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
     elif summary.error:
-        talk.print(f"note: {summary.error}")
+        talk.print(f"note: {printable_line(summary.error)}")
     if summary.status != "finished" and checkpoint is not None:
         more = ["--inventory", options.inventory] if options.inventory else []
         job = last_record(RunJob, paths.job)
@@ -169,22 +171,25 @@ class Tail:
         if from_end:
             self._skip()
 
-    def lines(self) -> list[str]:
-        """Return the lines since the last call; a replaced file is read from the start."""
+    def lines(self) -> Iterator[str]:
+        """Yield the lines since the last call; a replaced file is read from the start.
+
+        The file is read in parts, because it can be larger than the memory.
+        """
         with _opened(self._path) as file:
             if file is None:
-                return []
+                return
             if not self._continues(file):
                 self._offset, self._end, self._rest = 0, b"", b""
             self._inode = _inode(file)
             file.seek(self._offset)
-            content = file.read()
-        self._offset += len(content)
-        self._end = (self._end + content)[-_END_BYTES:]
-        *whole, self._rest = (self._rest + content).split(b"\n")
-        if len(self._rest) > _LINE_BYTES:
-            whole, self._rest = [*whole, self._rest], b""
-        return [_text(line) for line in whole]
+            while content := file.read(_LINE_BYTES):
+                self._offset += len(content)
+                self._end = (self._end + content)[-_END_BYTES:]
+                *whole, self._rest = (self._rest + content).split(b"\n")
+                if len(self._rest) > _LINE_BYTES:
+                    whole, self._rest = [*whole, self._rest], b""
+                yield from map(_text, whole)
 
     def rest(self) -> str:
         """Return the last line if it has no line break."""
@@ -348,7 +353,7 @@ def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], b
 def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
     """Show the newest steps of a metrics.jsonl and return them; other lines are skipped."""
     rows: list[Mapping[str, Any]] = []
-    for line in tail.lines()[-_SHOWN_STEPS:]:
+    for line in deque(tail.lines(), maxlen=_SHOWN_STEPS):
         with suppress(ConfigError):
             raw = parse_json(line, where=NAMES.metrics.name)
             rows.append(asdict(build(StepMetrics, raw, where=NAMES.metrics.name)))

@@ -16,6 +16,7 @@ from payload.core.dtype import Dtype
 from payload.core.durations import as_clock
 from payload.core.errors import ConfigError, DataError
 from payload.core.files import free_bytes
+from payload.core.one_line import printable_line
 from payload.core.regular_files import open_regular
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import most_checkpoints
@@ -391,7 +392,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
     """Return the error, the path of the log, and its last lines."""
-    lines = [f"error: {error}", f"log: {log}"]
+    lines = [f"error: {printable_line(error)}", f"log: {log}"]
     tail = log_tail(log)
     repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
     return [*lines, *(f"  | {line}" for line in tail if line not in repeated)]

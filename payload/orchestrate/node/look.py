@@ -315,7 +315,7 @@ def _plain(text: str, most: int) -> str:
 
 
 _RUN_ID = re.compile(r"(?!latest\Z)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_CHECKPOINT = re.compile(r"step_([0-9]{8,20})")
+_CHECKPOINT = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 
 

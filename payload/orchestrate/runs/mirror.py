@@ -33,6 +33,7 @@ from payload.run_record.checkpoint_manifest_hashes import (
     known_hashes,
     parse_hashes,
 )
+from payload.run_record.metrics_log import MOST_BYTES
 from payload.run_record.run_files import NAMES, RankExit, RankProgress, RunPaths, RunState, Summary
 from payload.run_record.run_files import (
     SCHEMA_VERSION as RESULTS_VERSION,
@@ -229,7 +230,9 @@ def merge(paths: RunPaths, answer: Part, request: FileRequest) -> list[str]:
                 write_whole(path_in_copy(paths, name), text, durable=False)
         room = _log_room(paths)
         for name, (offset, content) in pieces.items():
-            if name != paths.metrics.name:
+            if name == paths.metrics.name:
+                content = content[: max(0, MOST_BYTES - offset)]
+            else:
                 content = content[: max(0, room)]
                 room -= len(content)
             with open(path_in_copy(paths, name), "ab", opener=no_follow) as file:

@@ -55,7 +55,7 @@ from payload.orchestrate.ssh.remote_calls import (
     on_every_node,
 )
 from payload.orchestrate.ssh.run_keys import remove_stale_keys
-from payload.run_record.approved_settings import bounded_wait_s, record_approved
+from payload.run_record.approved_settings import MOST_WAIT_S, bounded_wait_s, record_approved
 from payload.run_record.checkpoint_grace import GracePeriod
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
 from payload.run_record.run_files import NAMES, RunPaths, RunState, StopRequest, read_json
@@ -194,13 +194,18 @@ class RemoteRun:
         return self.signal([])
 
     def end_leftovers(
-        self, *, at_once: bool = False, say: Callable[[str], None] = lambda _: None
+        self,
+        *,
+        at_once: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """End all processes of a finished run on every node.
 
-        Without `at_once`, ranks of a killed supervisor first get time to save. If the run was
-        started again, nothing is killed. Raises RankLostError with the processes that do not end,
-        or NodesError with the nodes that could not be checked.
+        Without `at_once`, ranks of a killed supervisor first get time to save; the wait ends
+        without a kill if `interrupted` returns True. If the run was started again, nothing is
+        killed. Raises RankLostError with the processes that do not end, or NodesError with the
+        nodes that could not be checked.
         """
         gone: dict[str, TileforgeError] = {}
         found: dict[str, list[int]] = {}
@@ -220,6 +225,8 @@ class RemoteRun:
         if grace_period is not None and self.inventory.head in left:
             say("its supervisor is gone: waiting until its ranks have saved")
             while self.inventory.head in left and not grace_period.is_over():
+                if interrupted():
+                    raise RankLostError(f"ranks of run {self.paths.run_id} may still be saving.")
                 time.sleep(0.5)
                 self.refresh()
                 left = ask(left)
@@ -247,7 +254,9 @@ class RemoteRun:
             return None
         config = load_run_config(self.paths.config)
         stall_timeout_s = bounded_wait_s(self.paths, config, "limits.hang_timeout_s")
-        return GracePeriod(self.paths, grace_s=state.grace_s, stall_timeout_s=stall_timeout_s)
+        # The node chooses this number, so it must not hold up this command for days.
+        grace_s = min(state.grace_s, MOST_WAIT_S)
+        return GracePeriod(self.paths, grace_s=grace_s, stall_timeout_s=stall_timeout_s)
 
     def remove_key(self) -> None:
         """Remove the SSH keys of all ended runs from all nodes."""

@@ -35,6 +35,7 @@ from payload.run_record.run_files import (
     RunStatus,
     Summary,
     last_record,
+    latest_folder,
     read_json,
 )
 from payload.run_record.run_identity import known_identity
@@ -166,10 +167,10 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     `latest` is the newest run that has completed a step, if any.
     """
     runs = all_runs(runs_dir)
-    if run_id == LATEST and (runs_dir / LATEST).is_symlink():
-        run_id = (runs_dir / LATEST).readlink().name
-        run_id = run_id if any(paths.run_id == run_id for paths in runs) else None
-    if run_id is None or run_id == LATEST:
+    if run_id == LATEST:
+        latest = latest_folder(runs_dir)
+        run_id = latest.name if latest and RunPaths(latest) in runs else None
+    if run_id is None:
         if not runs:
             raise UsageError(
                 f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or name "
@@ -442,7 +443,9 @@ def _take_checkpoint(
     known = known_hashes(paths)
     here = newest_valid(paths.checkpoints)
     recorded = known.by_name().get(here.name) if here is not None else None
-    if here is not None and recorded not in (None, sha256_of(here / MANIFEST_FILE)):
+    if here is not None and (
+        known.is_gap(here.name) or recorded not in (None, sha256_of(here / MANIFEST_FILE))
+    ):
         say(
             f"warning: {here} existed before, and its manifest is not the one that the head wrote "
             f"(sha256 {recorded}). If it came from a store, move it away, and collect again"

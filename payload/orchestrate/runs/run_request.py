@@ -12,8 +12,9 @@ from rich.console import Console
 
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
-from payload.core.errors import TileforgeError
+from payload.core.errors import ConfigError, TileforgeError
 from payload.core.files import write_whole
+from payload.core.printable_text import shown
 from payload.launch.plan_record import auto_batch_size
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement
 from payload.orchestrate.runs.run_index import create_run, room_for
@@ -90,6 +91,7 @@ class RunRequest:
         resumed run is restored. Raises ConfigError and PreflightError.
         """
         paths, is_created = self.paths, False
+        _require_text(paths.root.absolute())
         with room_for(paths):
             if not self.resumes:
                 create_run(paths.root.parent, paths.run_id)
@@ -119,6 +121,16 @@ class RunRequest:
                 with suppress(OSError):  # the error reports the full disk
                     write_whole(paths.config, before)  # discard the refused settings
             raise
+
+
+def _require_text(path: Path) -> None:
+    """Raise ConfigError for a path that is not UTF-8, because the run's records contain it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{shown(str(path))}: not UTF-8. Name another folder with --runs-dir."
+        ) from None
 
 
 def _text_of(path: Path) -> str | None:

@@ -395,7 +395,13 @@ def _end_processes(
     """
     failed: list[TileforgeError] = []
     with Interrupts() as interrupts:
-        for act in (partial(run.end_leftovers, at_once=at_once, say=talk.print), run.remove_key):
+        end = partial(
+            run.end_leftovers,
+            at_once=at_once,
+            say=talk.print,
+            interrupted=lambda: interrupts.count > 0,
+        )
+        for act in (end, run.remove_key):
             # Checked before each step: a run that was started again needs its processes and key.
             if run.is_alive():
                 return True, failed

@@ -22,6 +22,7 @@ from rich.text import Text
 from payload.config.training_sections import TrainSection
 from payload.core.durations import as_clock
 from payload.core.errors import UsageError
+from payload.core.one_line import printable_line
 from payload.core.printable_text import printable
 from payload.orchestrate.terminal.time_left import Eta
 from payload.run_record.checkpoint_grace import START_PHASES
@@ -187,9 +188,9 @@ class LiveLine:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """Print a line above the live line."""
+        """Print a line above the live line; line breaks in it become spaces."""
         self._printed_s = time.monotonic()
-        self._console.print(line)
+        self._console.print(printable_line(line))
 
     def log(self, line: str) -> None:
         """Print a line of rank 0's log, but hold back an error that the run's error may repeat."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from rich.measure import Measurement
 from rich.table import Table
 
+from payload.core.one_line import printable_line
 from payload.orchestrate.terminal.console import text_console
 
 _ANY_WIDTH = 100_000
@@ -60,10 +61,13 @@ def _filled(cells: Sequence[str], *, width: int) -> list[str]:
 
 
 def labelled_lines(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
-    """Return lines of names and values; a value that does not fit is placed below its name."""
+    """Return lines of names and values; a value that does not fit is placed below its name.
+
+    A value is one line: line breaks in a record of another machine could forge further lines.
+    """
     column = max(len(name) for name, _ in rows)
     lines: list[str] = []
-    for name, value in rows:
+    for name, value in ((name, printable_line(value)) for name, value in rows):
         beside = f"{name:<{column}}  {value}"
         lines += [beside] if len(beside) <= width else [name, f"  {value}"]
     return lines
