@@ -138,7 +138,7 @@ def test_a_byte_level_vocabulary_gets_the_steps_that_llama_cpp_adds_by_its_name(
     raw = json.loads(trained_tokenizer("llama3", bos=True))
     raw["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": pattern}
     raw["model"]["ignore_merges"] = True
-    # A word that no merge makes: one token only where merges are ignored.
+    # No merge makes this text: it is one token only where merges are ignored.
     raw["model"]["vocab"]["lead"] = len(raw["model"]["vocab"])
     source, read = folder_with(tmp_path / "source", raw), tmp_path / "read"
     read.mkdir()
