@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from payload.core.errors import CheckpointError, DataError
 from payload.core.printable_text import one_line, shown
@@ -21,14 +21,23 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.data.templates.chat_template import TEMPLATE_FILE
 from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
-from payload.data.tokenizers.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
+from payload.data.tokenizers.pre_tokenizers import (
+    IGNORES_MERGES,
+    LLAMA3,
+    PREPEND_SPACE,
+    QWEN2,
+    SPACES,
+    TEKKEN,
+    WORD_START,
+)
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config
 from payload.formats.hf_folder import own_file, read_tokenizer_files
 from payload.formats.tokenizer_canonical import canonical_parts
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FIX = "Use --format hf."
-_WORD_START = "\u2581"
+_NO_SPACES_LEFT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+"""Gemma's pre-tokenizer, which has no effect after spaces are replaced."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
 
@@ -75,6 +84,8 @@ class _Model:
     merges: tuple[Any, ...]
     byte_fallback: bool = False
     ignore_merges: bool = False
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
     unk_token: str | None = None
 
 
@@ -85,6 +96,9 @@ class _AddedToken:
     id: int = checked(low=0, high=2**24)
     content: str
     special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +125,7 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
         raise CheckpointError(str(error)) from None
     template = _chat_template(folder, config)
     adds_bos, adds_eos = _adds_special_tokens(special, around, texts=texts, path=path)
-    _require_known_normalizer(raw, model, path)
+    parts = canonical_parts(raw)
     if model.byte_fallback:
         return Vocabulary(
             model="llama",
@@ -122,12 +136,12 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
             special=special,
             adds_bos=adds_bos,
             adds_eos=adds_eos,
-            adds_space=_adds_space(raw),
+            adds_space=_adds_space(parts, path),
             template=template,
         )
     return Vocabulary(
         model="gpt2",
-        pre=_pre_tokenizer(raw, model, path),
+        pre=_pre_tokenizer(parts, model, path),
         tokens=texts,
         kinds=kinds,
         merges=[_merge_text(pair) for pair in model.merges],
@@ -149,10 +163,24 @@ def _parsed(raw: Any, path: Path) -> tuple[_Model, Sequence[_AddedToken]]:
     added = raw.get("added_tokens") or []
     if not isinstance(added, list):
         raise CheckpointError(f"{where}: added_tokens = {shown(added)} is not a list. {_FIX}")
-    return model, [
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if getattr(model, key):
+            raise CheckpointError(
+                f"{where}: model.{key} = {shown(getattr(model, key))}: not supported by llama.cpp. "
+                f"{_FIX}"
+            )
+    tokens = [
         build(_AddedToken, each, where=f"{where}: added_tokens", fix=_FIX, error=CheckpointError)
         for each in added
     ]
+    for token in tokens:
+        for flag in ("single_word", "lstrip", "rstrip"):
+            if getattr(token, flag):
+                raise CheckpointError(
+                    f"{where}: the added token {shown(token.content)} has {flag} = true, which a "
+                    f"GGUF file cannot express. {_FIX}"
+                )
+    return model, tokens
 
 
 def _tokens(
@@ -179,7 +207,7 @@ def _tokens(
             kinds[token.id] = TokenKind.CONTROL if token.special else TokenKind.USER_DEFINED
         # llama.cpp matches these tokens in the original text, before spaces become U+2581.
         is_text = model.byte_fallback and not token.special
-        texts[token.id] = token.content.replace(_WORD_START, " ") if is_text else token.content
+        texts[token.id] = token.content.replace(WORD_START, " ") if is_text else token.content
     return texts, kinds
 
 
@@ -211,46 +239,59 @@ def _merge_text(pair: Any) -> str:
     return " ".join(_split_merge(pair))
 
 
-def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
-    """Return llama.cpp's name of the pre-tokenizer."""
-    step = raw.get("pre_tokenizer") or {}
-    parts = step.get("pretokenizers", [step]) if isinstance(step, Mapping) else []
-    match [part for part in parts if isinstance(part, Mapping)]:
-        case [*_, {"type": "ByteLevel", "add_prefix_space": True}]:
-            pass
-        case [{"type": "ByteLevel", **rest}] if rest.get("use_regex", True):
-            return "gpt-2"
+def _pre_tokenizer(parts: Mapping[str, Any], model: _Model, path: Path) -> str:
+    """Return llama.cpp's name of the pre-tokenizer of a byte-level vocabulary.
+
+    llama.cpp does not normalize to NFC. Raises CheckpointError for steps that llama.cpp lacks.
+    """
+    if parts["normalizer"] not in ([], [{"type": "NFC"}]):
+        _refuse_step("normalizer", parts["normalizer"], path)
+    name = None
+    match parts["pre-tokenizer"]:
+        case [{"type": "ByteLevel", **rest}] if not rest:
+            name = "gpt-2"
         case [
             {"type": "Digits", "individual_digits": True},
             {"type": "ByteLevel", **rest},
-        ] if rest.get("use_regex", True):
-            return "smollm"
-        case [{"type": "Split", "pattern": {"Regex": str(regex)}}, {"type": "ByteLevel"}]:
+        ] if not rest:
+            name = "smollm"
+        case [
+            {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", **rest},
+            {"type": "ByteLevel", "use_regex": False, **more},
+        ] if not rest and not more:
             names = {QWEN2: "qwen2", TEKKEN: "tekken"}
             names[LLAMA3] = "llama-bpe" if model.ignore_merges else "smaug-bpe"
-            if regex in names:
-                return names[regex]
-    raise CheckpointError(
-        f"{path}: llama.cpp does not support its pre-tokenizer {shown(step)}. {_FIX}"
-    )
+            name = names.get(regex)
+    if name is None:
+        _refuse_step("pre-tokenizer", parts["pre-tokenizer"], path)
+    if model.ignore_merges != (name in IGNORES_MERGES):
+        raise CheckpointError(
+            f"{path}: model.ignore_merges = {model.ignore_merges}, but llama.cpp computes tokens "
+            f"of the pre-tokenizer {name} with {not model.ignore_merges}. {_FIX}"
+        )
+    return name
 
 
-def _require_known_normalizer(raw: Mapping[str, Any], model: _Model, path: Path) -> None:
-    """Raise CheckpointError for a normalizer that llama.cpp lacks.
+def _adds_space(parts: Mapping[str, Any], path: Path) -> bool:
+    """Return True if the steps of a SentencePiece vocabulary put a space before a text.
 
-    llama.cpp does not normalize to NFC, and implements SentencePiece's handling of spaces itself.
+    Raises CheckpointError for steps other than llama.cpp's own, which replace spaces and add one.
     """
-    known: list[Mapping[str, Any]] = [{"type": "NFC"}]
-    if model.byte_fallback:
-        known = [
-            {"type": "Prepend", "prepend": _WORD_START},
-            {"type": "Replace", "pattern": {"String": " "}, "content": _WORD_START},
-        ]
-    for step in canonical_parts(raw)["normalizer"]:
-        if step not in known:
-            raise CheckpointError(
-                f"{path}: llama.cpp does not support its normalizer {shown(step)}. {_FIX}"
-            )
+    normalizer, words = parts["normalizer"], parts["pre-tokenizer"]
+    if normalizer and words in ([], [_NO_SPACES_LEFT]):
+        if normalizer in ([PREPEND_SPACE, SPACES], [SPACES]):
+            return bool(normalizer[0] == PREPEND_SPACE)
+        _refuse_step("normalizer", normalizer, path)
+    match words:
+        case [{"type": "Metaspace", "split": False, **rest}] if not normalizer:
+            scheme = rest.pop("prepend_scheme", "always")
+            if not rest:
+                return bool(scheme != "never")
+    _refuse_step("pre-tokenizer", words, path)
+
+
+def _refuse_step(what: str, steps: object, path: Path) -> NoReturn:
+    raise CheckpointError(f"{path}: llama.cpp does not support its {what} {shown(steps)}. {_FIX}")
 
 
 _Around = tuple[tuple[int, ...], tuple[int, ...]]
@@ -299,15 +340,6 @@ def _adds_special_tokens(
             )
     before, after = around
     return bool(before), bool(after)
-
-
-def _adds_space(raw: Mapping[str, Any]) -> bool:
-    """Return True if the normalizer or Metaspace puts a space before a text."""
-    normalizer, step = raw.get("normalizer") or {}, raw.get("pre_tokenizer") or {}
-    steps = normalizer.get("normalizers", [normalizer])
-    if any(each.get("type") == "Prepend" for each in steps):
-        return True
-    return step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never"
 
 
 def _chat_template(

@@ -34,8 +34,8 @@ _TEXT = "A"
 
 def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the canonical form of each part of a parsed tokenizer.json, by the part's name."""
-    normalizer = _steps(tokenizer.get("normalizer"), inner="normalizers")
-    pre_tokenizer = _steps(tokenizer.get("pre_tokenizer"), inner="pretokenizers")
+    normalizer = flat_steps(tokenizer.get("normalizer"), inner="normalizers")
+    pre_tokenizer = flat_steps(tokenizer.get("pre_tokenizer"), inner="pretokenizers")
     added = _added_tokens(tokenizer.get("added_tokens"), is_normalized=bool(normalizer))
     return {
         "normalizer": normalizer,
@@ -46,8 +46,11 @@ def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _steps(step: object, *, inner: str) -> list[Any]:
-    """Return the steps of a normalizer or pre-tokenizer as a flat list."""
+def flat_steps(step: object, *, inner: str) -> list[Any]:
+    """Return the steps of a normalizer, pre-tokenizer or decoder as a flat list.
+
+    `inner` is the key of the steps in a Sequence.
+    """
     waiting: list[object] = [step]
     found: list[Any] = []
     while waiting:
@@ -153,7 +156,7 @@ def _added_tokens(added: object, *, is_normalized: bool) -> list[list[Any]]:
 def _around(processor: object) -> list[Any]:
     """Return the template of each step that adds tokens around a text."""
     found = []
-    for step in _steps(processor, inner="processors"):
+    for step in flat_steps(processor, inner="processors"):
         around = _template(step)
         if around not in ([_TEXT], None):
             found.append(around)

@@ -23,6 +23,7 @@ from payload.core.validation.json_text import parse_json
 from payload.formats.data_folder import DataMeta
 from payload.formats.prepare_hints import with_tokenizer, write_tokenizer_again
 from payload.formats.tokenizer_canonical import canonical_parts
+from payload.formats.tokenizer_limits import require_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -255,10 +256,15 @@ def other_tokenizer(
 def parse_tokenizer(
     content: bytes, *, where: str, error: type[TileforgeError] = DataError
 ) -> dict[str, Any]:
-    """Return the object in a tokenizer.json. Raises `error`."""
+    """Return the object in a tokenizer.json.
+
+    Raises `error`, also for a file on which the package `tokenizers` would end the process or fill
+    the memory.
+    """
     raw = parse_json(content, where=where, fix=_FIX, error=error)
     if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
         raise error(f"{where}: has no model, so it is not a tokenizer.json. {_FIX}")
+    require_bounded(raw, where=where, error=error)
     return raw
 
 

@@ -80,6 +80,12 @@ def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
             f"{where}: quantization_config: quantised weights cannot be trained. Use the model "
             "in bf16 or fp32."
         )
+    if raw.get("transformers_weights") is not None:
+        raise CheckpointError(
+            f"{where}: transformers_weights = {shown(raw['transformers_weights'])}: transformers "
+            "would load this file instead of model.safetensors. Remove the key, or rename the file "
+            "to model.safetensors."
+        )
     if raw.get("is_causal", True) is not True:
         # transformers also treats null as false: a token would attend to the tokens to predict.
         raise CheckpointError(

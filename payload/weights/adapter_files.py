@@ -5,6 +5,7 @@ Source: https://github.com/huggingface/peft/blob/main/src/peft/tuners/lora/confi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,11 +204,16 @@ def render_adapter_config(
     }
 
 
+def _is_target_name(name: object) -> bool:
+    return isinstance(name, str) and name != ALL_LINEAR and bool(re.fullmatch(r"[\w.-]+", name))
+
+
 def _target(raw: object, path: Path) -> str:
     """Return the value of `adapter.target` for PEFT's target_modules, a list or `all-linear`."""
     if raw == ALL_LINEAR:
         return ALL_LINEAR
-    if isinstance(raw, list) and raw and all(isinstance(name, str) and name for name in raw):
+    # PEFT compares names as they are, but `adapter.target` separates them by commas and blanks.
+    if isinstance(raw, list) and raw and all(map(_is_target_name, raw)):
         return ",".join(raw)
     raise CheckpointError(
         f"{path}: target_modules = {shown(raw)} is not a list of names. Patterns are not "

@@ -96,6 +96,55 @@ def test_an_empty_vocabulary_is_refused_by_every_task(tmp_path: Path, task: str)
     assert not (tmp_path / "out").exists()
 
 
+def test_merges_on_which_the_package_would_end_the_process_are_refused(tmp_path: Path) -> None:
+    model = {
+        **{"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+        "continuing_subword_prefix": "##",
+    }
+    folder = odd_tokenizer(tmp_path / "tokenizer", model)
+    with pytest.raises(DataError, match=r"merge \['a', 'b'\] lacks model.continuing_subword_pre"):
+        load_tokenizer(str(folder))
+    model |= {"vocab": {"</s>": 0, "a": 1, "##b": 2, "ab": 3}, "merges": [["a", "##b"]]}
+    load_tokenizer(str(odd_tokenizer(tmp_path / "valid", model)))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16}] * 8,
+        [{"type": "Replace", "pattern": {"Regex": "."}, "content": "ab" * 1000}] * 3,
+        [{"type": "Prepend", "prepend": "ab" * 1000}],
+    ],
+)
+def test_a_normalizer_or_decoder_that_multiplies_a_text_is_refused(
+    steps: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    parts = {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    with pytest.raises(DataError, match=r"its normalizer can make a text \d+ times as long"):
+        load_tokenizer(str(words(tmp_path / "one", "a", **parts)))
+    parts = {"decoder": {"type": "Sequence", "decoders": steps}}
+    with pytest.raises(DataError, match=r"its decoder can make a text \d+ times as long"):
+        load_tokenizer(str(words(tmp_path / "two", "a", **parts)))
+
+
+@pytest.mark.parametrize("number", [7, 70_000])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_token_around_a_text_beyond_the_vocabulary_is_refused(
+    number: int, place: str, tmp_path: Path
+) -> None:
+    token = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    around = {
+        "type": "TemplateProcessing",
+        "single": [token, text] if place == "before" else [text, token],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"</s>": {"id": "</s>", "ids": [number], "tokens": ["</s>"]}},
+    }
+    folder = words(tmp_path / "tokenizer", "a", "b", post_processor=around)
+    with pytest.raises(DataError, match=f"puts token {number} around a text, .* token is 3"):
+        load_tokenizer(str(folder))
+
+
 def test_the_flag_continues_with_a_note(tmp_path: Path) -> None:
     done = prepare(tmp_path, empty(tmp_path / "model"), "--allow-odd-tokenizer", task="classify")
 

@@ -151,6 +151,7 @@ def test_each_layer_knows_its_window_and_its_rotary_embedding() -> None:
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout"),
         ("llama", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config"),
+        ("qwen2", {"kv_sharing_modes": [None, "reuse", None]}, "kv_sharing_modes"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention'"),
     ],
 )
@@ -191,6 +192,50 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
         spec_of_raw("qwen3", **changed)
     assert message in str(refused.value)
     assert str(refused.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama", {"sliding_window": 8}, "sliding_window = 8: a llama is not trained with it"),
+        ("llama", {"attention_chunk_size": 8}, "attention_chunk_size = 8: a llama is not"),
+        ("llama", {"layer_types": ["sliding_attention"] * 3}, "of a llama are full_attention"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "of a mistral are sliding_attention"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "of a mistral are sliding_attention",
+        ),
+    ],
+)
+def test_windows_that_transformers_cache_alone_would_read_are_refused(
+    name: str, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec_of_raw(name, **changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("llama", {"sliding_window": None}),
+        ("llama", {"sliding_window": SIZES["max_position_embeddings"]}),
+        ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": 8}),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}),
+    ],
+)
+def test_the_layer_types_and_windows_in_effect_change_nothing(
+    name: str, changed: dict[str, Any]
+) -> None:
+    tokens = (torch.arange(TOKENS).view(1, -1) * 7 + 3) % SIZES["vocab_size"]
+    assert spec_of_raw(name, **changed) == spec_of_raw(name)
+    kind, own = MODELS[name]
+    torch.manual_seed(0)
+    module = module_of(name).eval()
+    other = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZES, **own, **changed}))
+    other.load_state_dict(module.state_dict())
+    options: Any = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(module.generate(tokens, **options), other.eval().generate(tokens, **options))
 
 
 def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:

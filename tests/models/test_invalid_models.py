@@ -400,6 +400,12 @@ CASES = {
         "{model}/config.json: quantization_config: quantised weights cannot be trained. Use the "
         "model in bf16 or fp32.",
     ),
+    "weights of another name": Case(
+        config(transformers_weights="other.safetensors"),
+        "{model}/config.json: transformers_weights = 'other.safetensors': transformers would load "
+        "this file instead of model.safetensors. Remove the key, or rename the file to "
+        "model.safetensors.",
+    ),
     "quantised tensors": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(32, WIDTH, dtype=torch.int8)})),
         f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Name the model in bf16 "

@@ -171,6 +171,9 @@ def _spoil_config(folder: Path, **changes: object) -> None:
         ("per_layer_config", {"1": {"n_head": 1}}),
         ("layer_norm_epsilon", 1e-3),
         ("n_inner", 128),
+        ("sliding_window", 8),
+        ("attention_chunk_size", 8),
+        ("kv_sharing_modes", {"0": "reuse"}),
     ],
 )
 def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value: object) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from payload.core.errors import CheckpointError
 from payload.core.file_hash import sha256_of
 
-_RECIPE = "2"
+_RECIPE = "3"
 """Version of the conversion, part of a folder's name; increase it when a conversion changes."""
 
 

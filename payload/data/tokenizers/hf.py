@@ -145,6 +145,11 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         before, after = tokens_around(backend)
         unknown = _unknown(raw["model"], backend)
     ends = after if after[-1:] == (end,) else (*after, end)
+    if outside := [token for token in (*before, *ends) if token > largest]:
+        raise DataError(
+            f"{folder / TOKENIZER_FILE}: its post_processor puts token {outside[0]} around a text, "
+            f"but the largest token is {largest}. {_FIX}"
+        )
     return HfTokenizer(
         name=name,
         sha256=identity.vocabulary_sha256,

@@ -20,8 +20,21 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-IGNORES_MERGES = ("llama-bpe",)
-"""Tokenizers that encode a vocabulary entry as one token, whatever the merges."""
+IGNORES_MERGES = ("llama-bpe", "tekken")
+"""Tokenizers that encode a vocabulary entry as one token, whatever the merges.
+
+llama.cpp puts the BOS token before a text for these, unless the file has `add_bos_token`.
+"""
+WORD_START = "\u2581"
+"""Character of a space in the tokens of a SentencePiece vocabulary."""
+SPACES: Mapping[str, Any] = {
+    "type": "Replace",
+    "pattern": {"String": " "},
+    "content": WORD_START,
+}
+"""Normalizer of a SentencePiece vocabulary."""
+PREPEND_SPACE: Mapping[str, Any] = {"type": "Prepend", "prepend": WORD_START}
+"""Puts a space before each text, and before the text after each added token."""
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _REGEXES: Mapping[str, str] = {

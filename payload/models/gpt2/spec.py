@@ -228,6 +228,11 @@ class _Config:
     scale_attn_by_inverse_layer_idx: bool = False
     per_layer_config: Any = None
     """Overrides for single layers, which transformers supports."""
+    layer_types: Any = None
+    """Read by transformers' key-value cache alone, like the next three keys."""
+    sliding_window: Any = None
+    attention_chunk_size: Any = None
+    kv_sharing_modes: Any = None
     tileforge_bias: bool = True
     """False if Tileforge trained without biases; the file then contains zeros."""
 
@@ -266,6 +271,10 @@ def _refuse_variants(config: _Config, where: str) -> None:
         ("layer_norm_epsilon", (1e-5,)),
         ("n_inner", (None, width)),
         ("per_layer_config", (None, {})),
+        ("layer_types", (None,)),
+        ("sliding_window", (None,)),
+        ("attention_chunk_size", (None,)),
+        ("kv_sharing_modes", (None,)),
         ("activation_function", ("gelu_new", "gelu")),
     ):
         value = getattr(config, key)

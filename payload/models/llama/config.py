@@ -146,6 +146,8 @@ class DecoderConfig:
     sliding_window_pattern: int = checked(6, low=1, high=_MOST_LAYERS)
     use_sliding_window: bool = False
     max_window_layers: int = checked(28, low=0, high=2**20)
+    attention_chunk_size: int | None = checked(None, low=1, high=2**30)
+    """Not computed by any of these types, but transformers' key-value cache reads the key."""
     layer_types: tuple[str, ...] | None = checked(None, max_items=_MOST_LAYERS)
     no_rope_layers: tuple[int, ...] | None = checked(None, max_items=_MOST_LAYERS)
     no_rope_layer_interval: int = checked(4, low=1, high=_MOST_LAYERS)
@@ -156,6 +158,8 @@ class DecoderConfig:
     use_bidirectional_attention: bool | str | None = False
     per_layer_config: Any = None
     """transformers' overrides for single layers."""
+    kv_sharing_modes: Any = None
+    """Layers that use the keys and values of other layers."""
 
     def defaults(self) -> TypeDefaults:
         """Return the model type's defaults."""
@@ -209,6 +213,7 @@ class DecoderConfig:
                 "final_logit_softcapping",
                 "use_bidirectional_attention",
                 "per_layer_config",
+                "kv_sharing_modes",
             )
             if getattr(self, name)
         ]
@@ -305,6 +310,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
     if config.num_key_value_heads is None:
         config = replace(config, num_key_value_heads=config.num_attention_heads)
     _require_whole_heads(config, where)
+    _require_equal_layers(config, where)
     return config
 
 
@@ -331,6 +337,31 @@ def _require_whole_heads(config: DecoderConfig, where: str) -> None:
         )
     if config.width_of_head() % 2:
         _refuse(where, "head_dim", config.width_of_head(), "must be even for rotary embeddings")
+
+
+def _require_equal_layers(config: DecoderConfig, where: str) -> None:
+    """Raise CheckpointError for windows that only a part of transformers reads.
+
+    In Llama and Mistral all layers are equal. transformers' key-value cache nevertheless reads
+    layer_types, sliding_window and attention_chunk_size, so its results would differ from ours, for
+    Llama from the second generated token on.
+    """
+    has_windows = config.defaults().windows_everywhere
+    if config.model_type != "llama" and not has_windows:
+        return
+    expected = _SLIDING if has_windows and config.sliding_window else _FULL
+    if config.layer_types is not None:
+        if set(config.layer_types) != {expected}:
+            problem = f"all layers of a {config.model_type} are {expected}"
+            _refuse(where, "layer_types", config.layer_types, problem)
+        return
+    for key in (
+        ("attention_chunk_size",) if has_windows else ("sliding_window", "attention_chunk_size")
+    ):
+        size = getattr(config, key)
+        if size is not None and size < cast(int, config.max_position_embeddings):
+            problem = f"a {config.model_type} is not trained with it. Set it to null"
+            _refuse(where, key, size, problem)
 
 
 def _require(where: str, rope: _RopeConfig, names: tuple[str, ...]) -> None:
