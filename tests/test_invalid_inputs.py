@@ -264,12 +264,12 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("adapter.kind=lora", "model.init=scratch"),
             'defaults: adapter.kind = "lora" needs existing weights, but model.init = "scratch" '
-            "has no weights. Set model.init to a model.",
+            "starts from random weights. Set model.init to a model.",
         ),
         (
             ("adapter.kind=lora", "engine.compile=true"),
-            'defaults: adapter.kind = "lora" does not run with engine.compile = true. Set it to '
-            "false.",
+            'defaults: adapter.kind = "lora" does not run with engine.compile = true. Set compile '
+            "to false.",
         ),
         (
             ("model.quantize=nf4",),
@@ -279,7 +279,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("model.quantize=nf4", "adapter.kind=lora", "adapter.dora=true"),
             'defaults: adapter.dora = true does not run with model.quantize = "nf4". Set '
-            'adapter.dora to false, or model.quantize to "none".',
+            'adapter.dora to false, or set model.quantize to "none".',
         ),
         (
             ("task.kind=classify",),
@@ -288,8 +288,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("data.sequence_length=32",),
-            "data.sequence_length = 32, but {place}/data was packed into blocks of 64. Set it to "
-            "64, or prepare the data again with --sequence-length 32.",
+            "data.sequence_length = 32, but {place}/data was packed into blocks of 64. Set "
+            "sequence_length to 64, or prepare the data again with --sequence-length 32.",
         ),
         (
             ("batch.micro_batch_size=most",),
@@ -299,7 +299,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("batch.global_batch_size=7", "batch.micro_batch_size=2"),
             "defaults: batch.global_batch_size = 7 is not a multiple of micro_batch_size = 2. Set "
-            "micro_batch_size to a number that divides it.",
+            "micro_batch_size to a divisor of global_batch_size.",
         ),
         (
             ("model.init={place}/nowhere",),

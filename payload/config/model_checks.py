@@ -37,8 +37,9 @@ def require_fit(
     if vocab_size is not None and spec.vocab_size < vocab_size:
         which = "" if tokenizer is None else f" ({tokenizer})"
         raise CheckpointError(
-            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, the data's "
-            f"has {vocab_size}{which}. Prepare the data with the model's tokenizer."
+            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, but the "
+            f"tokenizer of the data has {vocab_size}{which}. Prepare the data with the model's "
+            "tokenizer."
         )
     sizes = spec.settings()
     for name in SIZES:

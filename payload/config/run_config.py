@@ -275,7 +275,9 @@ def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}. Name an existing TOML file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config {path}: byte {error.start} is not UTF-8.") from None
+        raise ConfigError(
+            f"config {path}: byte {error.start} is not UTF-8. Save the file as UTF-8."
+        ) from None
     return parse_run_config(text, overrides=overrides, where=str(path))
 
 

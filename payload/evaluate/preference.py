@@ -40,8 +40,8 @@ def open_both(
     length, context = meta.preference.sequence_length, model.spec.context()
     if length > context:
         raise ConfigError(
-            f"{folder}: was prepared for conversations of {length} tokens, but the model's context "
-            f"is {context}. Prepare the data with --sequence-length {context}."
+            f"{folder}: the data was prepared for conversations of {length} tokens, but the "
+            f"model's context is {context}. Prepare the data with --sequence-length {context}."
         )
     if meta.vocab_size > model.spec.vocab_size:
         raise DataError(

@@ -214,7 +214,7 @@ def require_same_tokenizer(
             raise error(
                 f"{settings[1]} = {init!r} has {name} but no {TOKENIZER_FILE}, and {settings[0]} = "
                 f"{str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which may "
-                f"differ. Create the {TOKENIZER_FILE}, then prepare the data with it: "
+                f"differ. Prepare the data again after you have created the {TOKENIZER_FILE}: "
                 f"{write_tokenizer_again(folder)}"
             )
         return
@@ -247,8 +247,8 @@ def other_tokenizer(
     differing = f" (they differ in: {', '.join(parts)})" if parts else ""
     return (
         f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, but "
-        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with it: "
-        f"{again}"
+        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with that "
+        f"tokenizer: {again}"
     )
 
 

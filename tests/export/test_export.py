@@ -481,9 +481,9 @@ def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Pa
     found = vocabulary(bos="!", before=[], after=[])
     assert not found.adds_bos and not found.adds_eos
     for before, after, words in (
-        (["#"], [], "it puts '#' before each text, but a GGUF file supports only its bos_token"),
+        (["#"], [], "adds '#' before each text, but llama.cpp can add only the bos_token"),
         (["!", "#"], [], "it puts '!', '#' before"),
-        (["!"], ["#"], "it puts '#' after each text, but a GGUF file supports only its eos_token"),
+        (["!"], ["#"], "adds '#' after each text, but llama.cpp can add only the eos_token"),
     ):
         with pytest.raises(CheckpointError, match=words):
             vocabulary(bos="!", before=before, after=after)

@@ -451,7 +451,7 @@ def test_an_adapter_names_no_model_of_this_machine(
     trainer.write_text(json.dumps({"base": {"sha256": weights_sha256(base)}}))
     capsys.readouterr()
     assert merge(folder, out) == ExitCode.OK  # like a run's checkpoint
-    assert f"note: the base is {tmp_path / 'gpt2'}" in capsys.readouterr().err
+    assert f"note: the base model is {tmp_path / 'gpt2'}" in capsys.readouterr().err
     trainer.unlink()
     monkeypatch.setenv(BASE_VARIABLE, str(tmp_path))
     for number, name in enumerate(("gpt2", "./gpt2", f"gpt2@{'0' * 40}")):

@@ -246,7 +246,7 @@ CASES = {
     "weights that lead out": Case(
         linked_out,
         f"{{model}}/{WEIGHTS}: a link that leads out of its folder, to "
-        "{tmp}/elsewhere.safetensors. Put the file itself there.",
+        "{tmp}/elsewhere.safetensors. Replace the link with the file.",
         has_sizes=True,
     ),
     "config without weights": Case(
@@ -290,7 +290,7 @@ CASES = {
     "another tokenizer": Case(
         other_tokenizer,
         "data.dir = '{data}' was prepared with the tokenizer gpt2, but model.init = '{model}' has "
-        "another tokenizer. Prepare the data with it: {prepare}",
+        "another tokenizer. Prepare the data with that tokenizer: {prepare}",
         has_sizes=True,
     ),
     "context too long": Case(
@@ -301,11 +301,11 @@ CASES = {
     ),
     "vocabulary too small": Case(
         small_vocabulary,
-        "model.init = '{model}': its vocabulary has 300 tokens, the data's has 512. Prepare "
-        "the data with the model's tokenizer.",
+        "model.init = '{model}': its vocabulary has 300 tokens, but the tokenizer of the data has "
+        "512. Prepare the data with the model's tokenizer.",
         has_sizes=True,
-        trained="model.init = '{model}': its vocabulary has 300 tokens, the data's has 512 "
-        "(gpt2). Prepare the data with the model's tokenizer.",
+        trained="model.init = '{model}': its vocabulary has 300 tokens, but the tokenizer of the "
+        "data has 512 (gpt2). Prepare the data with the model's tokenizer.",
     ),
     "gated": Case(
         named(NAME),

@@ -149,7 +149,9 @@ def test_plan_resolves_a_micro_batch_of_auto_with_a_reason(workplace: Workplace)
     assert status == 0
     numbers = json.loads(out)["plan"]["arithmetic"]
     assert (numbers["micro_batch_size"], numbers["grad_accum_steps"]) == (16, 1)
-    assert 'note: batch.micro_batch_size = "auto": 16 of at most 16 sequences a micro-batch' in err
+    assert (
+        'note: batch.micro_batch_size = "auto": a micro-batch has 16 of at most 16 sequences' in err
+    )
 
 
 @pytest.mark.ranks

@@ -124,9 +124,9 @@ def test_a_line_break_becomes_no_line_of_the_batch_script(
         ("slurm.time=soon", r"slurm\.time = 'soon': write minutes"),
         ("slurm.partition=a b", r"slurm\.partition = 'a b': use a name"),
         ("slurm.nodes=0", r"slurm\.nodes = 0: must be at least 1"),
-        ("slurm.extra='--nodes=4'", r"'--nodes=4' is set by the run"),
+        ("slurm.extra='--nodes=4'", r"'--nodes=4' is an option that the run sets"),
         *(
-            (f"slurm.extra='{word}'", f"{word.split('=')[0]}.* is set by the run")
+            (f"slurm.extra='{word}'", f"{word.split('=')[0]}.* is an option that the run sets")
             for word in (
                 *("-N4", "-HN4", "--node=4", "--arr=1-3", "--wra=id", "-a1-2", "-Mother"),
                 *("--clusters=other", "--test-only", "--n=4", "-QJname"),

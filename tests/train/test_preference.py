@@ -384,7 +384,7 @@ def test_bf16_and_fp32_have_a_reference_each(config: Path, model: Path, tmp_path
     [
         (("task.kind=chat",), r"was prepared with --task preference"),
         (("data.sequence_length=32",), r"was prepared for conversations of 64"),
-        (("model.init=scratch",), r'model\.init = "scratch" has no weights'),
+        (("model.init=scratch",), r'model\.init = "scratch" starts from random weights'),
         (("task.beta=0",), r"task\.beta"),
         (("task.beta=-1",), r"task\.beta"),
         (("task.beta=soft",), r"task\.beta"),
