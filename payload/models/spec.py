@@ -341,7 +341,7 @@ def uneven_split(counts: Mapping[str, int], ranks: int) -> str | None:
     """Return a message on the first count that `ranks` ranks cannot divide evenly, or None."""
     for name, count in counts.items():
         if count % ranks:
-            return f"its {count} {name} are no multiple of {ranks}"
+            return f"its {count} {name} are not a multiple of {ranks}"
     return None
 
 

@@ -118,7 +118,7 @@ def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path
     path = own_file(folder, name)
     if not path.is_file():
         if index is not None:
-            raise CheckpointError(f"{index}: it lists {name}, which is missing. {_FIX}")
+            raise CheckpointError(f"{index}: lists {name}, which is missing. {_FIX}")
         raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
     return path
 
@@ -146,7 +146,8 @@ def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
     raw, start, size = _raw_header(path, fix)
     if len(raw) > _MAX_TENSORS:
         raise CheckpointError(
-            f"{path}: {len(raw):,} tensors in its header, above {_MAX_TENSORS:,}. {fix}"
+            f"{path}: its header lists {len(raw):,} tensors, more than the limit of "
+            f"{_MAX_TENSORS:,}. {fix}"
         )
     found: dict[str, TensorHeader] = {}
     end_of_data = 0

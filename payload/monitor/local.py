@@ -46,7 +46,7 @@ def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None
     show(named[0])
     for page in named[1:]:
         say(f"also: {page}")
-    say(f"If names under .localhost do not resolve (Safari, scripts): {pages[0]}")
+    say(f"If names under .localhost do not resolve (in Safari or scripts), open: {pages[0]}")
     say("Stop with Ctrl-C.")
     if in_browser:
         webbrowser.open(named[0])

@@ -99,5 +99,5 @@ def verdict(checkpoint: str, known: ManifestHashes) -> str:
         return "its manifest matches the hash that the head wrote"
     message = "not verified: this machine has no hash of its manifest from the head"
     if known.hashes:
-        message += f"; the last one is of {known.hashes[-1].checkpoint}"
+        message += f"; its last hash from the head is of {known.hashes[-1].checkpoint}"
     return message

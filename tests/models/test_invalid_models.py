@@ -231,7 +231,7 @@ CASES = {
     ),
     "missing shard": Case(
         sharded(without("model-00001-of-00002.safetensors")),
-        f"{{model}}/{INDEX}: it lists model-00001-of-00002.safetensors, which is missing. {AGAIN}",
+        f"{{model}}/{INDEX}: lists model-00001-of-00002.safetensors, which is missing. {AGAIN}",
         has_sizes=True,
     ),
     "shards without index": Case(
@@ -380,8 +380,8 @@ CASES = {
     ),
     "vision beside text": Case(
         config(model_type="gemma3"),
-        "{model}/config.json: model_type = 'gemma3': it has a vision model, too. Use a text "
-        "model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
+        "{model}/config.json: model_type = 'gemma3': the model also reads images. Use a text model "
+        "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
     ),
     "encoder-decoder": Case(
         config(model_type="bart", is_encoder_decoder=True),

@@ -14,7 +14,7 @@ from tests.orchestrate.test_commands import Workplace
 
 _ON_TWO_RANKS = {
     "distributed.tensor_parallel=2 model.n_head=3 model.n_embd=96 model.n_layer=2": (
-        "distributed.tensor_parallel = 2 does not fit the model: its 3 attention heads are no "
+        "distributed.tensor_parallel = 2 does not fit the model: its 3 attention heads are not a "
         "multiple of 2. Use another tensor_parallel, or 1."
     ),
     "distributed.pipeline_parallel=2 model.n_layer=1 model.n_head=4 model.n_embd=64": (
@@ -34,7 +34,8 @@ _ON_TWO_RANKS = {
         "device.kind = 'cpu'."
     ),
     "distributed.strategy=shard distributed.shard_size=3": (
-        "distributed.shard_size = 3 does not divide the 2 ranks. Use 1 or 2, or leave it out."
+        "distributed.shard_size = 3 does not divide the 2 ranks. Use 1 or 2, or leave shard_size "
+        "out."
     ),
     "distributed.pipeline_parallel=3": (
         "distributed.tensor_parallel x pipeline_parallel = 1 x 3 = 3 does not divide the 2 ranks. "
@@ -61,7 +62,7 @@ _ANYWHERE = {
         "leave shard_size out."
     ),
     "distributed.strategy=shard optimizer.name=muon": (
-        'optimizer.name = "muon" needs whole matrices, and distributed.strategy = "shard" splits '
+        'optimizer.name = "muon" needs whole matrices, but distributed.strategy = "shard" splits '
         'them. Use adamw, or strategy = "replicate".'
     ),
     "distributed.strategy=shard engine.compile=true": (
@@ -82,7 +83,7 @@ _ANYWHERE = {
         '"shard" or "replicate".'
     ),
     "distributed.pipeline_parallel=2 optimizer.name=muon": (
-        'optimizer.name = "muon" needs whole matrices, and distributed.pipeline_parallel = 2 '
+        'optimizer.name = "muon" needs whole matrices, but distributed.pipeline_parallel = 2 '
         "splits the model. Use adamw."
     ),
     "distributed.tensor_parallel=2 engine.kind=ipex": (

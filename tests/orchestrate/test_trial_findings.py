@@ -105,19 +105,19 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         (
             outcome(stderr=UNRESOLVED),
             *("node-1", "mpirun", "cannot resolve the name 'first': getaddrinfo: Temporary failu"),
-            "/etc/hosts on this node: 10.0.0.2",
+            "the address 10.0.0.2 to /etc/hosts",
         ),
         (
             outcome(stderr=NO_INTERFACE + GUESSES),
-            *("node-0", "mpirun", "mpirun finds no interface eth9 on it", "ip addr"),
+            *("node-0", "mpirun", "mpirun finds no interface eth9 on this node", "ip addr"),
         ),
         (
             outcome(stderr=unable(127 << 8)),
-            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing on it", "bootstrap"),
+            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing on this node", "bootstrap"),
         ),
         (
             outcome(stderr=unable(255 << 8)),
-            *("node-2", "mpirun", "ssh from the head was closed", "sshd's log"),
+            *("node-2", "mpirun", "closed the ssh connection from the head", "log of sshd"),
         ),
         (
             outcome(
