@@ -376,8 +376,8 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     found, then = weights_sha256(other), weights_sha256(adapted / "base")
     require_refused_run(
         _train(copy, place, "train.steps=2", f"model.init={other}"),
-        f"model.init = '{other}': the adapter was trained with other weights "
-        f"(sha256 {then[:12]}, now {found[:12]}). Restore them, or start a new run.",
+        f"model.init = '{other}': the adapter was trained with other weights (sha256 {then[:12]}, "
+        f"now {found[:12]}). Restore the weights, or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -390,9 +390,9 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     before = _files(copy / "run" / "checkpoints")
     require_refused_run(
         _train(copy, place, "train.steps=2"),
-        f"model.init = '{copy / 'base'}': the adapter was trained with another config.json "
-        f"(sha256 {then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore it, or "
-        "start a new run.",
+        f"model.init = '{copy / 'base'}': the adapter was trained with another config.json (sha256 "
+        f"{then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore that file, or start a new "
+        "run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -419,8 +419,9 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: model.init = '{init}': an adapter, but adapter.kind = 'lora' needs whole weights "
-        f"as its base. Merge it first with python -m payload.export --checkpoint {init} --merge."
+        f"error: model.init = '{init}': this is an adapter, but adapter.kind = 'lora' needs whole "
+        "weights as its base. Merge the adapter first with python -m payload.export --checkpoint "
+        f"{init} --merge."
     )
     assert not (tmp_path / "run").exists()
 

@@ -174,7 +174,7 @@ def _backfill(
     made = subprocess.run(make, capture_output=True, text=True, check=False)
     if written.returncode or made.returncode:
         reason = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
-        say(f"note: the charts begin now: the run's history cannot be loaded ({reason})")
+        say(f"note: the charts begin now: the run's history cannot be loaded: {reason}")
 
 
 def _start_prometheus(programs: _Programs, workspace: Path, program: str) -> str:

@@ -214,7 +214,7 @@ class FolderStore:
                 raise _refused(error, path) from None
             with os.fdopen(opened, "rb") as file:
                 if not stat.S_ISREG(os.fstat(opened).st_mode):
-                    raise StoreRefusedError(f"{path} is not a regular file. Move it away.")
+                    raise StoreRefusedError(f"{path} is not a regular file. Move this path away.")
                 yield file
 
     @contextmanager
@@ -248,14 +248,14 @@ class FolderStore:
 
 
 def _too_large(path: Path, most_bytes: int) -> TooLargeError:
-    return TooLargeError(f"{path}: it has more than {most_bytes:,} bytes")
+    return TooLargeError(f"{path}: has more than {most_bytes:,} bytes")
 
 
 def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
     """Return the error for a path of the store that could not be opened."""
     if path.is_symlink():
         return StoreRefusedError(
-            f"{path} is a symlink, which a store does not follow. Move it away."
+            f"{path} is a symlink, and a store does not follow symlinks. Move the symlink away."
         )
     return OSError(error.errno, error.strerror, str(path))
 

@@ -277,7 +277,7 @@ class _Hub:
         if isinstance(error, errors.RevisionNotFoundError):
             return self._refusal(
                 f"it has no revision {shown(self.wanted.revision)}",
-                "Name a branch, a tag or a commit of it.",
+                "Name a branch, a tag or a commit of the model.",
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return self._refusal(

@@ -602,7 +602,7 @@ def test_a_pipe_in_the_place_of_the_weights_does_not_block(
     (source / "model.safetensors").unlink()
     os.mkfifo(source / "model.safetensors")
     said = complaint(export(source, tmp_path / "out", format_="hf"), capsys)
-    assert f"{source}: it has no weights" in said
+    assert f"{source}: the folder has no weights" in said
 
 
 def test_a_head_that_gguf_leaves_out_must_be_the_embedding(

@@ -361,8 +361,8 @@ CASES = {
         "{model}: it has no tensor model.layers.2.input_layernorm.weight, which its config.json "
         f"requires. {A_WHOLE_MODEL}",
         has_sizes=True,
-        trained="{model}: not the weights that config.json describes: 9 missing (first: "
-        f"model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
+        trained="{model}: does not contain the weights that config.json describes: 9 missing "
+        f"(first: model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
     ),
     "heads that do not divide": Case(
         config(num_attention_heads=3),
@@ -391,7 +391,7 @@ CASES = {
     "no language model": Case(config(model_type="vit"), NOT_CAUSAL.format("vit", "")),
     "another model's weights": Case(
         config(model_type="bert"),
-        "{model}: not the weights that config.json describes: 44 missing (first: "
+        "{model}: does not contain the weights that config.json describes: 44 missing (first: "
         f"bert.embeddings.LayerNorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
@@ -413,33 +413,33 @@ CASES = {
         f"{{model}}: {A_MATRIX} has the shape [16, 32], but its config.json requires [32, 16]. "
         f"{A_WHOLE_MODEL}",
         has_sizes=True,
-        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json requires (32, 16). "
+        trained=f"{{model}}: {A_MATRIX} has the shape (16, 32), but config.json requires (32, 16). "
         f"{USE_A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
         f"{{model}}: it has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
         has_sizes=True,
-        trained="{model}: not the weights that config.json describes: 1 missing (first: "
-        f"{A_MATRIX}). {USE_A_WHOLE_MODEL}",
+        trained="{model}: does not contain the weights that config.json describes: 1 missing "
+        f"(first: {A_MATRIX}). {USE_A_WHOLE_MODEL}",
     ),
     "an unknown tensor": Case(
         tensors(lambda found: found.update({"model.extra": torch.zeros(1)})),
-        "{model}: not the weights that config.json describes: 1 unknown (first: model.extra). "
-        f"{USE_A_WHOLE_MODEL}",
+        "{model}: does not contain the weights that config.json describes: 1 unknown (first: "
+        f"model.extra). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "missing tensors of transformers' own": Case(
         config(model_type="stablelm"),
-        "{model}: not the weights that config.json describes: 5 missing (first: "
+        "{model}: does not contain the weights that config.json describes: 5 missing (first: "
         f"model.layers.0.input_layernorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "adapter without its base": Case(
         adapter_without_base,
         f"{{model}}/adapter_config.json: base_model_name_or_path = '{{tmp}}/gone': {NO_FOLDER}",
-        trained="{model}: its base {tmp}/gone is missing, and an adapter has no copy of it. "
-        "Restore the base in that folder.",
+        trained="{model}: its base {tmp}/gone is missing, and an adapter contains no copy of its "
+        "base. Restore the base in that folder.",
     ),
     "other sizes": Case(
         lambda _: None,

@@ -81,7 +81,7 @@ def _sets(*overrides: str) -> Spoil:
         ),
         (_no_meta, "it is incomplete", 10),
         (_truncated_bin, "has 39,998 bytes, but meta.json lists 40,000", 10),
-        (_sets("data.sequence_length=50000"), "are fewer than one sequence", 10),
+        (_sets("data.sequence_length=50000"), "fewer than data.sequence_length + 1", 10),
         (
             _sets("model.init=/no/such/model"),
             "model.init = '/no/such/model': the folder does not exist",

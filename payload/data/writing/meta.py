@@ -52,8 +52,8 @@ def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path = folder / name
         if path.exists() and read_bytes(path) != files[name]:
             raise DataError(
-                f"{path}: a different tokenizer file that no earlier run wrote. Choose another "
-                "--out."
+                f"{path}: this tokenizer file differs from the new one, and no earlier run of "
+                "prepare wrote it. Choose another --out."
             )
 
 

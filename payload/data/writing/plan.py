@@ -209,7 +209,8 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
     if unfinished is not None:
         raise DataError(
             f"{out}: holds an unfinished run with another source or other settings. Choose another "
-            "--out, finish it with its own command without --force, or replace it with --force."
+            "--out, finish that run with its own command without --force, or replace it with "
+            "--force."
         )
     if (out / META_NAME).exists():
         meta = load_meta(out)

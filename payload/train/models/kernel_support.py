@@ -52,7 +52,7 @@ def layer_refusals(body: nn.Module, *, known: Collection[type[nn.Module]]) -> It
     if any(set(each._parameters) - _LORA_PARAMETERS for each in adapted):
         yield "an adapter with more than LoRA's two matrices"
     if len({each.dropout for each in adapted}) > 1:
-        yield "adapters of one model with unlike dropout"
+        yield "adapters with different dropout"
     yield from _parameter_refusals(inner, adapted=bool(adapted))
 
 
@@ -73,7 +73,10 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
         if each.requires_grad != (not adapted or name.endswith(_ADAPTER))
     ]
     if wrong and adapted:
-        yield f"{len(wrong)} weights other than the adapter's are trained, or its own are not"
+        yield (
+            f"{len(wrong)} weights with the wrong requires_grad: only the adapter's weights can be "
+            "trained"
+        )
     elif wrong:
         yield f"{len(wrong)} frozen weights, {_first(wrong)}"
     other = [

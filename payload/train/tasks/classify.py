@@ -171,13 +171,14 @@ def _require_same(
     if labels != data.labels:
         fix = "Prepare the data with the same labels, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: its labels are {', '.join(labels[:8])}, the data's "
+            f"{where}: its labels are {', '.join(labels[:8])}, but the labels of the data are "
             f"{', '.join(data.labels[:8])}. {same or fix}"
         )
     if pad_token != data.pad_token:
         fix = "Prepare the data with the model's tokenizer, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: its padding token is {pad_token}, the data's {data.pad_token}. {same or fix}"
+            f"{where}: its padding token is {pad_token}, but the padding token of the data is "
+            f"{data.pad_token}. {same or fix}"
         )
 
 
@@ -188,7 +189,7 @@ def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: st
     if not labels.label_tokens:
         return (
             f"starts from random values: {folder} has no tokens of the labels' names. Either an "
-            "older version prepared it, or its tokenizer has no token for a name"
+            "older version prepared this folder, or its tokenizer has no token for a name"
         )
     if body.head_weight() is None:
         return (
