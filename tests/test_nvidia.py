@@ -88,7 +88,12 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
             None,
             "",
         ),
-        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory li"),
+        (
+            {"memory.total": "15360"},
+            {},
+            "error",
+            "GPU 0 has 15.0 GiB of memory, but the",
+        ),
         ({"name": "Vendor's, with a comma"}, {}, None, ""),
     ],
 )

@@ -337,7 +337,7 @@ def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(
     paths.state.write_text("garbage")
     status, _, err = workplace.call("stop", "one", "--force")
     assert status == ExitCode.OK, err
-    assert "its supervisor does not answer: killing it" in err
+    assert "the run's supervisor does not answer: killing" in err
     assert "again" not in err
     assert not processes_of(paths.root) and not is_supervised(paths)
 

@@ -222,7 +222,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     [note], [other] = found.chosen.gpu_notes, found.chosen.cuda_notes
     said = "nvidia-smi fails with status 6: No devices were found."
     assert note.startswith(f"no GPU is counted on n-1: {said} See the kernel's log")
-    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU: request")
+    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU. Request")
     reach = found.access.reach()
     assert reach.ssh == () and reach.node_command[0] == "srun"
     assert reach.off_head

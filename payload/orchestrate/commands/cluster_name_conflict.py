@@ -43,9 +43,9 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
         return claimed
     path = cluster_path(folder, cluster, "identity.json")
     if claimed not in state_identities and not confirm_by_name(
-        f"{path} claims that cluster {cluster} (identity {claimed}) was built from this folder, "
-        "but it was not written on this machine. The folder was copied or moved, or the file is "
-        "from an older version. Is it your cluster?",
+        f"{path} records that cluster {cluster} (identity {claimed}) was built from this folder, "
+        "but the file was not written on this machine: the folder was copied or moved, or the file "
+        "is from an older version. Is this cluster yours?",
         name=cluster,
         otherwise="Confirm this once at a terminal; --yes does not. If the cluster is not yours, "
         "remove the file.",

@@ -43,7 +43,7 @@ _LOG = "See the kernel's log on the node (`dmesg | grep -i nvrm`)"
 # Keys are exit statuses as in nvmlReturn_t; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
 _FIXES = {
     6: f"{_LOG}; a GPU that has fallen off the bus needs a reboot.",
-    9: "Load its module: `sudo modprobe nvidia`. Secure Boot loads only a signed one.",
+    9: "Load the driver's module: `sudo modprobe nvidia`. Secure Boot loads only a signed module.",
     15: "Reboot the node; if it happens again, replace it.",
     16: "Reset the GPU (`sudo nvidia-smi --gpu-reset`), or reboot the node.",
     18: "Reboot the node, so that the loaded kernel module matches the installed driver.",
@@ -263,7 +263,9 @@ def _absent_smi(facts: NvidiaFacts, *, need: GpuNeed, has_device: bool | None) -
         return
     cause = f"nvidia-smi is missing, but {need.why} requires GPUs"
     if has_device is None and facts.torch is not None and facts.torch.cuda is not None:
-        yield _warning(cause, "The trial shows whether its torch, a CUDA build, finds a GPU.")
+        yield _warning(
+            cause, "The trial shows whether the CUDA build of torch on this node finds a GPU."
+        )
     else:
         yield _error(cause, f"{_install()}, or set device.kind = 'cpu'.")
 
@@ -344,8 +346,8 @@ def _device_faults(gpu: GpuDevice, *, node: Node) -> Iterator[Fault]:
     gib = node.gpu_memory_gib
     if gib and gpu.memory_mib is not None and gpu.memory_mib / 1024 < gib * _MEMORY_SHARE:
         cause = (
-            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, the inventory lists "
-            f"{gib:g}"
+            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, but the inventory "
+            f"lists {gib:g}"
         )
         yield _error(cause, "Correct the inventory, or the machine type.")
     if gpu.mig:

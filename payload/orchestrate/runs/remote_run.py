@@ -218,7 +218,7 @@ class RemoteRun:
         grace_period = None if at_once else self._grace_period()
         left = ask(self.inventory.nodes)
         if grace_period is not None and self.inventory.head in left:
-            say("its supervisor is gone: waiting until its ranks have saved")
+            say("the run's supervisor has ended: waiting until the ranks have saved")
             while self.inventory.head in left and not grace_period.is_over():
                 time.sleep(0.5)
                 self.refresh()

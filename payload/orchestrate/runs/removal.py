@@ -79,7 +79,7 @@ def refuse_to_remove(
     if may_lose and not is_forced:
         raise UsageError(
             f"run {paths.run_id} was not collected: its newest checkpoint may exist only on the "
-            "cluster. Collect it, or remove the copy with --force."
+            "cluster. Collect the run, or remove the copy with --force."
         )
 
 

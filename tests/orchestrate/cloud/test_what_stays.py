@@ -68,7 +68,7 @@ def test_a_filestore_instance_goes_only_after_its_name_was_typed(
     other = ["--delete-filestore", "ours-shared"]
     assert main(["up", "--yes", *other], site.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "so nothing was built. Copy its data if you need it, then repeat" in last
+    assert "so nothing was built. Copy the data if you need it, then repeat" in last
     assert last.endswith("with --delete-filestore mine-shared")
     monkeypatch.setattr("sys.stdin", Answers("yes\n"))
     assert main(["up", "--yes"], site.env) == ExitCode.OK

@@ -219,4 +219,4 @@ def _quota_texts(flat: str) -> Iterable[str]:
         where = f"in {found['region']}" if found["region"] else "in all regions together"
         limit = f"{float(found['limit']):g} {where}"
         family = f" ({found['family']})" if found["family"] else ""
-        yield f"quota {found['metric']}{family} is {limit}, the cluster needs more"
+        yield f"quota {found['metric']}{family} is {limit}, but the cluster needs more"

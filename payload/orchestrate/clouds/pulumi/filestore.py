@@ -53,7 +53,7 @@ def refuse_another_region(preview: Update, region: str) -> None:
         if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
             raise ConfigError(
                 f"region = {region!r}, but Filestore {name_of(step.urn)} is in {place} with its "
-                "data. Copy its data if you need it, remove it (pulumi config set "
+                "data. Copy the data if you need it, remove the instance (pulumi config set "
                 "sharedStorage none, then up), and set sharedStorage again"
             )
 
