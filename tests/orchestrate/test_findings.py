@@ -211,9 +211,7 @@ def test_nodes_with_packages_from_another_lock_are_named() -> None:
     assert finding.line().startswith("node-2: its requirements.lock")
     found = list(find.payload_findings(nodes, facts, version="1.0", lock_sha="def"))
     assert [finding.node for finding in found] == ["node-0", "node-1"]
-    assert (
-        "its requirements.lock (abc) differs from the one of this machine (def)" in found[0].cause
-    )
+    assert "requirements.lock (abc) differs from the one of this machine (def)" in found[0].cause
 
 
 def answer(
