@@ -72,8 +72,14 @@ def main(argv: Sequence[str]) -> int:
     benchmark = Benchmark("prepare_corpus", __doc__)
     add = benchmark.parser.add_argument
     add("--mb", type=int, default=2000, metavar="MB", help="size of the text (default: 2000)")
-    add("--nanogpt", type=Path, metavar="DIR", help="also nanoGPT, of this checkout")
-    add("--peer-mb", type=int, default=200, metavar="MB", help="nanoGPT's text (default: 200)")
+    add("--nanogpt", type=Path, metavar="DIR", help="also measure nanoGPT in this checkout")
+    add(
+        "--peer-mb",
+        type=int,
+        default=200,
+        metavar="MB",
+        help="size of the text for nanoGPT (default: 200)",
+    )
     add("--folder", type=Path, metavar="DIR", help="work folder (default: the system's)")
     arguments = benchmark.parse(argv)
     peer_bytes = arguments.peer_mb * 1_000_000 if arguments.nanogpt else 0

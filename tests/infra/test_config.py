@@ -146,7 +146,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"Use auto or.*hyperdisk-balanced",
     ),
     ({"diskGb": 10}, r"diskGb = 10: must be from 30"),
-    ({"headDiskGb": 50}, r"headDiskGb = 50: must be 0, which means diskGb"),
+    ({"headDiskGb": 50}, r"headDiskGb = 50: must be 0 (use the value of diskGb)"),
     ({"bucket": "gs://mine"}, r"bucket = 'gs://mine'\. Use none, create, or the name"),
     ({"kmsKey": "my-key"}, r"kmsKey = 'my-key': must be projects/P/locations"),
     (
