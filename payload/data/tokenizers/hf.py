@@ -213,7 +213,7 @@ def _end_of_document(
     if found is not None:
         return found
     raise DataError(
-        f"tokenizer {folder}: no eos_token in {', '.join(_CONFIG_FILES)}, but this token must end "
+        f"tokenizer {folder}: no eos_token in {', '.join(_CONFIG_FILES)}; this token must end "
         'every document. Add "eos_token" to tokenizer_config.json.'
     )
 

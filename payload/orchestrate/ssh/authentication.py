@@ -103,7 +103,7 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
             f"{node.name}: host key {_print(error.key)} does not match the inventory's "
             f"{_print(error.expected_key)}",
             fix="Nothing was sent. If the machine was replaced, write a new inventory. If it was "
-            "not replaced, somebody may intercept the connection.",
+            "not replaced, another machine may intercept the connection.",
         )
     text = str(error)
     if isinstance(error, paramiko.AuthenticationException) and not (
