@@ -3,7 +3,7 @@
     python -m benchmarks.prepare_corpus --mb 2000 [--nanogpt CHECKOUT --peer-mb 200]
 
 The corpus is generated from the standard library's text (see `benchmarks/corpus.py`) as JSON lines
-in a temporary folder. The time is that of the whole command: Python's start and imports, reading,
+in a temporary folder. The time covers the whole command: Python's start and imports, reading,
 tokenizing, checking samples with tiktoken, writing, hashing and flushing to disk. Its peak memory
 is the kernel's high-water mark. nanoGPT's data/openwebtext/prepare.py (see
 `benchmarks/peers/prepare_nanogpt.py`) and this project then prepare the first `--peer-mb` of the

@@ -1,4 +1,4 @@
-"""Checks settings that depend on each other; each problem states the value and the fix. Pure."""
+"""Checks settings that depend on each other; each problem states the value and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of short runs of every strategy and task, compared with those of another commit.
+"""Losses of short runs of every strategy and task, compared with the losses of another commit.
 
     python -m benchmarks.golden --against COMMIT
     python -m benchmarks.golden --against main --only 2-shard-text-llama-resume

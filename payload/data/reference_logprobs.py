@@ -140,7 +140,7 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
 def write_reference(
     folder: Path, meta: DataMeta, *, model: ReferenceModel, dtype: Dtype, values: LogProbs
 ) -> None:
-    """Store log-probabilities, and delete those of another model or other data.
+    """Store log-probabilities, and delete stored values of another model or other data.
 
     Raises DataError.
     """

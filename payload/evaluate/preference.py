@@ -32,7 +32,8 @@ _BATCH_PAIRS = 8
 def open_both(
     folder: Path, meta: DataMeta, model: CausalLM, *, dtype: Dtype
 ) -> tuple[Pairs, Tensor, str]:
-    """Return the validation pairs, their reference log-probabilities, and the reference's name.
+    """Return the validation pairs, their reference log-probabilities, and the name of the reference
+    model.
 
     Raises DataError, and ConfigError for pairs that are longer than the model's context.
     """

@@ -39,7 +39,7 @@ class RankHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHeartbeat:
-    """The last heartbeat of a node other than the supervisor's."""
+    """The last heartbeat of a node on which the supervisor does not run."""
 
     node: str
     quiet_s: float

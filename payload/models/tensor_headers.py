@@ -114,7 +114,8 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:
-    """Return the file's path. Raises CheckpointError if it is missing or links elsewhere."""
+    """Return the file's path. Raises CheckpointError if the file is missing or is a link out of the
+    folder."""
     path = own_file(folder, name)
     if not path.is_file():
         if index is not None:

@@ -41,7 +41,7 @@ class ManifestHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: hashes from all attempts, including those of removed checkpoints."""
+    """manifest_hashes.json: hashes from all attempts, also for removed checkpoints."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
     """One hash per checkpoint, the oldest step first."""

@@ -263,7 +263,8 @@ def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
 def _files(descriptor: int, *, within: PurePosixPath) -> Iterator[StoredObject]:
     """Yield the regular files below an open folder, except hidden files.
 
-    Folders that cannot be read, such as lost+found, and folders deeper than a run's are skipped.
+    Folders that cannot be read, such as lost+found, and folders deeper than the folders of a run
+    are skipped.
     """
     if len(within.parts) > _MOST_FOLDERS:
         return

@@ -56,7 +56,8 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """The fast encoder's tokens differ from the reference's; its output must not be used."""
+    """The fast encoder's tokens differ from the tokens of the reference encoder, so they must not
+    be used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
 
 
 def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
-    """Write the tokenizer files, delete those of an earlier run, and return meta.json's entries."""
+    """Write the tokenizer files, delete the files of an earlier run, and return meta.json's
+    entries."""
     for name in _earlier_tokenizer(folder) - set(files):
         (folder / name).unlink(missing_ok=True)
     described = {}

@@ -233,7 +233,8 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
 
 
 def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> None:
-    """Raise DataError if the folder's special tokens differ from the tokenizer's.
+    """Raise DataError if the folder's special tokens differ from the special tokens of the
+    tokenizer.
 
     A chat template writes special tokens into the text, and padding is one of them.
     """

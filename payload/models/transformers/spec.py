@@ -166,8 +166,8 @@ class OtherSpec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        A layer keeps the inputs and outputs of its matmuls, and in fp32 those of its norms.
-        Raises CheckpointError if the parameters are unknown.
+        A layer keeps the inputs and outputs of its matmuls, and the inputs and outputs of its norms
+        in fp32. Raises CheckpointError if the parameters are unknown.
         """
         counts, tokens = self._known(), setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()

@@ -159,7 +159,7 @@ class Classifier(CausalLM):
         return {**self.body.hf_config(), **self.hf_labels()}
 
     def hf_labels(self) -> dict[str, Any]:
-        """Return the keys that make the body's config.json a classifier's."""
+        """Return the keys that turn the body's config.json into the config.json of a classifier."""
         return {
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},

@@ -95,7 +95,8 @@ def config_folder(folder: Path) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder with a checkpoint's tokenizer; an adapter without one uses its base's.
+    """Return the folder with a checkpoint's tokenizer; an adapter without a tokenizer uses the
+    tokenizer of its base.
 
     Raises CheckpointError.
     """

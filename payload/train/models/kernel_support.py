@@ -20,7 +20,7 @@ _LORA_PARAMETERS = {"weight", "bias", *_ADAPTER}
 
 
 def projection(linear: nn.Module, *, is_part: bool = False) -> Projection:
-    """Return a linear's parameters and its adapter's, as input for the kernels.
+    """Return the parameters of a linear and of its adapter, as input for the kernels.
 
     With `is_part`, this rank has a part of the linear's inputs, and the bias is added after the sum
     over ranks.
@@ -105,7 +105,8 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks other than a strategy's, which `computed_by` also runs."""
+    """Return whether a module has hooks other than the hooks of a strategy, which `computed_by`
+    runs."""
     placement = module.placement if isinstance(module, LayerModule) else None
     around = len(module._forward_hooks) + len(module._forward_pre_hooks)
     if placement is not None:

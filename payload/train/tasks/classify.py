@@ -127,7 +127,8 @@ class Classify(Task):
         return model
 
     def require_matching_checkpoint(self, checkpoint: Path) -> None:
-        """Raise CheckpointError if the labels of the run's `checkpoint` are not the data's.
+        """Raise CheckpointError if the labels of the run's `checkpoint` differ from the labels of
+        the data.
 
         The weights' shapes can be equal: they depend only on the number of labels.
         """
@@ -166,7 +167,7 @@ def _require_same(
     where: str,
     resumes: bool = False,
 ) -> None:
-    """Raise CheckpointError if a model's labels or its padding token are not the data's."""
+    """Raise CheckpointError if a model's labels or padding token differ from the data."""
     same = "Resume with the data of the run's start." if resumes else ""
     if labels != data.labels:
         fix = "Prepare the data with the same labels, or start from a model without labels."

@@ -115,7 +115,8 @@ class Preference(Task):
             )
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Read the reference's log-probabilities, or compute and store them before the first step.
+        """Read the log-probabilities of the reference model, or compute and store them before the
+        first step.
 
         Return False after a request to stop. Raises DataError, CheckpointError.
         """

@@ -344,7 +344,7 @@ def _has_key_value_cache(module: _Module) -> bool:
 
 
 def _hidden_matrices(module: _Module) -> set[str]:
-    """Return the names of all linear weights but the head's, as parameters of the CausalLM."""
+    """Return the names of all linear weights except the head, as parameters of the CausalLM."""
     head = module.get_output_embeddings()
     return {
         f"module.{name}.weight"
