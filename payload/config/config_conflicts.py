@@ -192,8 +192,8 @@ def quantize_conflicts(
         )
     if distributed.strategy != "replicate":
         found.append(
-            f"{setting} does not run with distributed.strategy = "
-            f'"{distributed.strategy}". Set it to "replicate".'
+            f'{setting} does not run with distributed.strategy = "{distributed.strategy}". Set '
+            'strategy to "replicate".'
         )
     return found
 
@@ -285,6 +285,6 @@ def adapter_conflicts(
     if adapter.dora and distributed.strategy != "replicate":
         found.append(
             "adapter.dora = true does not run with distributed.strategy = "
-            f'"{distributed.strategy}". Set it to "replicate".'
+            f'"{distributed.strategy}". Set strategy to "replicate".'
         )
     return [*found, *_plain_engine_conflicts(f'adapter.kind = "{kind}"', engine)]

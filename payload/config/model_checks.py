@@ -77,8 +77,8 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
         header = headers.get(name) or headers.get(name.removeprefix("transformer."))
         if header is None:
             raise CheckpointError(
-                f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} requires. Name "
-                "the folder of a whole model."
+                f"{folder}: has no tensor {name}, which its {CONFIG_FILE} requires. Name the "
+                "folder of a whole model."
             )
         if header.shape != shape:
             raise CheckpointError(

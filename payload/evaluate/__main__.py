@@ -68,8 +68,8 @@ def parser() -> CommandParser:
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help=f"block length (default: {_SEQUENCE_LENGTH}, or the model's context if shorter); "
-        "classifiers truncate texts to it (default: their context)",
+        help=f"block length (default: {_SEQUENCE_LENGTH}, or the model's context if that is "
+        "shorter); classifiers truncate texts to this length (default: their context)",
     )
     made.add_argument(
         "--max-tokens",

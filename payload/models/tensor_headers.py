@@ -135,8 +135,8 @@ def _why_no_weights(folder: Path) -> str:
             "writes safetensors."
         )
     if list(folder.glob("model-*-of-*.safetensors")):
-        return f"it has shards but no {INDEX_FILE}. {_FIX}"
-    return f"it has no weights ({WEIGHTS_FILE}, or shards and {INDEX_FILE}). {_FIX}"
+        return f"the folder has shards but no {INDEX_FILE}. {_FIX}"
+    return f"the folder has no weights ({WEIGHTS_FILE}, or shards and {INDEX_FILE}). {_FIX}"
 
 
 def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:

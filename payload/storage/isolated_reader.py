@@ -205,7 +205,7 @@ class _WatchedStore:
             yield
         except OSError:
             raise StoreError(
-                f"{self.address}: the process that reads it has ended. Try again."
+                f"{self.address}: the process that reads this store has ended. Try again."
             ) from None
 
 

@@ -235,7 +235,9 @@ CASES = {
         has_sizes=True,
     ),
     "shards without index": Case(
-        sharded(without(INDEX)), f"{{model}}: it has shards but no {INDEX}. {AGAIN}", has_sizes=True
+        sharded(without(INDEX)),
+        f"{{model}}: the folder has shards but no {INDEX}. {AGAIN}",
+        has_sizes=True,
     ),
     "index that leads out": Case(
         sharded(lead_out),
@@ -251,7 +253,7 @@ CASES = {
     ),
     "config without weights": Case(
         without(WEIGHTS),
-        f"{{model}}: it has no weights ({WEIGHTS}, or shards and {INDEX}). {AGAIN}",
+        f"{{model}}: the folder has no weights ({WEIGHTS}, or shards and {INDEX}). {AGAIN}",
         has_sizes=True,
     ),
     "weights without config": Case(
@@ -309,7 +311,7 @@ CASES = {
     ),
     "gated": Case(
         named(NAME),
-        f"model.init = '{NAME}': it is gated: only accounts that accepted its terms can "
+        f"model.init = '{NAME}': the model is gated: only accounts that accepted its terms can "
         f"download it. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
         has_sizes=True,
     ),
@@ -358,7 +360,7 @@ CASES = {
     ),
     "more layers than weights": Case(
         config(num_hidden_layers=3),
-        "{model}: it has no tensor model.layers.2.input_layernorm.weight, which its config.json "
+        "{model}: has no tensor model.layers.2.input_layernorm.weight, which its config.json "
         f"requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: does not contain the weights that config.json describes: 9 missing "
@@ -418,7 +420,7 @@ CASES = {
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
-        f"{{model}}: it has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
+        f"{{model}}: has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: does not contain the weights that config.json describes: 1 missing "
         f"(first: {A_MATRIX}). {USE_A_WHOLE_MODEL}",

@@ -113,8 +113,7 @@ _ANYWHERE = {
         '"off".'
     ),
     "adapter.kind=lora adapter.dora=true distributed.strategy=shard model.init=x": (
-        'adapter.dora = true does not run with distributed.strategy = "shard". Set it to '
-        '"replicate".'
+        'adapter.dora = true does not run with distributed.strategy = "shard". Set "replicate".'
     ),
 }
 """Rejected by the settings alone; the message names the file of the settings."""

@@ -247,7 +247,7 @@ def test_lost_large_packets_are_named_with_the_size_that_works() -> None:
 
 
 def test_lost_large_packets_that_stop_tcp_too_are_an_error() -> None:
-    stuck = answer(peer="node-1", largest=1400, failed={"20001": "it connects, then data get lost"})
+    stuck = answer(peer="node-1", largest=1400, failed={"20001": "data is lost"})
     (finding,) = of_mesh(stuck, answer(peer="node-0"))
     assert (finding.severity, finding.fix) == ("error", "Set the MTU to 1400 on all nodes.")
 

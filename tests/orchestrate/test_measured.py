@@ -84,7 +84,7 @@ def test_equal_nodes_on_a_fast_network_have_no_finding() -> None:
 
 def test_a_slow_node_among_its_like_is_named_and_one_of_another_kind_is_not() -> None:
     assert of_speed(make_measured(4.0, 3.0, 4.0)) == {
-        "node-1": "it is slow among 3 nodes of its kind: 3.00 TFLOP/s, their median is 4.00"
+        "node-1": "it is slow among 3 nodes of its kind: 3.00 TFLOP/s, but the median is 4.00"
     }
     assert of_speed(make_measured(4.0, 3.3, 4.0)) == {}
     kinds = {"node_0": "c3", "node_1": "c3-small", "node_2": "c3"}

@@ -171,7 +171,7 @@ def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) ->
 
 def test_srun_is_refused_where_there_is_no_job() -> None:
     config = parse_run_config("", overrides=["launch.launcher=srun"], where="test")
-    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, and .* is not one"):
+    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, but .* is not a"):
         require_launcher(config, make_inventory(num_nodes=2))
 
 

@@ -205,7 +205,7 @@ def choose_encoder(tokenizer: TextTokenizer, *, seed: int, log: Callable[[str], 
             f"tokenizer: {package}; the faster gigatoken cannot be used for this tokenizer: {error}"
         )
     except (EncoderMismatchError, AttributeError, TypeError, ValueError, OSError) as error:
-        log(f"tokenizer: {package}; gigatoken failed a comparison with it: {error}")
+        log(f"tokenizer: {package}; gigatoken failed a comparison with {package}: {error}")
     else:
         log(f"tokenizer: {encoder.name}, checked against {package} on samples")
         return encoder

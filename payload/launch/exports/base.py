@@ -125,8 +125,8 @@ class Engine(ABC):
             )
         if job.storage is not None and not self.storage_pattern.fullmatch(job.storage):
             raise UsageError(
-                f"--storage {job.storage!r}: for {self.name} it must be {self.storage}. Use "
-                f"{self.storage_characters} only."
+                f"--storage {job.storage!r}: the storage for {self.name} must be {self.storage}. "
+                f"Use {self.storage_characters} only."
             )
 
     @abstractmethod

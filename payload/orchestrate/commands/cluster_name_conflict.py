@@ -120,7 +120,7 @@ def take_over(
     """
     for line in describe_others(others):
         talk.print(f"will be removed with all its data: {line}")
-    talk.print("active runs on it cannot be detected: only its operator has the SSH key")
+    talk.print("active runs on this cluster cannot be detected: only its operator has the SSH key")
     if not confirm_by_name(f"Remove these {len(others)} resource(s)?", name=cluster):
         return False
     data = [each.name for each in others if each.kind == FILESTORE]

@@ -301,7 +301,9 @@ def _instance(owner: GpuDevice, uuid: str) -> GpuDevice:
 def _visible_faults(facts: NvidiaFacts) -> Iterator[Fault]:
     if facts.visible is not None and len(facts.visible) >= MOST_VISIBLE_CHARS:
         cause = f"only the first {MOST_VISIBLE_CHARS:,} characters of {VISIBLE} were read"
-        yield _warning(cause, "Shorten it on the node, for example to the GPUs' indexes.")
+        yield _warning(
+            cause, "Shorten this variable on the node, for example to the GPUs' indexes."
+        )
 
 
 def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
@@ -313,7 +315,10 @@ def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[
         cause = (
             f"{VISIBLE} = {shown(facts.visible)} leaves {len(visible)} of its {len(every)} GPU(s)"
         )
-        fix = f"Unset it on the node, or set launch.ranks_per_node = {max(1, len(visible))}."
+        fix = (
+            "Unset this variable on the node, or set launch.ranks_per_node = "
+            f"{max(1, len(visible))}."
+        )
     else:
         cause = f"nvidia-smi shows {len(visible)} GPU(s)"
         fix = "Correct the inventory or launch.ranks_per_node: each rank uses one GPU."

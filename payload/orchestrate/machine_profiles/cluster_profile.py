@@ -97,8 +97,8 @@ class ClusterAccess:
         interface = self.interface_of[self.head]
         if interface is None:
             raise PreflightError(
-                f"{self.head}: network interface to the other nodes is unknown. Check that "
-                "`ip route get` works on it (package iproute2)."
+                f"{self.head}: the network interface to the other nodes is unknown. Check that `ip "
+                "route get` works on this node (package iproute2)."
             )
         return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 

@@ -113,9 +113,12 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
             if speed_flops < _SLOW_NODE_SHARE * median:
                 cause = (
                     f"it is slow among {len(group)} nodes of its kind: {_tflops(speed_flops)} "
-                    f"TFLOP/s, their median is {_tflops(median)}"
+                    f"TFLOP/s, but the median is {_tflops(median)}"
                 )
-                fix = "The slowest rank sets the pace. Try again, check for other load on it (top)"
+                fix = (
+                    "The slowest rank sets the pace. Try again, check for other programs on the "
+                    "node (top)"
+                )
                 yield _warning(name, "speed", cause, f"{fix}, or replace the node.")
 
 

@@ -248,7 +248,7 @@ def saved_pad_token(config: Mapping[str, object], *, where: str) -> int:
     found = config.get("pad_token_id")
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise CheckpointError(
-            f"{where}: pad_token_id = {found!r}: must be a token of the model. Set it to the "
+            f"{where}: pad_token_id = {found!r}: must be a token of the model. Set this key to the "
             "tokenizer's padding token."
         )
     return found

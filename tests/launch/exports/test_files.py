@@ -204,7 +204,7 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
             (
                 ["--export", engine, "--storage", storage, *image],
                 ExitCode.USAGE,
-                f"--storage {storage!r}: for {engine} it must be {what}",
+                f"--storage {storage!r}: the storage for {engine} must be {what}",
             )
             for engine, storage, what, image in (
                 ("mpijob", "gs://b", "a persistent volume claim", ["--image", "x"]),

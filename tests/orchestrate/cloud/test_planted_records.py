@@ -130,4 +130,4 @@ def test_up_trusts_no_public_key_that_came_with_the_folder(
         own_key(site)
     write_whole(folder / "id_ed25519.pub", f"{make_operator_key(site.folder / 'theirs')}\n")
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert "its private half is missing, so it can be another user's key" in capsys.readouterr().err
+    assert "is missing, so the key may belong to another user" in capsys.readouterr().err
