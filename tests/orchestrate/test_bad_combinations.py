@@ -113,7 +113,8 @@ _ANYWHERE = {
         '"off".'
     ),
     "adapter.kind=lora adapter.dora=true distributed.strategy=shard model.init=x": (
-        'adapter.dora = true does not run with distributed.strategy = "shard". Set "replicate".'
+        'adapter.dora = true does not run with distributed.strategy = "shard". Set strategy to '
+        '"replicate".'
     ),
 }
 """Rejected by the settings alone; the message names the file of the settings."""
