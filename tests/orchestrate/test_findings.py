@@ -157,8 +157,8 @@ def test_an_unknown_fact_is_not_a_fault(unknown: str) -> None:
         (None, "bootstrap has not reported yet: /var/lib/tileforge/bootstrap.json is missing"),
         ("half a fi", "is damaged: 'half a fi'"),
         ({"ok": True}, "is damaged"),
-        (READY | {"ok": None, "step": "payload", "reason": None}, "is at step 'payload'"),
-        (READY | {"ok": False, "step": "packages", "reason": None}, "step 'packages': it gave no"),
+        (READY | {"ok": None, "step": "payload", "reason": None}, "current step is 'payload'"),
+        (READY | {"ok": False, "step": "packages", "reason": None}, "step 'packages': no reason"),
         (
             READY | {"ok": False, "step": "packages", "reason": "a\nE: no package x\nfailed"},
             "bootstrap failed in step 'packages': E: no package x",
