@@ -201,7 +201,8 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 if all are.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for a text of
+    padding.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """
