@@ -135,7 +135,7 @@ _ACCESS = (
     _rule(
         r"\bconstraints?/(?:constraints/)?(?P<constraint>[a-z]\w{1,30}\.\w{1,60})",
         CloudAuthError,
-        f"An organization policy forbids this change. {policy_fix}",
+        "An organization policy forbids this change. {policy_fix}",
     ),
     _rule(
         r"do not belong to a permitted customer",
