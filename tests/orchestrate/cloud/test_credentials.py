@@ -151,7 +151,7 @@ KINDS = [
         ACTS,
         "impersonate: status code 403: Permission 'iam.serviceAccounts.getAccessToken' denied",
         f"'{TARGET}': the account does not exist, or this login cannot impersonate it",
-        "roles/iam.serviceAccountTokenCreator on that account",
+        "roles/iam.serviceAccountTokenCreator on the account",
     ),
 ]
 
