@@ -154,7 +154,7 @@ def test_a_gated_model_is_refused_with_the_page_of_its_terms(
     with model_hub(commits, gated=True) as endpoint:
         use_hub(monkeypatch, endpoint=endpoint, cache=cache)
         text = refusal_of(NAME)
-    assert "it is gated" in text
+    assert "the model is gated" in text
     assert f"{endpoint}/{NAME}" in text
     assert "hf auth login" in text
 
