@@ -159,7 +159,7 @@ def test_a_run_keeps_the_micro_batch_that_it_was_planned_with(workplace: Workpla
     chosen = ("--set", "batch.micro_batch_size=auto")
     status, _, err = workplace.call("run", "--run-id", "one", *chosen)
     assert status == 0, err
-    assert 'batch.micro_batch_size = "auto": 16' in err
+    assert 'batch.micro_batch_size = "auto": a micro-batch has 16' in err
     paths = workplace.run_paths("one")
     assert load_run_config(paths.config).batch.micro_batch_size == 16
     config = load_run_config(paths.config)
@@ -183,7 +183,7 @@ def test_auto_given_at_the_resume_of_a_run_with_a_number_is_settled(workplace: W
         "run", "--resume", "one", *auto, "--set", f"train.steps={steps}"
     )
     assert status == 0, err
-    assert 'batch.micro_batch_size = "auto": 16' in err
+    assert 'batch.micro_batch_size = "auto": a micro-batch has 16' in err
     assert load_run_config(paths.config).batch.micro_batch_size == 16
 
 

@@ -252,7 +252,7 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
         stored.store, RunPaths(stored.paths.root.parent.parent / "r"), say=said.append
     )
     (warning,) = [line for line in said if "not downloaded" in line]
-    assert "the first is logs/b.log" in warning
+    assert "(first: logs/b.log" in warning
 
 
 @pytest.mark.processes
