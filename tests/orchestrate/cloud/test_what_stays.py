@@ -98,7 +98,7 @@ def test_another_region_than_filestores_is_refused(site: Site, capsys: Capture) 
     site.configure(cluster="mine", project=PROJECT, region="europe-west4")
     site.pulumi.on("preview", events=filestore_step("same"))
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert f"Filestore mine-shared is in {ZONE} with its data" in capsys.readouterr().err
+    assert f"Filestore mine-shared is in {ZONE} with all data" in capsys.readouterr().err
     assert "up --yes --skip-preview" not in words(site)
 
 
