@@ -88,8 +88,8 @@ def describe(
         lines.append(f"on demand, if no spot machine is free: {price}")
     if cost.filestore:
         lines.append(
-            f"${cost.filestore:.4f} of this is for Filestore ({config.filestore_gb} GiB), which "
-            "has no lifetime limit and is billed until you remove it"
+            f"${cost.filestore:.4f} of this is for Filestore ({config.filestore_gb} GiB), billed "
+            "until you remove it"
         )
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
