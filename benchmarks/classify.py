@@ -15,7 +15,7 @@ and reports the accuracy on both kinds of texts.
 
 The peer is scikit-learn's logistic regression on the same texts. Its regularisation is the best for
 the measured texts, which favours it. The standard error of the margin is for paired texts clustered
-by source package, and its p-value is that of a normal distribution.
+by source package, and its p-value is from a normal distribution.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The processes of `benchmarks.step` and `.memory`: this project's step and its peers'."""
+"""The processes of `benchmarks.step` and `.memory`: the step of this project, and the steps of its
+peers."""
 
 from __future__ import annotations
 

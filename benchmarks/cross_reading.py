@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     add_options(benchmark.parser)
     add = benchmark.parser.add_argument
     add("--models", choices=MODELS, nargs="+", default=list(MODELS))
-    add("--kills", action="store_true", help="kill a run of each mesh instead")
+    add("--kills", action="store_true", help="kill a run of each mesh, then resume it")
     arguments = benchmark.parse(argv)
     if arguments.rank is not None:
         _train_all(arguments.rank, read_tasks(arguments.tasks))

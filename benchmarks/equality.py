@@ -1,4 +1,4 @@
-"""Losses, gradient norms and evaluations of every strategy, compared with one rank's.
+"""Losses, gradient norms and evaluations of every strategy, compared with the values of one rank.
 
     python -m benchmarks.equality
     python -m benchmarks.equality --only 2:shard 4:pipeline2+shard
@@ -130,7 +130,7 @@ def _sgd(model: Any, settings: Any, engine: Any = None, *, parts: Any = None) ->
 
 
 def _compared(model: str, ranks: int, mesh: str, root: Path) -> dict[str, Any]:
-    """Return the differences between the runs of one mesh and those of one rank."""
+    """Return the differences between the runs of one mesh and the runs of one rank."""
     row: dict[str, Any] = {"model": model, "ranks": ranks, "mesh": mesh, "holds": True}
     for optimizer in OPTIMIZERS:
         ours = Job(model=model, optimizer=optimizer, ranks=ranks, mesh=mesh).folder(root)

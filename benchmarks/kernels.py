@@ -3,9 +3,10 @@
     python -m benchmarks.kernels --model gpt2 --micro-batch-size 4 --threads 1
 
 Each kernel is called with one layer's sizes, `--rounds` times after one warm-up call, and torch's
-operations after it. Backward passes are measured by themselves. Torch's operations are those of the
-reference under autocast, in fp32 where autocast keeps fp32. A table goes to stderr, one JSON object
-to stdout; a ratio is torch's median time over the kernel's.
+operations after it. Backward passes are measured by themselves. Torch's operations are the
+operations of the reference model under autocast, in fp32 where autocast keeps fp32. A table goes to
+stderr, one JSON object to stdout; a ratio is torch's median time over the median time of the
+kernel.
 """
 
 from __future__ import annotations

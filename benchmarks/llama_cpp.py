@@ -1,4 +1,4 @@
-"""Greedy tokens of exported GGUF files in llama.cpp, beside transformers' on the same weights.
+"""Compares greedy tokens of exported GGUF files in llama.cpp with transformers on the same weights.
 
     python -m benchmarks.llama_cpp --llama-python ENV/bin/python [--model FOLDER]
 

@@ -10,8 +10,8 @@ whole model is killed; that is measured, too. With `--state` the ranks restore A
 a resume: zeros, twice the bytes of the weights.
 
 With `--quantize nf4` one process loads the model in 4 bits: a Llama with this project's layers, and
-an OLMo 2 with transformers'. The peak is what loading adds to a process that has already loaded a
-small model of the same kind. A table goes to stderr, one JSON object to stdout.
+an OLMo 2 with the layers of transformers. The peak is what loading adds to a process that has
+already loaded a small model of the same kind. A table goes to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations

@@ -235,12 +235,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         help="micro-batches of a step (default: 1)",
     )
-    add("--nanogpt", type=Path, metavar="DIR", help="also nanoGPT, of this checkout")
-    add("--eager", action="store_true", help="also this project without kernels")
+    add("--nanogpt", type=Path, metavar="DIR", help="also measure nanoGPT in this checkout")
+    add("--eager", action="store_true", help="also measure this project without kernels")
     add("--adapter", choices=["lora"], help="train an adapter; not with --data")
     add("--rank", type=int, default=16, help="rank of the adapter (default: 16)")
     add("--adapter-dropout", type=float, default=0.0, metavar="SHARE", help="(default: 0)")
-    add("--data", type=Path, metavar="DIR", help="also the trainer itself, on this prepared folder")
+    add(
+        "--data", type=Path, metavar="DIR", help="also measure the trainer, on this prepared folder"
+    )
     add(
         "--ranks",
         nargs="+",

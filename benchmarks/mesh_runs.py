@@ -121,7 +121,8 @@ def overrides_of(model: str, mesh: str, root: Path, **settings: object) -> list[
 
 
 def train(benchmark: str, tasks: Iterable[Any], root: Path, *, within_s: float) -> None:
-    """Train the tasks; those with as many ranks share their processes, except DeepSpeed's."""
+    """Train the tasks; tasks with equal numbers of ranks share their processes, except tasks with
+    DeepSpeed."""
     groups: dict[tuple[int, bool], list[Any]] = {}
     for task in tasks:
         groups.setdefault((task.ranks, task.mesh == "zero3"), []).append(task)

@@ -53,7 +53,7 @@ SETTING: dict[str, Any] = {
 STEPS = 128
 """Steps of AdamW."""
 SHARE = 0.75
-"""Muon's steps as a share of AdamW's."""
+"""Steps of Muon as a share of the steps of AdamW."""
 WARM_UP = 0.1
 """Share of a run's steps."""
 LAST_LR = 0.1

@@ -3,7 +3,7 @@
     python -m benchmarks.prepare_corpus --mb 2000 [--nanogpt CHECKOUT --peer-mb 200]
 
 The corpus is generated from the standard library's text (see `benchmarks/corpus.py`) as JSON lines
-in a temporary folder. The time is that of the whole command: Python's start and imports, reading,
+in a temporary folder. The time covers the whole command: Python's start and imports, reading,
 tokenizing, checking samples with tiktoken, writing, hashing and flushing to disk. Its peak memory
 is the kernel's high-water mark. nanoGPT's data/openwebtext/prepare.py (see
 `benchmarks/peers/prepare_nanogpt.py`) and this project then prepare the first `--peer-mb` of the
@@ -72,8 +72,14 @@ def main(argv: Sequence[str]) -> int:
     benchmark = Benchmark("prepare_corpus", __doc__)
     add = benchmark.parser.add_argument
     add("--mb", type=int, default=2000, metavar="MB", help="size of the text (default: 2000)")
-    add("--nanogpt", type=Path, metavar="DIR", help="also nanoGPT, of this checkout")
-    add("--peer-mb", type=int, default=200, metavar="MB", help="nanoGPT's text (default: 200)")
+    add("--nanogpt", type=Path, metavar="DIR", help="also measure nanoGPT in this checkout")
+    add(
+        "--peer-mb",
+        type=int,
+        default=200,
+        metavar="MB",
+        help="size of the text for nanoGPT (default: 200)",
+    )
     add("--folder", type=Path, metavar="DIR", help="work folder (default: the system's)")
     arguments = benchmark.parse(argv)
     peer_bytes = arguments.peer_mb * 1_000_000 if arguments.nanogpt else 0

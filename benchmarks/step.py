@@ -11,13 +11,13 @@ is a separate process; its first step warms up, and the result is the median of 
 a step (`cpu_ratio_vs_...`, `cpu_mfu`), which excludes the time that threads wait for a core.
 
 A table goes to stderr, one JSON object to stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes`
-are this project's, and `contender_peak_rss_bytes` has those of every contender. Peers run
+are of this project, and `contender_peak_rss_bytes` has the peaks of every contender. Peers run
 unmodified, from the folders given, with autocast to bf16. FOLDER has a config.json in the Hugging
-Face layout; without weights they are random. --transformers is transformers' own model of
-FOLDER, --trl the same model in TRL's SFTTrainer. With --adapter, this project trains LoRA on all
-linears of the layers, with alpha = 2 x rank, and --peft trains PEFT's on transformers' model. With
---quantize nf4 the linears of the base are in 4 bits, those of PEFT by bitsandbytes with double
-quantisation; the folder needs weights.
+Face layout; without weights they are random. --transformers is transformers' own model of FOLDER,
+--trl the same model in TRL's SFTTrainer. With --adapter, this project trains LoRA on all linears of
+the layers, with alpha = 2 x rank, and --peft trains the LoRA of PEFT on transformers' model. With
+--quantize nf4 the linears of the base are in 4 bits, with PEFT quantised by bitsandbytes with
+double quantisation; the folder needs weights.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def _problem(arguments: argparse.Namespace) -> str | None:
     """Return why these options do not go together, or None."""
     if (arguments.intel_module is None) != (arguments.ipex_python is None):
-        return "--intel-module and --ipex-python need each other."
+        return "--intel-module and --ipex-python work only together."
     for_folders = arguments.transformers or arguments.trl or arguments.peft
     for_presets = arguments.nanogpt or arguments.intel_module
     if for_folders if arguments.model in PRESETS else for_presets:
@@ -75,7 +75,7 @@ def _problem(arguments: argparse.Namespace) -> str | None:
             return f"--quantize: the model cannot be quantised: {reason}."
     others = arguments.transformers or arguments.trl or for_presets
     if others if arguments.adapter else arguments.peft:
-        return "--peft and --adapter need each other and exclude other peers."
+        return "--peft and --adapter work only together, and not with other peers."
     if arguments.tcmalloc and not arguments.tcmalloc.is_file():
         # The loader would only warn, and the module would run without it.
         return f"--tcmalloc {arguments.tcmalloc}: not a file."
@@ -194,11 +194,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default="tuned",
         help="allocator settings, as launch.malloc of a run",
     )
-    parser.add_argument("--eager", action="store_true", help="also this project without kernels")
     parser.add_argument(
-        "--transformers", action="store_true", help="also transformers' own model of the folder"
+        "--eager", action="store_true", help="also measure this project without kernels"
     )
-    parser.add_argument("--trl", action="store_true", help="also TRL's SFTTrainer")
+    parser.add_argument(
+        "--transformers",
+        action="store_true",
+        help="also measure transformers' own model of the folder",
+    )
+    parser.add_argument("--trl", action="store_true", help="also measure TRL's SFTTrainer")
     parser.add_argument("--adapter", choices=["lora"], help="train an adapter")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapter (default: 16)")
     parser.add_argument(
@@ -207,12 +211,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize", choices=["none", "nf4"], default="none", help="dtype of the base"
     )
-    parser.add_argument("--peft", action="store_true", help="also PEFT on transformers' model")
     parser.add_argument(
-        "--nanogpt", type=Path, metavar="DIR", help="also nanoGPT, of this checkout"
+        "--peft", action="store_true", help="also measure PEFT on transformers' model"
     )
     parser.add_argument(
-        "--intel-module", type=Path, metavar="DIR", help="also Intel's module, with its model.py"
+        "--nanogpt", type=Path, metavar="DIR", help="also measure nanoGPT in this checkout"
+    )
+    parser.add_argument(
+        "--intel-module",
+        type=Path,
+        metavar="DIR",
+        help="also measure the model.py of Intel's module",
     )
     parser.add_argument(
         "--ipex-python",

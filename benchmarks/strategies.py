@@ -13,10 +13,10 @@ separate host, a network namespace whose cable has that rate (root only).
 The step is the median after the first. Its prediction uses the computing time of the first case
 with as many ranks (`replicate`: its step less its wait and its update), the all-reduce between as
 many ranks, which is measured first, and the copies that sharded ranks' calibration measured. The
-peak is that of the largest rank (high-water mark of the resident set), and its estimate the plan's.
-States are a rank's memory when an update begins, less its memory before it had a model: weights,
-gradients and optimizer state, also as a share of those of the model's first case. A table goes to
-stderr, one JSON object to stdout.
+peak is the largest peak of any rank (high-water mark of the resident set), and the estimate is the
+estimate of the plan. States are a rank's memory when an update begins, less its memory before it
+had a model: weights, gradients and optimizer state, also as a share of the states in the model's
+first case. A table goes to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations

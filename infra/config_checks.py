@@ -1,4 +1,4 @@
-"""Checks settings that depend on each other; each problem states the value and the fix. Pure."""
+"""Checks settings that depend on each other; each problem states the value and the fix."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
     if config.head_disk_gb and not config.disk_gb <= config.head_disk_gb <= 65_536:
         yield (
             "headDiskGb",
-            f" = {config.head_disk_gb}: must be 0, which means diskGb, or from diskGb "
+            f" = {config.head_disk_gb}: must be 0 (use the value of diskGb), or from diskGb "
             f"({config.disk_gb}) to 65536.",
         )
     # Google's limits for the tier ZONAL: https://cloud.google.com/filestore/docs/service-tiers
@@ -139,8 +139,8 @@ def _money(config: ClusterConfig) -> Iterator[Problem]:
     if lifetime_s is None or not MIN_LIFETIME_S <= lifetime_s <= MAX_LIFETIME_S:
         yield (
             "maxLifetime",
-            f" = {config.max_lifetime!r}: must be from 10m to 30d, such as 90m, 12h or 2d. It is "
-            "required, because it ends forgotten machines.",
+            f" = {config.max_lifetime!r}: must be from 10m to 30d, such as 90m, 12h or 2d. This "
+            "limit is required, because it ends forgotten machines.",
         )
 
 
@@ -186,8 +186,8 @@ def _network(config: ClusterConfig) -> Iterator[Problem]:
     if config.egress == "none" and config.access_mode == "direct":
         yield (
             "egress",
-            " = 'none' with accessMode direct, which gives the head an external address. Set it: "
-            "pulumi config set accessMode iap; or pulumi config set egress nat",
+            " = 'none' with accessMode direct, which gives the head an external address. Change "
+            "one of them: pulumi config set accessMode iap; or: pulumi config set egress nat",
         )
     if config.egress == "none" and not config.wheelhouse:
         yield (

@@ -54,9 +54,10 @@ def price_of_cluster(config: ClusterConfig, catalog: Catalog | None = None) -> C
     if highest.hourly_usd > cap:
         fallback = " (on demand, after spot)" if config.spot == "auto" else ""
         raise BudgetError(
-            f"tileforge:maxHourlyUsd = {cap:g}, but {config.node_count} x {config.machine_type}"
-            f"{fallback} cost ${highest.hourly_usd:.2f} per hour. Use fewer or smaller machines, "
-            f"or raise it: pulumi config set maxHourlyUsd {highest.hourly_usd + 0.01:.2f}"
+            f"tileforge:maxHourlyUsd = {cap:g}, but {config.node_count} x "
+            f"{config.machine_type}{fallback} cost ${highest.hourly_usd:.2f} per hour. Use fewer "
+            "or smaller machines, or raise the limit: pulumi config set maxHourlyUsd "
+            f"{highest.hourly_usd + 0.01:.2f}"
         )
     return cost
 
@@ -69,16 +70,17 @@ def describe(
     what = f"{config.node_count} x {config.machine_type} {kind} in {config.zone}"
     if cost.hourly_usd is None:
         return (
-            f"cost of {what}: not known, for want of a price of {', '.join(cost.unknown)}; "
-            f"all else is ${cost.known:.4f} an hour; every machine ends after "
-            f"{config.max_lifetime}"
+            f"cost of {what}: unknown, because there is no known price for "
+            f"{', '.join(cost.unknown)}; the rest costs ${cost.known:.4f} an hour; every machine "
+            f"ends after {config.max_lifetime}"
         )
     most = cost.most_usd(config.max_lifetime_s() or 0)
     lines = [
         f"cost of {what}: ${cost.hourly_usd:.4f} an hour",
-        f"NAT and addresses are ${cost.shared:.4f} of it; traffic, logs and the bucket are extra",
+        f"${cost.shared:.4f} of this is for NAT and addresses; traffic, logs and the bucket are "
+        "extra",
         f"at most ${most:.2f} until the limit of {config.max_lifetime} ends each machine",
-        "a machine that replaces another one has the whole limit again",
+        "a machine that replaces another machine has the full limit again",
     ]
     if config.spot == "auto":
         on_demand = cost_of(config, spot=False, catalog=catalog).hourly_usd
@@ -86,8 +88,8 @@ def describe(
         lines.append(f"on demand, if no spot machine is free: {price}")
     if cost.filestore:
         lines.append(
-            f"Filestore ({config.filestore_gb} GiB) is ${cost.filestore:.4f} of it, until it is "
-            "removed: no lifetime ends it"
+            f"${cost.filestore:.4f} of this is for Filestore ({config.filestore_gb} GiB), billed "
+            "until you remove it"
         )
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
@@ -95,7 +97,7 @@ def describe(
             f"${usd:.4f} per million tokens at {speed.tokens_per_s:,.0f} tokens/s, measured in\n"
             f"  run {speed.run_id}"
         )
-    lines += [f"counted at most: {bound}" for bound in cost.bounds]
+    lines += [f"upper bound: {bound}" for bound in cost.bounds]
     lines.append(f"prices: {source(catalog, time.time())}")
     warning = spot_warning(time.time()) if config.uses_spot() and catalog is None else None
     if warning is not None:

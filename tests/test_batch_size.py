@@ -58,7 +58,10 @@ def test_auto_is_the_largest_divisor_of_a_ranks_share_that_fits_the_estimate() -
         found, note = settled(config, free_bytes=int(need(config, size=size) / USED) + 1)
         assert found.batch.micro_batch_size == size
         assert found.memory.activation_checkpointing == "auto"
-        assert note is not None and f": {size} of at most 24 sequences a micro-batch; needs" in note
+        assert (
+            note is not None
+            and f": a micro-batch has {size} of at most 24 sequences; memory" in note
+        )
 
 
 def test_the_ranks_of_a_node_share_its_memory_and_the_batch() -> None:

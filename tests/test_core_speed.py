@@ -170,7 +170,7 @@ def test_a_resume_that_stays_in_bf16_where_fp32_is_faster_is_noted_with_what_cha
         "\n".join(planned(*words, bf16=bf16, kept_dtype="bf16").notes())
         for words, bf16 in (((), False), ((), True), (("precision.dtype=fp32",), False))
     ]
-    assert "as before; --set precision.dtype=fp32 changes that, but needs more memory" in said[0]
+    assert "as before; --set precision.dtype=fp32 is faster, but needs more memory" in said[0]
     assert "slower than fp32" not in said[1] + said[2]
 
 

@@ -108,7 +108,7 @@ def test_a_command_reads_a_checkpoint_once_and_still_refuses_it_after_a_change(
     weights.write_bytes(b"weightz")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert newest_valid(tmp_path) is None
-    problem = "model.safetensors: its SHA-256 differs from the manifest."
+    problem = "model.safetensors: its SHA-256 differs from the one in the manifest."
     assert manifest_problems(folder) == [problem]
 
 

@@ -264,12 +264,12 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("adapter.kind=lora", "model.init=scratch"),
             'defaults: adapter.kind = "lora" needs existing weights, but model.init = "scratch" '
-            "has no weights. Set model.init to a model.",
+            "starts from random weights. Set model.init to a model.",
         ),
         (
             ("adapter.kind=lora", "engine.compile=true"),
-            'defaults: adapter.kind = "lora" does not run with engine.compile = true. Set it to '
-            "false.",
+            'defaults: adapter.kind = "lora" does not run with engine.compile = true. Set compile '
+            "to false.",
         ),
         (
             ("model.quantize=nf4",),
@@ -279,7 +279,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("model.quantize=nf4", "adapter.kind=lora", "adapter.dora=true"),
             'defaults: adapter.dora = true does not run with model.quantize = "nf4". Set '
-            'adapter.dora to false, or model.quantize to "none".',
+            'adapter.dora to false, or set model.quantize to "none".',
         ),
         (
             ("task.kind=classify",),
@@ -288,8 +288,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("data.sequence_length=32",),
-            "data.sequence_length = 32, but {place}/data was packed into blocks of 64. Set it to "
-            "64, or prepare the data again with --sequence-length 32.",
+            "data.sequence_length = 32, but {place}/data was packed into blocks of 64. Set "
+            "sequence_length to 64, or prepare the data again with --sequence-length 32.",
         ),
         (
             ("batch.micro_batch_size=most",),
@@ -299,7 +299,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("batch.global_batch_size=7", "batch.micro_batch_size=2"),
             "defaults: batch.global_batch_size = 7 is not a multiple of micro_batch_size = 2. Set "
-            "micro_batch_size to a number that divides it.",
+            "micro_batch_size to a divisor of global_batch_size.",
         ),
         (
             ("model.init={place}/nowhere",),
@@ -376,8 +376,8 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     found, then = weights_sha256(other), weights_sha256(adapted / "base")
     require_refused_run(
         _train(copy, place, "train.steps=2", f"model.init={other}"),
-        f"model.init = '{other}': the adapter was trained with other weights "
-        f"(sha256 {then[:12]}, now {found[:12]}). Restore them, or start a new run.",
+        f"model.init = '{other}': the adapter was trained with other weights (sha256 {then[:12]}, "
+        f"now {found[:12]}). Restore the weights, or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -390,9 +390,9 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     before = _files(copy / "run" / "checkpoints")
     require_refused_run(
         _train(copy, place, "train.steps=2"),
-        f"model.init = '{copy / 'base'}': the adapter was trained with another config.json "
-        f"(sha256 {then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore it, or "
-        "start a new run.",
+        f"model.init = '{copy / 'base'}': the adapter was trained with another config.json (sha256 "
+        f"{then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore that file, or start a new "
+        "run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -419,8 +419,9 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: model.init = '{init}': an adapter, but adapter.kind = 'lora' needs whole weights "
-        f"as its base. Merge it first with python -m payload.export --checkpoint {init} --merge."
+        f"error: model.init = '{init}': this is an adapter, but adapter.kind = 'lora' needs whole "
+        "weights as its base. Merge the adapter first with python -m payload.export --checkpoint "
+        f"{init} --merge."
     )
     assert not (tmp_path / "run").exists()
 

@@ -88,7 +88,12 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
             None,
             "",
         ),
-        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory li"),
+        (
+            {"memory.total": "15360"},
+            {},
+            "error",
+            "GPU 0 has 15.0 GiB of memory, but the",
+        ),
         ({"name": "Vendor's, with a comma"}, {}, None, ""),
     ],
 )
@@ -339,7 +344,7 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
             {"device.kind": "cuda", "launch.ranks_per_node": "2"},
             ExitCode.CONFIG,
             "CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), device.kind = 'cuda' requires 2. "
-            "Unset it on the node, or set launch.ranks_per_node = 1.",
+            "Unset this variable on the node, or set launch.ranks_per_node = 1.",
         ),
         # It computes on the CPU, with a rank for each NUMA domain.
         (A100 | {"driver_version": "535.183.01"}, {}, ExitCode.OK, "driver 535.183.01"),

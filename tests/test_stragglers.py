@@ -59,7 +59,7 @@ def test_the_closing_note_tells_the_whole_episode_and_never_less_than_slow() -> 
     (found,) = find_stragglers(rows)
     assert found.last_step is not None and found.last_step > 60
     assert found.work_s / found.others_s == pytest.approx(2.0)
-    assert "(2.0 times)" in found.words()
+    assert "2.0 times as long" in found.words()
 
 
 def test_single_slow_steps_and_the_first_ones_name_nobody() -> None:
@@ -142,10 +142,10 @@ def test_the_end_of_a_run_tells_each_slow_rank_once_and_counts() -> None:
         for rank, first, last, work_s in [(1, 5, 9, 0.4), (0, 12, 20, 0.3), (1, 30, 42, 0.3)]
     )
     assert [each.words() for each in found] == [
-        "rank 0 was slow from step 12 to 20: its own work took 0.3 s a step, the other ranks' "
-        "0.2 s (1.5 times); they waited for it",
-        "rank 1 was slow from step 5 to 42 (2 times): at worst its own work took 0.4 s a step, "
-        "the other ranks' 0.2 s (2.0 times); they waited for it",
+        "rank 0 was slow from step 12 to 20: its own work took 0.3 s a step, 1.5 times as long as "
+        "the work of the other ranks (0.2 s), which waited for this rank",
+        "rank 1 was slow from step 5 to 42 (2 times): at worst its own work took 0.4 s a step, 2.0 "
+        "times as long as the work of the other ranks (0.2 s), which waited for this rank",
     ]
 
 
@@ -168,6 +168,6 @@ def test_damaged_times_are_none(ranks: object) -> None:
 def test_a_straggler_s_words_say_how_much() -> None:
     straggler = Straggler(rank=2, first_step=5, last_step=9, work_s=0.4, others_s=0.2)
     assert straggler.words() == (
-        "rank 2 was slow from step 5 to 9: its own work took 0.4 s a step, the other ranks' 0.2 s "
-        "(2.0 times); they waited for it"
+        "rank 2 was slow from step 5 to 9: its own work took 0.4 s a step, 2.0 times as long as "
+        "the work of the other ranks (0.2 s), which waited for this rank"
     )

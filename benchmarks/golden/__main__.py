@@ -1,4 +1,4 @@
-"""Losses of short runs of every strategy and task, compared with those of another commit.
+"""Losses of short runs of every strategy and task, compared with the losses of another commit.
 
     python -m benchmarks.golden --against COMMIT
     python -m benchmarks.golden --against main --only 2-shard-text-llama-resume
@@ -126,7 +126,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override a setting in this tree's runs alone, to see what it changes",
+        help="override a setting only in the runs of this tree",
     )
     # The working tree to compare: tests have their own.
     parser.add_argument("--repo", type=Path, default=REPO, help=argparse.SUPPRESS)

@@ -68,8 +68,8 @@ class Stored:
         other = [name for name, sha256 in inputs.items() if self.inputs.get(name) != sha256]
         if other:
             raise SystemExit(
-                f"error: {', '.join(other)}: inputs differ from those of {PATH}. "
-                "Undo the change, or store new values with --write."
+                f"error: {', '.join(other)}: inputs differ from the inputs in {PATH}. Undo the "
+                "change, or store new values with --write."
             )
 
 

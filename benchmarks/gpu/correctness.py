@@ -40,12 +40,12 @@ def device(runs: Runs) -> Found:
 
 
 def fp32(runs: Runs) -> Found:
-    """Compare fp32 losses and the first gradient norm with the CPU's."""
+    """Compare fp32 losses and the first gradient norm with the values of the CPU."""
     return _against_cpu(runs, "fp32", loss_bound=FP32_LOSS, norm_bound=FP32_NORM)
 
 
 def bf16(runs: Runs) -> Found:
-    """Compare bf16 losses and the first gradient norm with the CPU's."""
+    """Compare bf16 losses and the first gradient norm with the values of the CPU."""
     return _against_cpu(runs, "bf16", loss_bound=BF16_LOSS, norm_bound=BF16_NORM)
 
 

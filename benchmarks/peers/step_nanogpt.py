@@ -1,8 +1,8 @@
 """One process of `benchmarks.step`: nanoGPT's model and optimizer, or Intel's module, unmodified.
 
-It needs only torch, so that it runs in the peer's own environment. The loop is that of nanoGPT's
-train.py, with autocast to bf16, which train.py omits on a CPU. Intel's module optimizes model and
-optimizer by `ipex.optimize` at O1, in bf16.
+It needs only torch, so that it runs in the peer's own environment. The loop is the loop of
+nanoGPT's train.py, with autocast to bf16, which train.py omits on a CPU. Intel's module optimizes
+model and optimizer by `ipex.optimize` at O1, in bf16.
 """
 
 from __future__ import annotations

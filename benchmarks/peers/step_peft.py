@@ -1,7 +1,7 @@
 """One process of `benchmarks.step`: the step of PEFT's LoRA on transformers' own model, unmodified.
 
-The base is the folder's, in fp32 under autocast to bf16 as in transformers' trainer, or in 4 bits
-by bitsandbytes, computed in the step's dtype. torch's fused AdamW trains the adapter.
+The base is the model in the folder, in fp32 under autocast to bf16 as in transformers' trainer, or
+in 4 bits by bitsandbytes, computed in the step's dtype. torch's fused AdamW trains the adapter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The model comes from the folder's config (and its weights, if there are any) and runs under autocast
 to bf16 with torch's fused AdamW. It gets the targets as `shift_labels`, so that its loss covers the
-same tokens as this project's.
+same tokens as the loss of this project.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks.scaling`: medians, efficiencies, the fit, predictions. Pure."""
+"""The arithmetic of `benchmarks.scaling`: medians, efficiencies, the fit, predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREDICTED_GBIT_PER_S = (10.0, 16.0, 23.0, 32.0)
 PREDICTED_DELAY_S = 1e-4
 """Delay of a message in a cloud's network; namespaces have hardly any."""
 PREDICTED_SPEEDS = (1, 10, 30)
-"""Speed of a rank, as a multiple of this machine's."""
+"""Speed of a rank, as a multiple of the speed of this machine."""
 
 # Above this share, the processors are the limit and not the cable.
 _MOST_OF_LOOPBACK = 0.5

@@ -198,7 +198,7 @@ def _cores(ranks: int) -> list[int]:
 def _exchange(
     arrangement: Arrangement, work: Work, *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
-    """Run only the gradients' all-reduces, with those of a step started together."""
+    """Run only the gradients' all-reduces; all of a step are started together."""
     numbers = [bucket.elements for bucket in buckets(PRESETS[work.model])]
     request = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
     program = ["-m", "benchmarks.scaling.exchange", json.dumps(request)]

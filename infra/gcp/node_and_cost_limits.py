@@ -1,4 +1,4 @@
-"""Counts the nodes among a stack's resources and checks the limit of cost per hour. Pure."""
+"""Counts the nodes among a stack's resources and checks the limit of cost per hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Google's scheduling options of a machine: spot, lifetime limit and host maintenance. Pure."""
+"""Google's scheduling options of a machine: spot, lifetime limit and host maintenance."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def parser(*, prog: str) -> CommandParser:
     """Return the command line of `completion`."""
     made = CommandParser(
         prog=prog,
-        description="Print a script that completes the commands and options of `tileforge`. Put "
-        "its line into your shell's start file.",
+        description="Print a script that completes the commands and options of `tileforge`. Add "
+        "the line for your shell below to its start file.",
         epilog="examples:\n"
         '  bash  eval "$(tileforge completion bash)"\n'
         '  zsh   eval "$(tileforge completion zsh)"\n'

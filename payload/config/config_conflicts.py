@@ -26,17 +26,17 @@ def schedule_conflicts(
     found = []
     if optimizer.min_lr > optimizer.lr:
         found.append(
-            f"optimizer.min_lr = {optimizer.min_lr} is above lr = {optimizer.lr}. Lower it."
+            f"optimizer.min_lr = {optimizer.min_lr} is above lr = {optimizer.lr}. Lower min_lr."
         )
     if schedule.warmup_steps >= train.steps and schedule.warmup_steps:
         found.append(
             f"schedule.warmup_steps = {schedule.warmup_steps} is not below train.steps = "
-            f"{train.steps}. Lower it."
+            f"{train.steps}. Lower warmup_steps."
         )
     if schedule.kind == "wsd" and schedule.warmup_steps + decay_steps > train.steps:
         found.append(
-            f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + "
-            f"{decay_steps} is more than train.steps = {train.steps}. Lower one."
+            f"schedule.warmup_steps + decay_steps = {schedule.warmup_steps} + {decay_steps} is "
+            f"more than train.steps = {train.steps}. Lower warmup_steps or decay_steps."
         )
     if schedule.kind == "cosine" and decay_steps <= schedule.warmup_steps:
         found.append(
@@ -53,7 +53,7 @@ def batch_conflicts(batch: BatchSection) -> list[str]:
         return []
     return [
         f"batch.global_batch_size = {batch.global_batch_size} is not a multiple of "
-        f"micro_batch_size = {size}. Set micro_batch_size to a number that divides it."
+        f"micro_batch_size = {size}. Set micro_batch_size to a divisor of global_batch_size."
     ]
 
 
@@ -62,7 +62,8 @@ def backend_conflicts(distributed: DistributedSection, device: DeviceSection) ->
     if device.kind != "cpu" or distributed.backend != "nccl":
         return []
     return [
-        'distributed.backend = "nccl" moves GPU tensors only, but device.kind = "cpu". Use gloo.'
+        'distributed.backend = "nccl" supports only GPU tensors, but device.kind = "cpu". Set '
+        'backend to "gloo".'
     ]
 
 
@@ -97,7 +98,7 @@ def strategy_conflicts(
     if distributed.strategy != "shard" and distributed.shard_size is not None:
         found.append(
             f"distributed.shard_size = {distributed.shard_size} needs distributed.strategy = "
-            '"shard". Set it, or leave shard_size out.'
+            '"shard". Set that strategy, or leave shard_size out.'
         )
     if distributed.strategy == "replicate":
         return found
@@ -106,13 +107,13 @@ def strategy_conflicts(
     found += _plain_engine_conflicts(setting, engine)
     if distributed.backend == "ccl":
         found.append(
-            f'distributed.backend = "ccl": on CPUs, strategy = {strategy} supports only gloo. Use '
-            "gloo."
+            f'distributed.backend = "ccl": on CPUs, strategy = {strategy} supports only gloo. Set '
+            'backend to "gloo".'
         )
     if distributed.strategy == "zero3" and distributed.grad_dtype != "fp32":
         found.append(
-            f'distributed.grad_dtype = "{distributed.grad_dtype}": DeepSpeed would sum '
-            'gradients in it. Use fp32 with strategy = "zero3".'
+            f'distributed.grad_dtype = "{distributed.grad_dtype}": DeepSpeed would sum the '
+            'gradients in this dtype. Use fp32 with strategy = "zero3".'
         )
     return found
 
@@ -145,18 +146,18 @@ def _split_conflicts(
     found += _plain_engine_conflicts(setting, engine)
     if distributed.backend not in ("auto", "gloo"):
         found.append(
-            f'distributed.backend = "{distributed.backend}": {setting} supports only gloo. '
-            "Use gloo."
+            f'distributed.backend = "{distributed.backend}": {setting} supports only gloo. Set '
+            'backend to "gloo".'
         )
     if adapter.is_on():
         found.append(
-            f'adapter.kind = "{adapter.kind}" does not run with {setting}. Set that to 1, or '
-            'adapter.kind to "none".'
+            f'adapter.kind = "{adapter.kind}" does not run with {setting}. Use '
+            f'distributed.strategy = "shard" without {setting}, or set adapter.kind to "none".'
         )
     if not task.splits_model():
         found.append(
-            f'task.kind = "{task.kind}" does not run with {setting}. Use '
-            'distributed.strategy = "shard" without it.'
+            f'task.kind = "{task.kind}" does not run with {setting}. Use distributed.strategy = '
+            f'"shard" without {setting}.'
         )
     return found
 
@@ -191,8 +192,8 @@ def quantize_conflicts(
         )
     if distributed.strategy != "replicate":
         found.append(
-            f"{setting} does not run with distributed.strategy = "
-            f'"{distributed.strategy}". Set it to "replicate".'
+            f'{setting} does not run with distributed.strategy = "{distributed.strategy}". Set '
+            'strategy to "replicate".'
         )
     return found
 
@@ -211,18 +212,18 @@ def fp8_conflicts(
     found, setting = [], f'precision.fp8 = "{precision.fp8}"'
     if precision.fp8 == "on" and device.kind == "cpu":
         found.append(
-            f'{setting} needs a GPU, but device.kind = "cpu". Set it to "emulated" for the same '
-            'rounding, or "off".'
+            f'{setting} needs a GPU, but device.kind = "cpu". Set fp8 to "emulated" for the same '
+            'rounding, or to "off".'
         )
     if precision.dtype == "fp32":
         found.append(
-            f'{setting} computes the rest in bf16, but precision.dtype = "fp32". Set it to "bf16" '
-            'or "auto".'
+            f'{setting} needs bf16 for the other operations, but precision.dtype = "fp32". Set '
+            'dtype to "bf16" or "auto".'
         )
     if adapter.is_on():
         found.append(
-            f'{setting} is for full training, but adapter.kind = "{adapter.kind}". Set fp8 '
-            'to "off", or adapter.kind to "none".'
+            f'{setting} is for full training, but adapter.kind = "{adapter.kind}". Set fp8 to '
+            '"off", or set adapter.kind to "none".'
         )
     found += _engine_conflicts(setting, engine)
     if distributed.strategy == "zero3" or distributed.splits_model():
@@ -237,14 +238,16 @@ def _engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
     """Return a conflict if this engine does not support `setting`."""
     if engine.kind == "native":
         return []
-    return [f'{setting} does not run on engine.kind = "{engine.kind}". Set it to "native".']
+    return [
+        f'{setting} does not run with engine.kind = "{engine.kind}". Set engine.kind to "native".'
+    ]
 
 
 def _plain_engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
     """Return the conflicts of `setting` with the engine and with compilation."""
     found = _engine_conflicts(setting, engine)
     if engine.compile:
-        found.append(f"{setting} does not run with engine.compile = true. Set it to false.")
+        found.append(f"{setting} does not run with engine.compile = true. Set compile to false.")
     return found
 
 
@@ -254,7 +257,7 @@ def preference_conflicts(task: TaskSection, model: ModelSection) -> list[str]:
         return []
     return [
         f'task.kind = "{task.kind}" fine-tunes a model that already answers, but model.init = '
-        '"scratch" has no weights. Set model.init to a model.'
+        '"scratch" starts from random weights. Set model.init to a model.'
     ]
 
 
@@ -271,17 +274,17 @@ def adapter_conflicts(
     found, kind = [], adapter.kind
     if model.init == "scratch":
         found.append(
-            f'adapter.kind = "{kind}" needs existing weights, but model.init = "scratch" has no '
-            "weights. Set model.init to a model."
+            f'adapter.kind = "{kind}" needs existing weights, but model.init = "scratch" starts '
+            "from random weights. Set model.init to a model."
         )
     if adapter.dora and model.quantize != "none":
         found.append(
-            "adapter.dora = true does not run with model.quantize = "
-            f'"{model.quantize}". Set adapter.dora to false, or model.quantize to "none".'
+            f'adapter.dora = true does not run with model.quantize = "{model.quantize}". Set '
+            'adapter.dora to false, or set model.quantize to "none".'
         )
     if adapter.dora and distributed.strategy != "replicate":
         found.append(
             "adapter.dora = true does not run with distributed.strategy = "
-            f'"{distributed.strategy}". Set it to "replicate".'
+            f'"{distributed.strategy}". Set strategy to "replicate".'
         )
     return [*found, *_plain_engine_conflicts(f'adapter.kind = "{kind}"', engine)]

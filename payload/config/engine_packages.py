@@ -37,8 +37,8 @@ def require_known_backend(settings: DistributedSection) -> None:
     """Raise ConfigError for nccl if the system has no NVIDIA device."""
     if settings.backend == "nccl" and not has_nvidia_device():
         raise ConfigError(
-            "distributed.backend = 'nccl': it moves GPU tensors only, and this machine has no CUDA "
-            "device. Use gloo."
+            "distributed.backend = 'nccl' supports only GPU tensors, but this machine has no CUDA "
+            "device. Set backend to 'gloo'."
         )
 
 
@@ -60,8 +60,8 @@ def require_packages_here(config: RunConfig) -> None:
     """If this machine lacks a required package or device, raise ConfigError with the fix."""
     if config.device.kind == "cuda" and not has_nvidia_device():
         raise ConfigError(
-            "device.kind = 'cuda': this machine has no CUDA device. Install its driver, or use "
-            "device.kind = 'cpu'."
+            "device.kind = 'cuda': this machine has no CUDA device. Install the NVIDIA driver, or "
+            "use device.kind = 'cpu'."
         )
     engine, distributed, quantize = config.engine, config.distributed, config.model.quantize
     require_known_backend(distributed)

@@ -37,8 +37,9 @@ def require_fit(
     if vocab_size is not None and spec.vocab_size < vocab_size:
         which = "" if tokenizer is None else f" ({tokenizer})"
         raise CheckpointError(
-            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, the data's "
-            f"has {vocab_size}{which}. Prepare the data with the model's tokenizer."
+            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, but the "
+            f"tokenizer of the data has {vocab_size}{which}. Prepare the data with the model's "
+            "tokenizer."
         )
     sizes = spec.settings()
     for name in SIZES:
@@ -76,8 +77,8 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
         header = headers.get(name) or headers.get(name.removeprefix("transformer."))
         if header is None:
             raise CheckpointError(
-                f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} requires. Name "
-                "the folder of a whole model."
+                f"{folder}: has no tensor {name}, which its {CONFIG_FILE} requires. Name the "
+                "folder of a whole model."
             )
         if header.shape != shape:
             raise CheckpointError(

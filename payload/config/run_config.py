@@ -211,8 +211,8 @@ class RunConfig:
     def adapted(self, spec: ModelSpec) -> ModelSpec:
         """Return `spec` as it is trained: as a classifier, with an adapter, or both.
 
-        The number of labels is known only from the data, so the sizes are those of a classifier
-        with two labels. Raises ConfigError for an adapter.target that the model does not have.
+        The number of labels is known only from the data, so the sizes assume two labels. Raises
+        ConfigError for an adapter.target that the model does not have.
         """
         if self.task.data() == "classify":
             spec = ClassifierSpec.of(spec, num_labels=2)
@@ -275,7 +275,9 @@ def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}. Name an existing TOML file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config {path}: byte {error.start} is not UTF-8.") from None
+        raise ConfigError(
+            f"config {path}: byte {error.start} is not UTF-8. Save the file as UTF-8."
+        ) from None
     return parse_run_config(text, overrides=overrides, where=str(path))
 
 

@@ -173,7 +173,7 @@ def _apply_override(
     section, dot, key = (part.strip() for part in path.partition("."))
     if not equals or not dot or not key:
         hint = _did_you_mean(f".{section}", known) if equals and section not in known else ""
-        return f"write it as section.key=value, as in train.steps=100.{hint}"
+        return f"write the setting as section.key=value, as in train.steps=100.{hint}"
     if section not in known:
         hint = _did_you_mean(f"{section}.{key}", known)
         return f"unknown section {shown(section)}.{hint} Known: {', '.join(known)}."

@@ -75,8 +75,8 @@ class SlurmSection:
         ours = [each for each in arguments if _is_own_option(each)]
         if ours:
             found.append(
-                f"slurm.extra: {shown(ours[0])} is set by the run. Use the settings of [slurm], or "
-                "leave it out."
+                f"slurm.extra: {shown(ours[0])} is an option that the run sets. Use the settings "
+                "of [slurm], or leave the option out."
             )
         return found
 

@@ -75,7 +75,8 @@ class ModelSection:
     bias: bool = True
     """Biases of a model from scratch."""
     n_layer: int | None = checked(None, low=1, high=1000)
-    """Number of layers; none = the preset's; the same holds for the next two settings."""
+    """Number of layers; none = the number in the preset. The next two settings have the same
+    default."""
     n_head: int | None = checked(None, low=1, high=1000)
     n_embd: int | None = checked(None, low=1, high=2**16)
 

@@ -54,7 +54,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Wraps lines only at spaces, to keep options whole; does not wrap text with line breaks."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Add an action; argparse forgets the indent of verbs in the width of the column."""
+        """Add an action; argparse leaves the indent of verbs out of the column's width."""
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
             self._action_max_length += self._indent_increment

@@ -92,7 +92,7 @@ class CloudAuthError(TileforgeError):
 
 
 class CloudError(TileforgeError):
-    """The cloud's API cannot be reached, or fails for a reason that is not the user's."""
+    """The cloud's API cannot be reached, or fails for a reason that the user did not cause."""
 
     exit_code = ExitCode.PREFLIGHT
 

@@ -13,7 +13,7 @@ from payload.core.regular_files import open_regular
 
 _SETTLED_S = 2.0
 """A hash is cached only if the last change is older than this. A second change within one tick of
-the file system's clock would go unnoticed; the longest tick is FAT's, two seconds."""
+the file system's clock would go unnoticed; the longest tick is two seconds, on FAT."""
 _MOST_FILES = 1000
 
 

@@ -37,7 +37,7 @@ def shown(value: object) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return a file's or an object's name, printable and on one line."""
+    """Return the name of a file or an object, printable and on one line."""
     return printable(name).replace("\n", " ")
 
 

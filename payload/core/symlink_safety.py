@@ -24,7 +24,7 @@ def inside_folder(path: Path, *, home: Path | None = None) -> Path:
     if target.is_relative_to(folder) or target.is_relative_to(blobs):
         return path
     problem = f"a link that leads out of its folder, to {printable(str(target))}"
-    raise OSError(errno.ELOOP, f"{problem}. Put the file itself there", str(path))
+    raise OSError(errno.ELOOP, f"{problem}. Replace the link with the file", str(path))
 
 
 def links_out(folder: Path, *, home: Path | None = None) -> Iterator[Path]:
@@ -57,7 +57,7 @@ def refuse_links(path: Path, *, below: Path) -> Path:
     for part in path.relative_to(below).parts:
         place /= part
         if place.is_symlink():
-            raise OSError(errno.ELOOP, "A link, which is not followed. Move it away", str(place))
+            raise OSError(errno.ELOOP, "Links are not followed. Move the link away", str(place))
     return path
 
 

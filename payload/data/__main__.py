@@ -54,10 +54,10 @@ sources:
   parquet      files or folders, one document a row
   hf           a dataset of the Hugging Face hub, or a folder in its formats
 
-Documents keep the source's order. The validation documents are those of
-train_test_split of the library datasets, as in nanoGPT, if the documents can
-be counted in advance; otherwise a hash of the document's number selects them.
-Repeat an interrupted command without --force, and it resumes.
+Documents keep the order of the source. If they can be counted in advance,
+train_test_split of the library datasets selects the validation documents, as
+in nanoGPT; otherwise a hash of each document's number selects them. To resume
+an interrupted command, repeat it without --force.
 """
 
 

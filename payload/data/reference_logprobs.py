@@ -98,7 +98,7 @@ def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
     Raises DataError for a damaged file.
     """
     path = folder / REFERENCE_FILE
-    fix = f"Remove it, or recompute it with: {reference_command(folder, None)}"
+    fix = f"Remove this file, or compute it again with: {reference_command(folder, None)}"
     try:
         raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
     except FileNotFoundError:
@@ -124,14 +124,15 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
             content = file.read()
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists it. Recompute it with: {again}"
+            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists this file. Compute it again "
+            f"with: {again}"
         ) from None
     count = meta.train_documents + meta.val_documents
     is_intact = hashlib.sha256(content).hexdigest() == found.files[name].sha256
     if not is_intact or len(content) != count * 2 * _DTYPE.itemsize:
         raise DataError(
-            f"{path}: its SHA-256 differs from the one in {REFERENCE_FILE}. Recompute it with: "
-            f"{again}"
+            f"{path}: its SHA-256 differs from the one in {REFERENCE_FILE}. Compute the file again "
+            f"with: {again}"
         )
     return np.frombuffer(content, dtype=_DTYPE).astype(np.float64).reshape(-1, 2)
 
@@ -139,7 +140,7 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
 def write_reference(
     folder: Path, meta: DataMeta, *, model: ReferenceModel, dtype: Dtype, values: LogProbs
 ) -> None:
-    """Store log-probabilities, and delete those of another model or other data.
+    """Store log-probabilities, and delete stored values of another model or other data.
 
     Raises DataError.
     """

@@ -116,7 +116,10 @@ def _locate(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int, 
             ends = np.append(firsts[1:], int(((marks & PADDING) == 0).sum()))
             return row, int(firsts[number]), int(ends[number])
         number -= len(firsts)
-    raise DataError(f"{folder}: its marks hold fewer conversations than meta.json records.")
+    raise DataError(
+        f"{folder}: its marks hold fewer conversations than meta.json lists. Prepare the data "
+        "again."
+    )
 
 
 def _decoded(folder: Path, tokens: list[int], trained: list[bool]) -> list[tuple[str, bool]]:

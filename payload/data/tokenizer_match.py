@@ -86,7 +86,8 @@ def require_same_tokens(
     settings: tuple[str, str] = ("data.dir", "model.init"),
     error: type[TileforgeError] = DataError,
 ) -> None:
-    """Raise `error` if the tokenizer of the model in `folder` differs from the data's.
+    """Raise `error` if the tokenizer of the model in `folder` differs from the tokenizer of the
+    data.
 
     The arguments have the same meaning as in `require_same_tokenizer`.
     """

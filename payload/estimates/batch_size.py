@@ -52,7 +52,7 @@ def resolve_batch(
     setting = f'batch.micro_batch_size = "{AUTO}"'
     if free_bytes is None:
         return with_size(config, 1), (
-            f"{setting}: 1 sequence a micro-batch, as the free memory is unknown"
+            f"{setting}: the free memory is unknown, so a micro-batch has 1 sequence"
         )
     room = free_bytes * USED / ranks_per_node
     choices: dict[Literal["off", "auto", "on"], tuple[Literal["off", "auto", "on"], ...]] = {
@@ -77,8 +77,8 @@ def resolve_batch(
         else f"{need / _GIB:.1f} GiB a rank, more than the {room / _GIB:.1f} GiB available"
     )
     return chosen, (
-        f"{setting}: {chosen.batch.micro_batch()} of at most {sizes[-1]} sequences a micro-batch"
-        f"{suffix}; needs {memory}"
+        f"{setting}: a micro-batch has {chosen.batch.micro_batch()} of at most {sizes[-1]} "
+        f"sequences{suffix}; memory: {memory}"
     )
 
 

@@ -33,8 +33,8 @@ def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) 
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
         raise ConfigError(
             f"{run}: {free / 1e9:.1f} GB free, but {to_come} more checkpoint(s) need "
-            f"{needed / 1e9:.1f} GB: {most} in total, for train.keep_checkpoints = {keep}, the "
-            f"best one{uploaded} and the one being written. {advice}."
+            f"{needed / 1e9:.1f} GB. The disk must hold {most} checkpoints: the newest {keep} "
+            f"(train.keep_checkpoints), the best one{uploaded} and the one being written. {advice}."
         )
 
 

@@ -41,11 +41,12 @@ def parser() -> CommandParser:
     """Return the command line."""
     made = CommandParser(
         prog=command("evaluate"),
-        description="Measure a checkpoint on the validation data of a folder: mean loss per token, "
-        "over whole blocks of val.bin. Data of --task chat: only the assistant's tokens count. "
-        "Data of --task preference: loss, accuracy and margin of the rewards. Classifiers: loss, "
-        "accuracy, F1 and confusion matrix. Under mpirun or torchrun the ranks share the work; "
-        "the result is the same as on one rank.",
+        description="Measure a checkpoint on the validation data of a folder. The result is the "
+        "mean loss per token over whole blocks of val.bin; for data of --task chat, "
+        "over the assistant's tokens only. For data of --task preference, it is the "
+        "loss, accuracy and margin of the rewards; for a classifier, the loss, "
+        "accuracy, F1 and confusion matrix. Ranks under mpirun or torchrun share the "
+        "work; the result is the same as on one rank.",
         example="torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
         "--data data/stdlib",
     )
@@ -67,8 +68,8 @@ def parser() -> CommandParser:
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help=f"block length (default: {_SEQUENCE_LENGTH}, or the model's context if shorter); "
-        "classifiers truncate texts to it (default: their context)",
+        help=f"block length (default: {_SEQUENCE_LENGTH}, or the model's context if that is "
+        "shorter); classifiers truncate texts to this length (default: their context)",
     )
     made.add_argument(
         "--max-tokens",
@@ -253,8 +254,8 @@ def _whole_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
     length, count = blocks.sequence_length, blocks.num_full_blocks()
     if count < 1:
         raise DataError(
-            f"{blocks.path}: fewer tokens than one block of {length:,} and the token after it. Use "
-            "a shorter --sequence-length, or prepare more text."
+            f"{blocks.path}: has fewer than the {length + 1:,} tokens that a block of {length:,} "
+            "needs. Use a shorter --sequence-length, or prepare more text."
         )
     if max_tokens is None:
         return count

@@ -32,7 +32,8 @@ _BATCH_PAIRS = 8
 def open_both(
     folder: Path, meta: DataMeta, model: CausalLM, *, dtype: Dtype
 ) -> tuple[Pairs, Tensor, str]:
-    """Return the validation pairs, their reference log-probabilities, and the reference's name.
+    """Return the validation pairs, their reference log-probabilities, and the name of the reference
+    model.
 
     Raises DataError, and ConfigError for pairs that are longer than the model's context.
     """
@@ -40,8 +41,8 @@ def open_both(
     length, context = meta.preference.sequence_length, model.spec.context()
     if length > context:
         raise ConfigError(
-            f"{folder}: was prepared for conversations of {length} tokens, but the model's context "
-            f"is {context}. Prepare the data with --sequence-length {context}."
+            f"{folder}: the data was prepared for conversations of {length} tokens, but the "
+            f"model's context is {context}. Prepare the data with --sequence-length {context}."
         )
     if meta.vocab_size > model.spec.vocab_size:
         raise DataError(

@@ -71,7 +71,7 @@ def _export(arguments: argparse.Namespace) -> Path:
         config = {**config, **weights.labels}
         write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
     if weights_at != folder:
-        print(f"note: the base is {printable(str(weights_at))}", file=sys.stderr)
+        print(f"note: the base model is {printable(str(weights_at))}", file=sys.stderr)
     return out
 
 

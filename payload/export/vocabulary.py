@@ -335,8 +335,8 @@ def _adds_special_tokens(
         if found and found != (special.get(name),):
             tokens = ", ".join(shown(texts[token]) for token in found)
             raise CheckpointError(
-                f"{path}: it puts {tokens} {place} each text, but a GGUF file supports only its "
-                f"{name}_token there. {_FIX}"
+                f"{path}: the tokenizer adds {tokens} {place} each text, but llama.cpp can add "
+                f"only the {name}_token. {_FIX}"
             )
     before, after = around
     return bool(before), bool(after)

@@ -266,9 +266,9 @@ def _file_problem(path: Path, entry: ManifestEntry) -> str | None:
             return f"{path.name}: missing."
         size = path.stat().st_size
         if size != entry.bytes:
-            return f"{path.name}: {size} bytes, but {entry.bytes} in the manifest."
+            return f"{path.name}: has {size} bytes, but the manifest lists {entry.bytes}."
         if sha256_of(path) != entry.sha256:
-            return f"{path.name}: its SHA-256 differs from the manifest."
+            return f"{path.name}: its SHA-256 differs from the one in the manifest."
     except OSError as error:
         return f"{path.name}: cannot be read ({error.strerror})."
     return None

@@ -217,8 +217,8 @@ def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: in
         was = "packed into blocks" if meta.chat is not None else "prepared for conversations"
         raise ConfigError(
             f"data.sequence_length = {sequence_length}, but {folder} was {was} of "
-            f"{record.sequence_length}. Set it to {record.sequence_length}, or prepare the data "
-            f"again with --sequence-length {sequence_length}."
+            f"{record.sequence_length}. Set sequence_length to {record.sequence_length}, or "
+            f"prepare the data again with --sequence-length {sequence_length}."
         )
 
 
@@ -306,13 +306,13 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         count, size = sizes[name]
         if file.bytes != count * size:
             raise DataError(
-                f"{path}: {name} has {file.bytes:,} bytes, but {count:,} tokens of "
+                f"{path}: {name} has {file.bytes:,} bytes, but should have {count:,} entries of "
                 f"{size} bytes. {remedy}"
             )
         if file.range_sha256 and len(file.range_sha256) != -(-file.bytes // RANGE_BYTES):
             raise DataError(
-                f"{path}: {name} has {len(file.range_sha256):,} hashes of ranges of "
-                f"{RANGE_BYTES:,} bytes for {file.bytes:,} bytes. {remedy}"
+                f"{path}: {name} has {file.bytes:,} bytes, which do not match its "
+                f"{len(file.range_sha256):,} hashes of ranges of {RANGE_BYTES:,} bytes. {remedy}"
             )
 
 
@@ -328,6 +328,6 @@ def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> 
         ) from None
     if status.st_size != expected.bytes:
         raise DataError(
-            f"{folder / name}: {status.st_size:,} bytes, but {expected.bytes:,} in meta.json. "
-            f"{prepare_again_hint(folder, source=source)}"
+            f"{folder / name}: has {status.st_size:,} bytes, but meta.json lists "
+            f"{expected.bytes:,}. {prepare_again_hint(folder, source=source)}"
         )

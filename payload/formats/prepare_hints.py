@@ -53,7 +53,7 @@ def _how_to_prepare(given: Path) -> str:
     out = str(given.with_name(f"{name or 'my'}-tokens"))
     kind = _KINDS.get(given.suffix, "text")
     prepare = _prepare(kind, "--input", str(given), "--out", out)
-    return f"If it holds your texts, prepare them with: {prepare} - and set data.dir to {out}"
+    return f"If it contains your texts, set data.dir to {out} and prepare them with: {prepare}"
 
 
 def prepare_again_hint(folder: Path, *, source: object) -> str:
@@ -65,7 +65,7 @@ def prepare_again_hint(folder: Path, *, source: object) -> str:
     if folder.name in _KNOWN and (source is None or source.startswith(f"{folder.name}:")):
         again = _prepare(folder.name, "--out", str(folder), "--force")
         return f"Make it again with: {again}{was}"
-    return f"Repeat the command that made it with --force{was}."
+    return f"Repeat the command that made this folder, with the option --force{was}."
 
 
 def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:

@@ -63,7 +63,7 @@ def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
             pipeline_sha256=_hash(canonical_parts(tokenizer)),
         )
     except RecursionError:
-        raise DataError(f"{TOKENIZER_FILE}: it is nested too deeply. {_FIX}") from None
+        raise DataError(f"{TOKENIZER_FILE}: is nested too deeply. {_FIX}") from None
 
 
 def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
@@ -215,7 +215,7 @@ def require_same_tokenizer(
             raise error(
                 f"{settings[1]} = {init!r} has {name} but no {TOKENIZER_FILE}, and {settings[0]} = "
                 f"{str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which may "
-                f"differ. Create the {TOKENIZER_FILE}, then prepare the data with it: "
+                f"differ. Prepare the data again after you have created the {TOKENIZER_FILE}: "
                 f"{write_tokenizer_again(folder)}"
             )
         return
@@ -245,11 +245,11 @@ def other_tokenizer(
     """Return the message about a model whose tokenizer differs from the tokenizer of the data."""
     name = "gpt2" if identity.is_gpt2() else init
     again = with_tokenizer(data, source=meta.source, tokenizer=name)
-    differing = f" (they differ in: {', '.join(parts)})" if parts else ""
+    differing = f" (the two differ in: {', '.join(parts)})" if parts else ""
     return (
         f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, but "
-        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with it: "
-        f"{again}"
+        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with that "
+        f"tokenizer: {again}"
     )
 
 

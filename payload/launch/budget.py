@@ -76,8 +76,8 @@ class JobTime:
         """Return a message with the limit that was reached and the command that resumes."""
         return (
             "the job's time limit is near, so the run has saved and stopped. To continue in "
-            f"another job: run --site slurm --resume {self.run_id} (more time: --set "
-            "slurm.time=HH:MM:SS)"
+            f"another job: run --site slurm --resume {self.run_id}; for more time, add --set "
+            "slurm.time=HH:MM:SS"
         )
 
 

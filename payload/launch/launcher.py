@@ -146,7 +146,8 @@ class Launcher(ABC):
         """Return the command line that starts all ranks from the head."""
 
     def settings(self, reach: Reach) -> dict[str, str]:
-        """Return the variables for the launcher process, in addition to those of the ranks."""
+        """Return the variables for the launcher process, in addition to the variables of the
+        ranks."""
         return {}
 
     def rank_settings(self, *, nodes: int) -> dict[str, str]:

@@ -39,7 +39,7 @@ class RankHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHeartbeat:
-    """The last heartbeat of a node other than the supervisor's."""
+    """The last heartbeat of a node on which the supervisor does not run."""
 
     node: str
     quiet_s: float
@@ -118,7 +118,7 @@ def frozen_nodes(beats: Sequence[NodeHeartbeat], *, after: str) -> Verdict:
     return Verdict(
         status="failed",
         exit_code=ExitCode.HANG,
-        error=f"node frozen, it accepts connections but does not answer: {listed}; {after}",
+        error=f"node frozen (accepts connections, but does not answer): {listed}; {after}",
     )
 
 
@@ -139,7 +139,7 @@ def _stuck_ranks(ranks: Sequence[RankHeartbeat], *, world_size: int, cause: str)
         if len(behind) < len(ranks):
             which, first = "behind: " + _listed(behind), behind[0].rank
         else:
-            which, first = f"all ranks are at {_progress(ranks[0])}, see their logs", None
+            which, first = f"all ranks are at {_progress(ranks[0])}; see their logs", None
     return Verdict(status="failed", exit_code=ExitCode.HANG, error=f"{cause}; {which}", rank=first)
 
 

@@ -90,8 +90,8 @@ def stopped_by_system(effect: str) -> Verdict:
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error="the supervisor was stopped by the system, not by a command, as when a machine "
-        f"is preempted or shut down; {effect}",
+        error="the supervisor was stopped by the system, not by a command (the machine may be "
+        f"preempted or shutting down); {effect}",
     )
 
 
@@ -176,7 +176,7 @@ def _silent_rank(evidence: Evidence) -> Verdict | None:
     if not silent or not evidence.exits or evidence.ended_by_us_s is not None:
         return None
     listed = ", ".join(f"rank {rank.rank} on {rank.node}" for rank in silent)
-    killed = "was killed before it could" if len(silent) == 1 else "were killed before they could"
+    killed = "ended before it could" if len(silent) == 1 else "ended before they could"
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
@@ -256,8 +256,8 @@ def _preempted(ended: Sequence[RankExit]) -> Verdict:
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error=f"{who or 'a rank was stopped'}, and not by this run's supervisor, as when a "
-        "machine is preempted or shut down; the ranks saved and ended",
+        error=f"{who or 'a rank was stopped'}, but not by this run's supervisor (the machine may "
+        "be preempted or shutting down); the ranks saved and ended",
         rank=stopped[0].rank if stopped else None,
     )
 
@@ -285,5 +285,5 @@ def _name(number: int) -> str:
     except ValueError:
         return f"signal {number}"
     if number == signal.SIGKILL:
-        return f"signal {number} ({name}), as the kernel does when memory runs out"
+        return f"signal {number} ({name}), which the kernel sends when memory runs out"
     return f"signal {number} ({name})"

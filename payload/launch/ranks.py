@@ -262,12 +262,13 @@ def _notes(
         if cores < ranks_per_node:
             notes.append(
                 f"node {name}: {ranks_per_node} ranks share {cores} physical core(s), one thread "
-                "each; the results are right, but no faster than with one rank a core"
+                "each; the results are correct, but no faster than with one rank a core"
             )
         elif len(sizes) > 1:
             notes.append(
-                f"node {name}: {cores} cores do not divide by {ranks_per_node} ranks, which have "
-                f"{sizes[0]} to {sizes[-1]}; the ranks with the fewest set the pace"
+                f"node {name}: {cores} cores are not a multiple of {ranks_per_node} ranks, so the "
+                f"ranks have {sizes[0]} to {sizes[-1]} cores; the ranks with the fewest cores set "
+                "the pace"
             )
         elif threads < cores:
             notes.append(f"node {name}: {threads} threads on {cores} physical cores")

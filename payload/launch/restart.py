@@ -49,7 +49,7 @@ def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
     if end.stop_requested or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
         return Decision(pause_s=None)
     if end.restarts >= max_restarts:
-        why = f"not restarted: limits.max_restarts = {max_restarts} is used up"
+        why = f"not restarted: limits.max_restarts = {max_restarts} is reached"
         return Decision(pause_s=None, why=why)
     if end.reached_step is None or end.reached_step <= end.began_at_step:
         why = f"not restarted: no step was completed beyond step {end.began_at_step}"

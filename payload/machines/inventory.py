@@ -65,7 +65,8 @@ class Node:
     """Address for connections from the other nodes."""
     external_address: str | None = checked(None, pattern=_ADDRESS, wanted=_ADDRESS_WORDS)
     ssh_port: int = checked(22, low=1, high=65_535)
-    """Port that accepts connections while the node is up: sshd's, or slurmd's under Slurm."""
+    """Port that accepts connections while the node is up: the port of sshd, or of slurmd under
+    Slurm."""
     host_keys: tuple[str, ...] = checked(
         (), pattern=_HOST_KEY, wanted="`type base64`", max_items=16
     )

@@ -103,7 +103,7 @@ class Mesh:
         if self.pipeline > 1 and tied:
             found.append("the embedding with the head on the last stage")
         if not found:
-            return "nothing, as no two ranks hold the same values; it checks for NaN"
+            return "nothing, because no two ranks hold the same values; it only looks for NaN"
         return f"{' and '.join(found)}; the rest is on one rank only and is checked for NaN"
 
 
@@ -131,7 +131,7 @@ def make_mesh(
             ranks = f"{data} data-parallel ranks ({world_size} / {per_model})"
         raise ConfigError(
             f"distributed.shard_size = {size} does not divide the {ranks}. Use "
-            f"{' or '.join(str(each) for each in divisors(data))}, or leave it out."
+            f"{' or '.join(str(each) for each in divisors(data))}, or leave shard_size out."
         )
     return Mesh(replicate=data // size, shard=size, tensor=tensor, pipeline=pipeline)
 

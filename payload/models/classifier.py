@@ -49,7 +49,7 @@ class ClassifierSpec(WrappedSpec):
         return self.base.flops_per_token() - 6 * self.embedding_size()
 
     def memory_bytes(self, setting: RankSetting) -> int:
-        """Estimate a training rank's peak memory: that of the base without logits."""
+        """Estimate a training rank's peak memory: the memory of the base without logits."""
         whole = self.base.memory_bytes(setting)
         tokens = setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()

@@ -32,7 +32,8 @@ def gguf_file(source: Path) -> Path | None:
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])
         raise CheckpointError(
-            f"{source}: it has {len(found)} GGUF files ({names}). Use the path of one."
+            f"{source}: the folder has {len(found)} GGUF files ({names}). Use the path of one of "
+            "these files."
         )
     return own_file(source, found[0].name) if found else None
 
@@ -86,7 +87,8 @@ def _require_tensors(spec: ModelSpec, header: GgufHeader, family: Family, *, whe
             raise CheckpointError(f"{where}: tensor {theirs} is missing. {FIX}")
         if found != shape:
             raise CheckpointError(
-                f"{where}: {theirs} is {list(found)}, but its metadata require {list(shape)}. {FIX}"
+                f"{where}: {theirs} has the shape {list(found)}, but the metadata require "
+                f"{list(shape)}. {FIX}"
             )
     known, held = spec.num_params(), sum(math.prod(each) for each in header.shapes.values())
     if known != held:

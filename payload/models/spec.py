@@ -106,7 +106,8 @@ class ModelSpec(ABC):
     sequence_length: int
     """Tokens of a training sequence."""
     vocab_size: int
-    """Rows of the token embedding; a padded vocabulary has more than the tokenizer."""
+    """Rows of the token embedding; a padded vocabulary has more rows than the tokenizer has
+    tokens."""
 
     @abstractmethod
     def context(self) -> int:
@@ -311,7 +312,7 @@ class ModelSpec(ABC):
     def checkpoint_bytes(self, *, state_bytes: int | None = None) -> int:
         """Return the size of a checkpoint on disk, without the small files.
 
-        `state_bytes` is the optimizer state of a trained weight; None = that of the default
+        `state_bytes` is the optimizer state of a trained weight; None = the state of the default
         optimizer.
         """
         state = default_state_bytes() if state_bytes is None else state_bytes
@@ -341,7 +342,7 @@ def uneven_split(counts: Mapping[str, int], ranks: int) -> str | None:
     """Return a message on the first count that `ranks` ranks cannot divide evenly, or None."""
     for name, count in counts.items():
         if count % ranks:
-            return f"its {count} {name} are no multiple of {ranks}"
+            return f"its {count} {name} are not a multiple of {ranks}"
     return None
 
 

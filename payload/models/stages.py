@@ -1,4 +1,5 @@
-"""Divides layers into pipeline stages, balanced by FLOPs, including those of the output head."""
+"""Divides layers into pipeline stages, balanced by FLOPs, including the FLOPs of the output
+head."""
 
 from __future__ import annotations
 

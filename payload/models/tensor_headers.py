@@ -114,11 +114,12 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path:
-    """Return the file's path. Raises CheckpointError if it is missing or links elsewhere."""
+    """Return the file's path. Raises CheckpointError if the file is missing or is a link out of the
+    folder."""
     path = own_file(folder, name)
     if not path.is_file():
         if index is not None:
-            raise CheckpointError(f"{index}: it lists {name}, which is missing. {_FIX}")
+            raise CheckpointError(f"{index}: lists {name}, which is missing. {_FIX}")
         raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
     return path
 
@@ -134,8 +135,8 @@ def _why_no_weights(folder: Path) -> str:
             "writes safetensors."
         )
     if list(folder.glob("model-*-of-*.safetensors")):
-        return f"it has shards but no {INDEX_FILE}. {_FIX}"
-    return f"it has no weights ({WEIGHTS_FILE}, or shards and {INDEX_FILE}). {_FIX}"
+        return f"the folder has shards but no {INDEX_FILE}. {_FIX}"
+    return f"the folder has no weights ({WEIGHTS_FILE}, or shards and {INDEX_FILE}). {_FIX}"
 
 
 def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
@@ -146,7 +147,8 @@ def file_headers(path: Path, *, fix: str = _FIX) -> dict[str, TensorHeader]:
     raw, start, size = _raw_header(path, fix)
     if len(raw) > _MAX_TENSORS:
         raise CheckpointError(
-            f"{path}: {len(raw):,} tensors in its header, above {_MAX_TENSORS:,}. {fix}"
+            f"{path}: its header lists {len(raw):,} tensors, more than the limit of "
+            f"{_MAX_TENSORS:,}. {fix}"
         )
     found: dict[str, TensorHeader] = {}
     end_of_data = 0

@@ -43,7 +43,7 @@ def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None
     show(named[0])
     for page in named[1:]:
         say(f"also: {page}")
-    say(f"If names under .localhost do not resolve (Safari, scripts): {pages[0]}")
+    say(f"If names under .localhost do not resolve (in Safari or scripts), open: {pages[0]}")
     say("Stop with Ctrl-C.")
     if in_browser:
         webbrowser.open(named[0])
@@ -155,7 +155,7 @@ def _backfill(
     made = subprocess.run(make, capture_output=True, text=True, check=False)
     if written.returncode or made.returncode:
         reason = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
-        say(f"note: the charts begin now: the run's history cannot be loaded ({reason})")
+        say(f"note: the charts begin now: the run's history cannot be loaded: {reason}")
 
 
 def _start_prometheus(programs: _Programs, workspace: Path, program: str) -> str:

@@ -33,7 +33,7 @@ class Muon(Optimizer):
         else:
             what, fix = "the model", "adamw"
         return (
-            f'optimizer.name = "{self.name}" needs whole matrices, and {setting} splits {what}. '
+            f'optimizer.name = "{self.name}" needs whole matrices, but {setting} splits {what}. '
             f"Use {fix}."
         )
 
@@ -45,8 +45,8 @@ class Muon(Optimizer):
 
         if not hasattr(torch.optim, "Muon"):
             raise ConfigError(
-                f"optimizer.name = {self.name!r} needs torch 2.9 or newer; this is "
-                f"{torch.__version__}. Use adamw."
+                f"optimizer.name = {self.name!r} needs torch 2.9 or newer, but torch "
+                f"{torch.__version__} is installed. Use adamw."
             )
         # match_rms_adamw scales Muon's update to the size of AdamW's, so that one lr serves both
         # (Moonshot, https://arxiv.org/abs/2502.16982, section 2.2).

@@ -177,7 +177,7 @@ def spot_warning(now_unix: float) -> str | None:
     if days <= SPOT_CHANGES_AFTER_DAYS:
         return None
     return (
-        f"spot prices are those of {READ_ON}, {days} days ago, and change every month: see "
+        f"spot prices were read on {READ_ON}, {days} days ago, and change every month: see "
         "https://cloud.google.com/spot-vms/pricing"
     )
 

@@ -52,8 +52,8 @@ def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
     lines = [command("data", "prepare", *options, "--out", out)]
     if kind not in _NAMED or meta.task != "text":
         lines.append(
-            "# If it was made with other options (columns, labels, a chat template, a limit), "
-            "repeat that command: meta.json does not record these options."
+            "# If this data folder was made with other options (columns, labels, a chat template, "
+            "a limit), repeat that command: meta.json does not record these options."
         )
     return lines
 

@@ -77,11 +77,11 @@ def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection
     installed = installed_trackers(run.config.track.to)
     names = _allowed(run, installed, named=named, say=say)
     if installed and not names and not live:
-        raise ConfigError(f"run {run.run_id}: not sent to any tracker. See the notes above.")
+        raise ConfigError(f"run {run.run_id} was not sent to any tracker. See the notes above.")
     for link in links_out(run.paths.track, home=run.paths.root):
         raise ConfigError(
-            f"{link} is a link that leads out of the run's folder: trackers do not follow it. "
-            "Move it away."
+            f"{link} is a link that leads out of the run's folder: trackers do not follow it. Move "
+            "the link away."
         )
     with _alone(run.paths.track):
         tracked = list(_start(run, names, say))
@@ -119,7 +119,8 @@ def _allowed(
     for name in names:
         if name not in allowed:
             say(
-                f"note: not sent to {name}: not enabled for this run on this machine. To send it: "
+                f"note: the run was not sent to {name}, which is not enabled for this run on this "
+                "machine. To send it: "
                 + command("report", str(run.paths.root), "--track", "--to", name)
             )
     return allowed
@@ -147,7 +148,10 @@ def _guarded(each: Tracked, act: Callable[[Tracked], None], say: Callable[[str],
     try:
         act(each)
     except Exception as error:
-        say(f"note: track.to: {each.name} failed; the run continues without it: {one_line(error)}")
+        say(
+            f"note: track.to: {each.name} failed; the run continues without this tracker: "
+            f"{one_line(error)}"
+        )
         return False
     return True
 

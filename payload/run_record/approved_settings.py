@@ -150,8 +150,8 @@ def require_approved(
         values = ", ".join(f"{key} = {shown(value)}" for key, value in missing.items())
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"run {paths.run_id}: {values} {verb} set only in the "
-            f"run's own files, which another user can edit. To accept, add {_options(missing)}"
+            f"run {paths.run_id}: {values} {verb} set only in the run's own files, which another "
+            f"user can edit. To accept them, add {_options(missing)}"
         )
 
 

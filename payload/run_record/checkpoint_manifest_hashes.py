@@ -42,7 +42,7 @@ class ManifestHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: hashes from all attempts, including those of removed checkpoints."""
+    """manifest_hashes.json: hashes from all attempts, also for removed checkpoints."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
     """One hash per checkpoint, the oldest step first."""
@@ -109,5 +109,5 @@ def verdict(checkpoint: str, known: ManifestHashes) -> str:
         return "its manifest matches the hash that the head wrote"
     message = "not verified: this machine has no hash of its manifest from the head"
     if known.hashes:
-        message += f"; the last one is of {known.hashes[-1].checkpoint}"
+        message += f"; its last hash from the head is of {known.hashes[-1].checkpoint}"
     return message

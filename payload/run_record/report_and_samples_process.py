@@ -38,7 +38,7 @@ def write_report(
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"it took longer than {_TIMEOUT_S:g} s."
+        return f"writing took longer than {_TIMEOUT_S:g} s."
     if process.returncode:
         return last_line(stderr, otherwise=f"it exited with code {process.returncode}")
     return None
@@ -60,7 +60,7 @@ def add_samples(paths: RunPaths) -> str | None:
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             return "interrupted"
-        return f"it took longer than {_SAMPLES_TIMEOUT_S:g} s."
+        return f"generating took longer than {_SAMPLES_TIMEOUT_S:g} s."
     finally:
         if process.poll() is None:
             # The session of the process includes the processes that run the models.

@@ -507,6 +507,6 @@ def require_own_folders(paths: RunPaths) -> None:
             if link.is_dir():
                 raise ConfigError(
                     f"{link} is a link that leads out of the run's folder, to "
-                    f"{shown(os.path.realpath(link))}, and is not followed. Move it away. To keep "
-                    "a run on another disk, make the run's folder itself a link."
+                    f"{shown(os.path.realpath(link))}, and is not followed. Move the link away. To "
+                    "keep a run on another disk, make the run's folder itself a link."
                 )

@@ -129,8 +129,8 @@ def ensure_identity(
     written = _write(paths, settled)
     if written == settled and known.identity is None and not is_new:
         say(
-            f"warning: run {paths.run_id} is of an older version, without an identity. It gets "
-            f"{settled.identity} now, and rejects the stores and checkpoints of other runs"
+            f"warning: run {paths.run_id} is from an older version and had no identity. Its "
+            f"identity is now {settled.identity}: stores and checkpoints of other runs are rejected"
         )
     return written
 
@@ -150,9 +150,9 @@ def require_same_run(
         return
     why = "these are two runs of one name"
     if own.identity is None or found.identity is None:
-        why = "so nothing shows that these are one run"
+        why = "nothing shows that these are the same run"
     raise ConfigError(
-        f"{place} has run identity {own.words()}, {other} has {found.words()}: {why}. {fix}"
+        f"{place} has run identity {own.words()}, but {other} has {found.words()}: {why}. {fix}"
     )
 
 

@@ -73,8 +73,8 @@ def start_lock(paths: RunPaths) -> Iterator[None]:
         while not _try_lock(held.fileno(), fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"run {paths.run_id} is just being started, ended or removed by another "
-                    "command. See its status with: " + run_command("status", paths)
+                    f"another command is starting, ending or removing run {paths.run_id}. See the "
+                    "status of the run with: " + run_command("status", paths)
                 )
             time.sleep(0.05)
         if not lock.exists():

@@ -173,7 +173,8 @@ def move_blockers_aside(paths: RunPaths) -> list[str]:
     out = [each for each in links_out(paths.root) if not any(map(each.is_relative_to, kept))]
     odd += [path for path in out if path not in odd]
     return [
-        f"{path} blocked a file or folder of the run; moved to {move_aside(path)}" for path in odd
+        f"{path} blocked a file or folder of the run, and was moved to {move_aside(path)}"
+        for path in odd
     ]
 
 

@@ -21,8 +21,8 @@ def path_in_copy(paths: RunPaths, name: str) -> Path:
     _refuse_link(path)
     if not path.is_dir():
         raise UsageError(
-            f"{path}, the copy of the run, was removed. To make it again, attach to the run with "
-            "--inventory."
+            f"{path}, the local copy of the run, was removed. To copy the run again, attach to it "
+            "with --inventory."
         )
     for part in PurePosixPath(name).parts:
         make_folder(path)
@@ -57,6 +57,6 @@ def unwritable(error: OSError, path: Path) -> ConfigError:
 def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise ConfigError(
-            f"{path} is a symlink: a run's copy is neither read nor written through one. Move it "
-            "away."
+            f"{path} is a symlink, and the copy of a run is neither read nor written through "
+            "symlinks. Move the symlink away."
         )

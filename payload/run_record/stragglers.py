@@ -88,8 +88,8 @@ class SlowRank:
             often = f" ({count} times since step {first.first_step})"
         return (
             f"rank {self.rank}{at} {when}{often}: {worst_words}its own work {take} "
-            f"{worst.work_s:.3g} s a step, the other ranks' {worst.others_s:.3g} s "
-            f"({worst.ratio():.1f} times); they {wait} for it"
+            f"{worst.work_s:.3g} s a step, {worst.ratio():.1f} times as long as the work of the "
+            f"other ranks ({worst.others_s:.3g} s), which {wait} for this rank"
         )
 
 

@@ -145,7 +145,7 @@ def _read(path: Path) -> ClusterIdentity | None:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from None
-    fix = "It identifies the cluster of this folder. Restore the file from a copy."
+    fix = "This file identifies the cluster of this folder. Restore the file from a copy."
     raw = parse_json(content, where=str(path), fix=fix)
     check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix)
     return build(ClusterIdentity, raw, where=str(path), fix=fix)

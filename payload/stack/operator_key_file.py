@@ -69,8 +69,8 @@ def make_key(public_file: Path) -> str:
         return write_public_half(private_file)
     except OSError as error:
         raise ConfigError(
-            f"the operator's key {private_file} cannot be created or read ({error}). Move it away "
-            "for a new key, or name another: pulumi config set operatorPublicKeyFile FILE"
+            f"the operator's key {private_file} cannot be created or read ({error}). Move the file "
+            "away for a new key, or name another key: pulumi config set operatorPublicKeyFile FILE"
         ) from None
 
 

@@ -34,12 +34,12 @@ class StackSettings:
         "",
         pattern=CLUSTER_NAME,
         refusal=" (by default the stack's name) must be a lower-case letter, then up to 23 "
-        "letters, digits and hyphens. pulumi config set cluster NAME",
+        "letters, digits and hyphens. Set it: pulumi config set cluster NAME",
     )
     project: str = checked(
         "",
         pattern=_PROJECT,
-        refusal=" is not a Google Cloud project id. `gcloud projects list` shows yours; pulumi "
+        refusal=" is not a Google Cloud project id. List yours: gcloud projects list; then: pulumi "
         "config set project ID",
     )
     region: str = checked(

@@ -153,7 +153,9 @@ class BucketStore:
         with self._plainly(f"reading {self.address.under(name)}"):
             _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
             if blob.size > SMALL_BYTES:
-                raise TooLargeError(f"{self.address.under(name)}: {blob.size} bytes are too many")
+                raise TooLargeError(
+                    f"{self.address.under(name)}: has {blob.size} bytes, which are too many"
+                )
             content = io.BytesIO()
             blob.download_to_file(
                 content,
@@ -175,7 +177,7 @@ class BucketStore:
             size, generation = int(blob.size), blob.generation
             if size > most_bytes:
                 raise TooLargeError(
-                    f"{self.address.under(name)}: it has more than {most_bytes:,} bytes"
+                    f"{self.address.under(name)}: has more than {most_bytes:,} bytes"
                 )
             for start in range(0, size, _PART_BYTES):
                 end = min(size, start + _PART_BYTES)
@@ -230,7 +232,7 @@ class BucketStore:
                 self._local.client = storage.Client(project="unused", credentials=self._credentials)
             except auth.GoogleAuthError as error:
                 raise StoreRefusedError(
-                    f"{self.address}: no credentials for Google ({one_line(error)}). "
+                    f"{self.address}: no credentials for Google ({one_line(error).rstrip('.')}). "
                     f"{self._or_node_account(self._login.renewal())}."
                 ) from None
         return self._local.client
@@ -276,16 +278,17 @@ class BucketStore:
             is_bucket = what.startswith(("listing", "writing"))
             if is_bucket or "bucket does not exist" in str(error):
                 raise StoreRefusedError(
-                    f"{what}: bucket {self.address.bucket!r} does not exist. Set bucket: create "
-                    "in the cluster's settings, or name another bucket in storage.results."
+                    f"{what}: bucket {self.address.bucket!r} does not exist. Create one with the "
+                    "cluster: pulumi config set bucket create; or name another bucket in "
+                    "storage.results."
                 ) from None
             raise MissingObjectError(f"{what}: the object does not exist") from None
         except libraries.errors.Unauthorized as error:
             raise self._credentials_error(what, error) from None
         except libraries.errors.Forbidden as error:
             raise StoreRefusedError(
-                f"{what}: permission denied ({_described(error)}). Give the account "
-                f"roles/storage.objectUser on the bucket {self.address.bucket}."
+                f"{what}: permission denied ({_described(error).rstrip('.')}). Grant the account "
+                f"the role roles/storage.objectUser on the bucket {self.address.bucket}."
             ) from None
         except libraries.auth_errors.DefaultCredentialsError:
             raise StoreRefusedError(

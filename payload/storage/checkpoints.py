@@ -146,7 +146,9 @@ class Upload:
         file = self._files[name]
         # The open file is read, because the folder may have been removed.
         if sha256_of(Path(f"/dev/fd/{file.fileno()}")) != self._manifest.files[name].sha256:
-            raise CheckpointError(f"{self.name}/{name}: its SHA-256 differs from the manifest")
+            raise CheckpointError(
+                f"{self.name}/{name}: its SHA-256 differs from the one in the manifest"
+            )
 
 
 def whole_checkpoints(store: StoreReader) -> list[str]:
@@ -271,7 +273,8 @@ def fetch_checkpoint(
 
 
 _IF_RESUMED = (
-    "If the run was resumed on another machine, fetch it into another folder with --runs-dir DIR"
+    "If the run was resumed on another machine, fetch the run into another folder with "
+    "--runs-dir DIR"
 )
 
 
@@ -281,7 +284,7 @@ def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
     if wrote not in (None, found):
         raise CheckpointError(
             f"its manifest in the store has the SHA-256 {found}, but the head wrote {wrote}: "
-            f"another machine has replaced it. {_IF_RESUMED}"
+            f"another machine has replaced the manifest. {_IF_RESUMED}"
         )
     if known.is_gap(name):
         raise CheckpointError(
@@ -295,11 +298,11 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
     stored = {entry.name: entry.bytes for entry in store.entries(prefix)}
     for name, entry in manifest.files.items():
         if name == TRAINER_FILE and entry.bytes > SMALL_BYTES:
-            raise CheckpointError(f"{name}: {entry.bytes} bytes are too many")
+            raise CheckpointError(f"{name}: has {entry.bytes} bytes, which are too many")
         size = stored.get(f"{prefix}{name}")
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"
-            raise CheckpointError(f"{name}: {found}, but {entry.bytes} bytes in the manifest")
+            raise CheckpointError(f"{name}: {found}, but the manifest lists {entry.bytes} bytes")
 
 
 def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -> None:
@@ -314,7 +317,7 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     objects = _checkpoint_objects(store)
     others = [each for each in whole_checkpoints(store) if each != name]
     least = min((sum(each.bytes for each in objects[other]) for other in others), default=size)
-    needs = f"it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free"
+    needs = f"the checkpoint needs {size / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free"
     if size > 2 * least:
         raise CheckpointError(f"{needs}; another checkpoint of the run has {least / 1e9:,.2f} GB")
     raise PreflightError(
@@ -332,7 +335,7 @@ def _require_own(folder: Path, run: RunIdentity) -> None:
         return
     if identity != run.identity:
         raise CheckpointError(
-            f"its run identity is {identity or 'none'}, and this run's is {run.words()}"
+            f"its run identity is {identity or 'none'}, but this run has {run.words()}"
         )
 
 
@@ -343,13 +346,13 @@ def _fetch_file(store: StoreReader, name: str, path: Path, entry: ManifestEntry)
                 store.fetch(name, file, most_bytes=entry.bytes, progressed=lambda: None)
             except TooLargeError:
                 raise CheckpointError(
-                    f"{path.name}: it is larger than the {entry.bytes} bytes of the manifest"
+                    f"{path.name}: is larger than the {entry.bytes} bytes in the manifest"
                 ) from None
             file.flush()
             os.fsync(file.fileno())
         if sha256_of(path) == entry.sha256:
             return
-    raise CheckpointError(f"{path.name}: its SHA-256 differs from the manifest")
+    raise CheckpointError(f"{path.name}: its SHA-256 differs from the one in the manifest")
 
 
 def _whole(file: BinaryIO) -> bytes:

@@ -111,8 +111,8 @@ def _require_room(store: StoreReader, size: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise DataError(
-            f"data.dir = {store.address}: it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB "
-            f"are free in {folder.parent}. Free disk space."
+            f"data.dir = {store.address}: the data needs {size / 1e9:,.2f} GB, but "
+            f"{free / 1e9:,.2f} GB are free in {folder.parent}. Free disk space."
         )
 
 
@@ -122,11 +122,13 @@ def _fetch(store: StoreReader, name: str, path: Path, *, size: int) -> None:
             store.fetch(name, file, most_bytes=size, progressed=lambda: None)
     except TooLargeError:
         raise DataError(
-            f"data.dir = {store.address}: {name} is larger than in {META_NAME}. Upload the folder "
-            "again."
+            f"data.dir = {store.address}: {name} is larger than {META_NAME} lists. Upload the "
+            "folder again."
         ) from None
     except MissingObjectError:
-        raise DataError(f"data.dir = {store.address}: {name} is missing. Upload it.") from None
+        raise DataError(
+            f"data.dir = {store.address}: {name} is missing. Upload this file."
+        ) from None
 
 
 def _verify(store: StoreReader, folder: Path) -> None:
@@ -143,6 +145,6 @@ def _verify(store: StoreReader, folder: Path) -> None:
         for name, size in wrong.items():
             _fetch(store, name, folder / name, size=size)
     raise DataError(
-        f"data.dir = {store.address}: the SHA-256 of {next(iter(wrong))} differs from "
+        f"data.dir = {store.address}: the SHA-256 of {next(iter(wrong))} differs from the one in "
         f"{META_NAME}. Upload the folder again."
     )

@@ -214,7 +214,7 @@ class FolderStore:
                 raise _refused(error, path) from None
             with os.fdopen(opened, "rb") as file:
                 if not stat.S_ISREG(os.fstat(opened).st_mode):
-                    raise StoreRefusedError(f"{path} is not a regular file. Move it away.")
+                    raise StoreRefusedError(f"{path} is not a regular file. Move this path away.")
                 yield file
 
     @contextmanager
@@ -248,14 +248,14 @@ class FolderStore:
 
 
 def _too_large(path: Path, most_bytes: int) -> TooLargeError:
-    return TooLargeError(f"{path}: it has more than {most_bytes:,} bytes")
+    return TooLargeError(f"{path}: has more than {most_bytes:,} bytes")
 
 
 def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
     """Return the error for a path of the store that could not be opened."""
     if path.is_symlink():
         return StoreRefusedError(
-            f"{path} is a symlink, which a store does not follow. Move it away."
+            f"{path} is a symlink, and a store does not follow symlinks. Move the symlink away."
         )
     return OSError(error.errno, error.strerror, str(path))
 
@@ -263,7 +263,8 @@ def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
 def _files(descriptor: int, *, within: PurePosixPath) -> Iterator[StoredObject]:
     """Yield the regular files below an open folder, except hidden files.
 
-    Folders that cannot be read, such as lost+found, and folders deeper than a run's are skipped.
+    Folders that cannot be read, such as lost+found, and folders deeper than the folders of a run
+    are skipped.
     """
     if len(within.parts) > _MOST_FOLDERS:
         return

@@ -109,12 +109,13 @@ class GoogleLogin:
         if self.impersonated and _MAY_NOT_ACT.search(message):
             return (
                 f"{_IMPERSONATED} = {self.impersonated!r}: the account does not exist, or this "
-                "login cannot act as it. It needs roles/iam.serviceAccountTokenCreator on that "
-                "account, and its project the API iamcredentials.googleapis.com"
+                "login cannot impersonate it. Grant this login "
+                "roles/iam.serviceAccountTokenCreator on the account, and enable the API "
+                "iamcredentials.googleapis.com in the account's project"
             )
         prefix = f"Google rejected the credentials ({self.describe()}): "
         if _WRONG_CLOCK.search(message):
-            return f"{prefix}this machine's clock is wrong. Set it, then repeat the command"
+            return f"{prefix}this machine's clock is wrong. Set the clock, then repeat the command"
         if self.variable == TOKEN:
             cause = (
                 "access tokens are valid for one hour, and this one has expired or is not a token"

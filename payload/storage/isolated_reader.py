@@ -185,8 +185,8 @@ class _WatchedStore:
                 break
             if until_s == self._most_s:
                 raise StoreError(
-                    f"{self.address} did not answer within {self._most_s:.0f} s. Is it mounted, "
-                    "and does its server run?"
+                    f"{self.address} did not answer within {self._most_s:.0f} s. Check that the "
+                    "folder is mounted and that its server runs."
                 )
             is_noted = True
             self._say(
@@ -205,7 +205,7 @@ class _WatchedStore:
             yield
         except OSError:
             raise StoreError(
-                f"{self.address}: the process that reads it has ended. Try again."
+                f"{self.address}: the process that reads this store has ended. Try again."
             ) from None
 
 

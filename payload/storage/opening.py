@@ -37,6 +37,8 @@ def check_store(address: StoreAddress, *, timeout_s: float = _CHECK_S) -> None:
         store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
     try:
         if store.read(name)[0] != content:
-            raise StoreError(f"{address}: an object has other content than was written")
+            raise StoreError(
+                f"{address}: an object that was read back differs from what was written"
+            )
     finally:
         store.remove(name)

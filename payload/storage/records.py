@@ -77,7 +77,7 @@ class Records:
                 return 0
             if stat.st_size > _MOST_BYTES:
                 if name not in self.too_large:
-                    self._say(f"warning: {name} is no longer uploaded: it is over 1 GiB")
+                    self._say(f"warning: {name} is no longer uploaded: the file is over 1 GiB")
                 self.too_large.add(name)
                 return 0
             # Only the current size is read, because the file may grow during the upload.
@@ -135,9 +135,9 @@ def fetch_records(
             room -= (root / entry.name).stat().st_size
     if left_out:
         say(
-            f"warning: {len(left_out)} log(s) or profile(s) are not downloaded, the first is "
-            f"{left_out[0].name}: together they are over {_MOST_LOG_BYTES // 2**30} GiB, over half "
-            f"of the free disk space, or over {_MOST_LOGS:,} files"
+            f"warning: {len(left_out)} log(s) or profile(s) are not downloaded (first: "
+            f"{left_out[0].name}), because the run's logs exceed {_MOST_LOG_BYTES // 2**30} GiB, "
+            f"half of the free disk space, or {_MOST_LOGS:,} files"
         )
     return fetched
 
@@ -164,9 +164,9 @@ def _download(
         if entry.bytes <= _MOST_BYTES:
             _fetch(store, name, path, most_bytes=most_bytes)
             return True
-        say(f"warning: {name} is not downloaded: it is over 1 GiB")
+        say(f"warning: {name} is not downloaded: the file is over 1 GiB")
     except TooLargeError:
-        say(f"warning: {name} is not downloaded: it is larger than listed")
+        say(f"warning: {name} is not downloaded: the file is larger than listed")
     except MissingObjectError:
         pass
     except OSError as error:

@@ -95,7 +95,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
     if found is None and local is None and damaged:
         raise StoreError(
             f"{store.address}: all checkpoints are damaged; the newest is {damaged[0]}. See "
-            "logs/storage.log for the problem of each."
+            "logs/storage.log for each problem."
         )
     if found is None and local is not None:
         if damaged:
@@ -121,8 +121,8 @@ def _require_same_store(store: StoreReader, paths: RunPaths, *, local: Path | No
     had = before.checkpoint if before and before.address == str(store.address) else None
     if local is None or had is not None:
         raise StoreError(
-            f"{store.address}: no run found{f', although it had {had}' if had else ''}. If it is "
-            "a mounted folder, mount it."
+            f"{store.address}: no run found{f', although it had {had}' if had else ''}. If the "
+            "store is a folder that must be mounted, mount it."
         )
 
 

@@ -35,7 +35,7 @@ from payload.storage.restore import fetch_run
 TRY_STORE_S = 60.0
 """Timeout for the test of a store."""
 _END_S = 0.2
-_WITHOUT = 'Or run without it: --set storage.results="none".'
+_WITHOUT = 'Or run without a store: --set storage.results="none".'
 
 
 def is_address(text: str | None) -> bool:
@@ -91,8 +91,8 @@ def check_store_access(
         _, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise PreflightError(
-            f"{address} did not answer within {timeout_s:.0f} s. Is it mounted, and does its "
-            f"server run? {_WITHOUT}"
+            f"{address} did not answer within {timeout_s:.0f} s. Check that the folder is mounted "
+            f"and that its server runs. {_WITHOUT}"
         ) from None
     finally:
         process.kill()
@@ -149,7 +149,7 @@ def fetch_run_atomically(store: StoreReader, paths: RunPaths) -> None:
         staging = Path(tempfile.mkdtemp(prefix=f".{paths.run_id}.", dir=runs_dir))
     except OSError as error:
         raise ConfigError(
-            f"{runs_dir}: {error.strerror}. Name a folder you can write to with --runs-dir."
+            f"{runs_dir}: {error.strerror}. Name a writable folder with --runs-dir."
         ) from None
     try:
         fetch_run(store, RunPaths(staging))

@@ -32,8 +32,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         if not paths.plan.exists():
             raise ConfigError(
-                f"{paths.root} is not a planned run: it has no plan.json. Start a run with "
-                f"{command('orchestrate', 'run')}."
+                f"{paths.root} has no plan.json, so it is not the folder of a planned run. Start a "
+                f"run with {command('orchestrate', 'run')}."
             )
         _make_room(paths)
         adopt_orphans()

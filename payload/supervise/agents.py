@@ -164,7 +164,7 @@ def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
     if not index.isdecimal() or int(index) >= len(hosts):
         raise ConfigError(
             f"{SLURM_NODE} = {index!r}, but the run has nodes 0 to {len(hosts) - 1}. Start the run "
-            "again: srun starts this program."
+            "again, and let srun start this program."
         )
     node_rank = int(index)
 

@@ -121,7 +121,8 @@ class Attempt:
         return _with_leftovers(verdict, left)
 
     def began_at_step(self) -> int:
-        """Return the step at which the attempt began; until ranks report it, the checkpoint's."""
+        """Return the step at which the attempt began; until ranks report it, the step of the
+        checkpoint."""
         step = self._beats.began_at_step()
         return self._checkpoint_step if step is None else step
 

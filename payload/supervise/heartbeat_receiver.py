@@ -269,7 +269,7 @@ def wait_for_nodes(
             return f"processes on {', '.join(stuck)} could not be ended"
         if time.monotonic() > ends or not pause(_POLL_S):
             away = [name for name, left in found.items() if left is None]
-            return f"{', '.join(away)} did not come back within {timeout_s:.0f} s"
+            return f"{', '.join(away)} did not reconnect within {timeout_s:.0f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

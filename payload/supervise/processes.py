@@ -118,7 +118,7 @@ def wait_for_orphans(
     if left:
         raise PreflightError(
             f"processes {sorted(left)} of an earlier supervisor of this run could not be ended. "
-            "End them, and start the run again."
+            "End these processes with `kill -9`, and start the run again."
         )
 
 

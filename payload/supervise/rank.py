@@ -72,8 +72,8 @@ def find_rank(
         by_name = sorted(rows, key=lambda row: row.only_with is not None)
         listed = ", ".join(dict.fromkeys(row.rank for row in by_name))
         raise ConfigError(
-            f"none of {listed} is set: a launcher has to start this program, through "
-            f"{command('orchestrate', 'run')}."
+            f"the environment sets none of {listed}, so no launcher started this program. Start it "
+            f"through a launcher: {command('orchestrate', 'run')}."
         )
     if NODE_RANK in env:
         position = (env[NODE_RANK], env.get(found.local_rank, "0"))
@@ -98,7 +98,7 @@ def bind_to_cores(rank: Rank) -> None:
     except OSError as error:
         raise PreflightError(
             f"cores {list(rank.cores)} of node {rank.node} cannot be used: {error.strerror}. The "
-            "inventory does not match this machine. Write a new one."
+            "inventory does not match this machine. Write a new inventory."
         ) from None
 
 

@@ -200,7 +200,9 @@ class Supervisor:
     def _wait_for_predecessor(self) -> Verdict | None:
         """Wait until the ranks of a killed supervisor have ended; return a verdict on a failure."""
         if processes_of(self._paths.root):
-            note = "an earlier supervisor of this run was killed; waiting until its ranks save"
+            note = (
+                "an earlier supervisor of this run was killed; waiting until its ranks have saved"
+            )
             self._state = replace(self._state, note=note)
             self._write_state("starting")
             wait_for_orphans(self._paths, self._grace_period(), pause=self._pause_unless_forced)
@@ -294,7 +296,7 @@ class Supervisor:
             return None
         self._state = replace(self._state, note=note_before)
         if self._stopping.kind != "none":
-            before = f"stopped before it was restarted; it had failed: {verdict.error}"
+            before = f"stopped before the restart; the run had failed: {verdict.error}"
             return self._stopped(before)
         return _with_reason(verdict, f"not restarted: {away}")
 
@@ -389,7 +391,9 @@ class Supervisor:
         message = self._silent_folders()
         before, self._folder_message = self._folder_message, message
         if message and not before:
-            self._state = replace(self._state, note=f"{message}; reading it blocks")
+            self._state = replace(
+                self._state, note=f"{message}; a program that reads this folder blocks"
+            )
             self._write_state(self._state.status)
         elif before and not message:
             self._state = replace(self._state, note="the shared folder answers again")
@@ -469,7 +473,7 @@ def hold_port(port: int) -> socket.socket:
         holder.close()
         raise PreflightError(
             f"port {port}, where the ranks would meet, is in use ({error.strerror}). Start the run "
-            "again; it chooses another."
+            "again; the new start chooses another port."
         ) from None
     if sys.platform != "linux":
         holder.close()

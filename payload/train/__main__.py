@@ -210,7 +210,8 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
     if arguments.run_dir is not None and not RUN_ID.fullmatch(arguments.run_dir.resolve().name):
         raise UsageError(
             f"--run-dir {str(arguments.run_dir)!r}: the folder's name is the run's id. Use "
-            "letters, digits, dots, dashes and underscores, a letter or digit first, not 'latest'."
+            "letters, digits, dots, dashes and underscores, begin with a letter or digit, and do "
+            "not use 'latest'."
         )
     if arguments.run_dir is None:
         default_runs_dir(option="--run-dir", run="NAME")

@@ -98,12 +98,12 @@ def _predictions(
         megabytes = gradient_bytes(spec, config.distributed) / 1e6
         sync = (
             f"sync      {step.exchange_s:.2f} s a step: {megabytes:.0f} MB of gradients at "
-            f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of it overlap the "
+            f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of this overlap the "
             "backward pass"
         )
     return [
         sync,
-        f"predicted {step_s:.2f} s a step, {compute.seconds:.2f} s of it compute, at "
+        f"predicted {step_s:.2f} s a step, of which {compute.seconds:.2f} s are compute at "
         f"{compute.mfu:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
         "evaluation",
     ]

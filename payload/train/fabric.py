@@ -43,7 +43,7 @@ def main(argv: Sequence[str], env: MutableMapping[str, str]) -> int:
 
     The argument is a JSON object: `deadline_s`; `device` (cpu or cuda); `ranks`, each with node,
     node_rank, local_rank, cores, threads and interface; and `environment`, variables that override
-    the launcher's.
+    the variables of the launcher.
     """
     parser = argparse.ArgumentParser(prog="payload.train.fabric")
     parser.add_argument("arguments", type=json.loads, metavar="JSON", help="what to measure")

@@ -84,8 +84,8 @@ def train(
         if config.distributed.splits_model() and not world.is_cpu:
             raise ConfigError(
                 f"distributed.tensor_parallel = {config.distributed.tensor_parallel}, "
-                f"pipeline_parallel = {config.distributed.pipeline_parallel}: these need CPUs, and "
-                "this rank is on a CUDA device. Set device.kind to 'cpu', or both to 1."
+                f"pipeline_parallel = {config.distributed.pipeline_parallel}: these need CPUs, but "
+                "this rank is on a CUDA device. Set device.kind to 'cpu', or set both sizes to 1."
             )
         if world.world_size > 1:
             tensor = config.distributed.tensor_parallel
@@ -338,8 +338,8 @@ def _checkpoints_layers(
     if estimate <= free:
         return False
     log.info(
-        f"memory    activation checkpointing is on: without it a rank needs "
-        f"{estimate / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        "memory    activation checkpointing is on, because a rank would otherwise need "
+        f"{estimate / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
     )
     return True
 

@@ -188,8 +188,9 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     own = known_identity(paths).identity
     if recorded not in (None, own):
         raise CheckpointError(
-            f"{newest}: run identity {recorded}, but {paths.identity} has {own}: two runs of "
-            "one name. Move the checkpoint away, or start a new run with model.init set to it."
+            f"{newest}: the checkpoint has run identity {recorded}, but {paths.identity} has "
+            f"{own}: these are two runs of one name. Move the checkpoint away, or start a new run "
+            "with model.init set to this checkpoint."
         )
     return newest
 
@@ -206,8 +207,8 @@ def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
         checkpoint = None
     elif checkpoint is not None and has_adapter(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: an adapter, but the run trains whole weights (adapter.kind = "
-            "'none'), so it belongs to another run. Move it away."
+            f"{checkpoint}: this is an adapter, but the run trains whole weights (adapter.kind = "
+            "'none'), so the checkpoint belongs to another run. Move the checkpoint away."
         )
     return checkpoint or model_folder(config.model.init)
 
@@ -233,24 +234,24 @@ def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) 
     """Return the identity of the adapter's base in `folder`; on a resume it must be unchanged."""
     if has_adapter(folder):
         raise CheckpointError(
-            f"model.init = {config.model.init!r}: an adapter, but adapter.kind = "
-            f"{config.adapter.kind!r} needs whole weights as its base. Merge it first with "
-            f"{command('export', '--checkpoint', config.model.init, '--merge')}."
+            f"model.init = {config.model.init!r}: this is an adapter, but adapter.kind = "
+            f"{config.adapter.kind!r} needs whole weights as its base. Merge the adapter first "
+            f"with {command('export', '--checkpoint', config.model.init, '--merge')}."
         )
     source = config.model.init
     found = identify(source, folder, quantize=config.model.quantize)
     before = state.base if state else None
     if before is not None and before.sha256 != found.sha256:
         raise CheckpointError(
-            f"model.init = {source!r}: the adapter was trained with other weights "
-            f"(sha256 {before.sha256[:12]}, now {found.sha256[:12]}). Restore them, or start a "
-            "new run."
+            f"model.init = {source!r}: the adapter was trained with other weights (sha256 "
+            f"{before.sha256[:12]}, now {found.sha256[:12]}). Restore the weights, or start a new "
+            "run."
         )
     if before is not None and not before.has_same_config(found):
         raise CheckpointError(
-            f"model.init = {source!r}: the adapter was trained with another {CONFIG_FILE} "
-            f"(sha256 {str(before.config_sha256)[:12]}, now {str(found.config_sha256)[:12]}). "
-            "Restore it, or start a new run."
+            f"model.init = {source!r}: the adapter was trained with another {CONFIG_FILE} (sha256 "
+            f"{str(before.config_sha256)[:12]}, now {str(found.config_sha256)[:12]}). Restore that "
+            "file, or start a new run."
         )
     return found
 
@@ -260,9 +261,9 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
     files = tokenizer_files(task.meta, data=task.folder, source=source, context=context)
     if not files:
         log.warning(
-            f"checkpoints will have no tokenizer: the files of the data's tokenizer "
-            f"({task.meta.tokenizer}, {task.meta.vocab_size:,} tokens) were not found. Copy them "
-            "into a checkpoint before transformers loads it."
+            "checkpoints will have no tokenizer: the files of the data's tokenizer "
+            f"({task.meta.tokenizer}, {task.meta.vocab_size:,} tokens) were not found. Copy these "
+            "files into a checkpoint before you load it with transformers."
         )
     return task.tokenizer(files)
 

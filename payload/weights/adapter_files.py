@@ -140,7 +140,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if found.init_lora_weights not in _PLAIN_INITS:
         raise CheckpointError(
             f"{path}: init_lora_weights = {shown(found.init_lora_weights)} may have changed the "
-            "base's weights, which are not in the adapter. Save it with PEFT's "
+            "base's weights, which are not in the adapter. Save the adapter with PEFT's "
             "path_initial_model_for_weight_conversion."
         )
     read = {*_Config.__dataclass_fields__, *_UNUSED}
@@ -148,7 +148,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         # PEFT writes all of its keys; the values below disable a feature.
         if not (raw[key] is None or raw[key] is False or raw[key] in ([], {}, "")):
             raise CheckpointError(
-                f"{path}: {shown(key)[1:-1]} = {shown(raw[key])}: adapters with it cannot be "
+                f"{path}: {shown(key)[1:-1]} = {shown(raw[key])}: adapters with this key cannot be "
                 f"loaded. {_FIX}"
             )
     modules = found.modules_to_save or ()

@@ -252,9 +252,9 @@ class _Hub:
             )
         if any(name.endswith(".gguf") for name in names):
             raise self._refusal(
-                "it has only GGUF files", "Download one of them, and name the file."
+                "the model has only GGUF files", "Download one of them, and name the file."
             )
-        raise self._refusal(f"it has no {WEIGHTS_FILE}", "Name a model with safetensors.")
+        raise self._refusal(f"the model has no {WEIGHTS_FILE}", "Name a model with safetensors.")
 
     def _is_unreachable(self, error: Exception) -> bool:
         """Return True if the hub does not answer; False if it answers that access is refused."""
@@ -271,13 +271,13 @@ class _Hub:
         name, host = self.wanted.name, self._hub.constants.ENDPOINT
         if isinstance(error, errors.GatedRepoError):
             return self._refusal(
-                "it is gated: only accounts that accepted its terms can download it",
+                "the model is gated: only accounts that accepted its terms can download it",
                 f"Accept them at {host}/{name}, then log in (hf auth login, or HF_TOKEN).",
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return self._refusal(
-                f"it has no revision {shown(self.wanted.revision)}",
-                "Name a branch, a tag or a commit of it.",
+                f"the model has no revision {shown(self.wanted.revision)}",
+                "Name a branch, a tag or a commit of the model.",
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return self._refusal(
@@ -286,7 +286,8 @@ class _Hub:
             )
         if isinstance(error, errors.RemoteEntryNotFoundError):
             return self._refusal(
-                f"it has no {CONFIG_FILE} on the hub", "Name a model in the Hugging Face layout."
+                f"the model has no {CONFIG_FILE} on the hub",
+                "Name a model in the Hugging Face layout.",
             )
         if self._hub.constants.HF_HUB_OFFLINE:
             return self._refusal(

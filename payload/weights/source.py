@@ -187,7 +187,8 @@ def _weights_in(
         return newest
     if verify and (path / MANIFEST_FILE).exists() and (problems := manifest_problems(path)):
         raise CheckpointError(
-            f"{setting} = {name!r}: the checkpoint is damaged: {problems[0]} Name another one."
+            f"{setting} = {name!r}: the checkpoint is damaged: {problems[0]} Name another "
+            "checkpoint."
         )
     return path
 
@@ -212,7 +213,7 @@ def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
     """Raise CheckpointError if `name` is a path, not NAME or OWNER/NAME, optionally @REVISION."""
     if path.exists():
         raise CheckpointError(
-            f"{setting} = {name!r}: that is a file, but not a .gguf. Name its folder."
+            f"{setting} = {name!r}: this is a file, but not a .gguf file. Name the folder."
         )
     is_path = name.startswith(("/", "./", "../", "~")) or HubName.parse(name) is None
     # `runs/typo` is a path if the folder `runs` exists.

@@ -321,7 +321,7 @@ def test_new_values_replace_those_of_their_cases_alone(tmp_path: Path) -> None:
 def test_stored_values_of_other_inputs_are_refused() -> None:
     stored, (case, *_) = Stored.read(), PARSED
     stored.require([case], inputs={"text": stored.inputs["text"]})
-    with pytest.raises(SystemExit, match="text: inputs differ from those of"):
+    with pytest.raises(SystemExit, match="text: inputs differ from the inputs in"):
         stored.require([case], inputs={"text": "0"})
     with pytest.raises(SystemExit, match=r"has no values of other\."):
         stored.require([replace(case, name="other")], inputs={})

@@ -98,7 +98,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_file(tmp_path: Path) -
 
 def test_a_sequence_longer_than_the_text_is_refused(tmp_path: Path) -> None:
     folder = make_data_folder(tmp_path, num_train_tokens=100)
-    with pytest.raises(DataError, match=r"100 tokens are fewer than .* = 101"):
+    with pytest.raises(DataError, match=r"has 100 tokens, fewer than .* = 101"):
         TokenData.open(folder, sequence_length=100)
 
 

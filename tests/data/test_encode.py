@@ -140,4 +140,6 @@ def test_an_encoder_that_fails_the_first_check_is_not_used(
     said: list[str] = []
     chosen = choose_encoder(gpt2_tokenizer(), seed=0, log=said.append)
     assert isinstance(chosen, ReferenceEncoder)
-    assert said == ["tokenizer: tiktoken; gigatoken failed a comparison with it: different tokens"]
+    assert said == [
+        "tokenizer: tiktoken; gigatoken failed a comparison with tiktoken: different tokens"
+    ]

@@ -178,7 +178,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
         lambda: tokenizer.decode([2]),  # PanicException, not a subclass of Exception
     ]
     for call in calls:
-        with pytest.raises(DataError, match="it fails on a text: ") as caught:
+        with pytest.raises(DataError, match="encoding a text fails: ") as caught:
             call()
         assert "\n" not in str(caught.value)
 
@@ -195,7 +195,7 @@ def test_prepare_with_a_tokenizer_that_fails_ends_in_one_line(tmp_path: Path, ta
         "--tokenizer", failing(tmp_path / "model"), "--out", tmp_path / "out",
     )  # fmt: skip
     assert done.returncode == 10
-    assert "it fails on a text: " in done.stderr and "Traceback" not in done.stderr
+    assert "encoding a text fails: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_tokenizer_that_gigatoken_does_not_support_goes_through_tokenizers(
@@ -302,7 +302,7 @@ def test_a_damaged_tokenizer_of_the_data_is_noticed(tmp_path: Path) -> None:
         ("tokenizer.json", b'{"model": {"type": "Martian"}}', "cannot be loaded"),
         ("tokenizer.json", b"[" * 100_000, "nested too deeply"),
         ("tokenizer.json", None, "but no tokenizer.json. Make it with"),
-        ("tokenizer_config.json", None, "no eos_token, which ends every document"),
+        ("tokenizer_config.json", None, "no eos_token in tokenizer_config.json"),
         ("tokenizer_config.json", b"7", "expected an object, got 7"),
         ("tokenizer_config.json", b'{"eos_token": "<gone>"}', "'<gone>' is not in tokenizer.json"),
         ("tokenizer_config.json", b'{"eos_token_id": -1}', "eos_token_id = -1 is not in"),
@@ -370,5 +370,5 @@ def test_a_file_of_the_user_is_never_replaced(tmp_path: Path) -> None:
     done = run_here("prepare", "--source", "stdlib", "--tokenizer", folder, "--out", out)
 
     assert done.returncode == 10
-    assert "a different tokenizer file that no earlier run wrote" in done.stderr
+    assert "differs from the new one, and no earlier run of prepare wrote it" in done.stderr
     assert contents(out) == {"tokenizer.json": b"mine"}

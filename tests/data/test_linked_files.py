@@ -152,7 +152,7 @@ def test_prepare_writes_through_no_link_and_opens_no_pipe(
     words = ["prepare", "--source", "jsonl", "--input", str(rows), "--out", str(out), "--quiet"]
     assert main([*words, "--task", task]) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert f"{out / name}: a link or not a regular file, so prepare does not" in message
+    assert f"{out / name}: not a regular file, or a link, so prepare does not" in message
     assert (tmp_path / "secret").read_text() == SECRET and not (out / "train.bin").exists()
 
 

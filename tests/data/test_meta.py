@@ -39,7 +39,10 @@ def test_a_damaged_folder_of_ones_own_text_is_to_be_made_from_that_again(
     folder = folder.rename(folder.with_name(name))
     again = ["prepare", "--source", "jsonl", f"--input={folder.parent / 'a.jsonl'}"]
     (folder / "val.bin").write_bytes(b"12")
-    remedy = f"Repeat the command that made it with --force (source: {load_source(folder)})."
+    remedy = (
+        "Repeat the command that made this folder, with the option --force (source: "
+        f"{load_source(folder)})."
+    )
     for args in (["verify", str(folder)], [*again, f"--out={folder}", "--quiet"]):
         assert main(args) == 10
         error = capsys.readouterr().err
@@ -59,7 +62,7 @@ def test_unfinished_folder_says_so(folder: Path) -> None:
 
 def test_short_file_is_noticed_without_reading_it(folder: Path) -> None:
     (folder / "val.bin").write_bytes(b"12")
-    with pytest.raises(DataError, match=r"val\.bin: 2 bytes, but .* in meta\.json"):
+    with pytest.raises(DataError, match=r"val\.bin: has 2 bytes, but meta\.json lists"):
         load_meta(folder)
 
 

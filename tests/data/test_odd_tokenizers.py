@@ -252,7 +252,7 @@ def test_the_vocabulary_fits_the_model_beside_it(tmp_path: Path, rows: int, is_f
     done = prepare(tmp_path, folder)
 
     assert (done.returncode == 0) == is_fit
-    said = f"it has tokens up to 50, but config.json next to it has vocab_size = {rows}"
+    said = f"has tokens up to 50, but config.json in the same folder has vocab_size = {rows}"
     assert (said in done.stderr) != is_fit
 
 

@@ -204,7 +204,7 @@ def test_two_runs_in_one_folder_at_the_same_time_are_refused(corpus: Path, tmp_p
         second = run_here("prepare", "--source", "jsonl", "--input", corpus, "--out", out)
     assert second.returncode == 10
     assert second.stderr.endswith(
-        f"error: {out}: another prepare is writing to it. Wait with --wait, or choose "
+        f"error: {out}: another prepare is writing to this folder. Wait with --wait, or choose "
         "another --out.\n"
     )
     assert list(out.iterdir()) == []

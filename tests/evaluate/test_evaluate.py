@@ -145,7 +145,7 @@ def test_folders_that_do_not_fit_are_refused(
     other.mkdir()
     save_hf(make_model(sequence_length=LENGTH, vocab_size=100), other)
     for model, folder, expected in (
-        (checkpoint, short, "fewer tokens than one block"),
+        (checkpoint, short, "has fewer than the"),
         (checkpoint, tmp_path / "none", "none"),
         (tmp_path / "none", data, "the folder does not exist"),
         (other, data, "Prepare the text with the model's tokenizer"),

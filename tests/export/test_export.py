@@ -481,9 +481,9 @@ def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Pa
     found = vocabulary(bos="!", before=[], after=[])
     assert not found.adds_bos and not found.adds_eos
     for before, after, words in (
-        (["#"], [], "it puts '#' before each text, but a GGUF file supports only its bos_token"),
+        (["#"], [], "adds '#' before each text, but llama.cpp can add only the bos_token"),
         (["!", "#"], [], "it puts '!', '#' before"),
-        (["!"], ["#"], "it puts '#' after each text, but a GGUF file supports only its eos_token"),
+        (["!"], ["#"], "adds '#' after each text, but llama.cpp can add only the eos_token"),
     ):
         with pytest.raises(CheckpointError, match=words):
             vocabulary(bos="!", before=before, after=after)
@@ -602,7 +602,7 @@ def test_a_pipe_in_the_place_of_the_weights_does_not_block(
     (source / "model.safetensors").unlink()
     os.mkfifo(source / "model.safetensors")
     said = complaint(export(source, tmp_path / "out", format_="hf"), capsys)
-    assert f"{source}: it has no weights" in said
+    assert f"{source}: the folder has no weights" in said
 
 
 def test_a_head_that_gguf_leaves_out_must_be_the_embedding(

@@ -161,13 +161,13 @@ def test_generate_and_evaluate_refuse_a_base_that_is_another_one_or_gone(
     (folder / "trainer.json").write_text('{"base": {"sha256": "0123456789abcdef"}}')
     said = run()
     assert "was trained with other weights" in said and "0123456789ab" in said
-    assert "Restore them in that folder." in said
+    assert "Restore the weights in that folder." in said
     record = {"sha256": weights_sha256(base), "config_sha256": config_sha256(base)}
     (folder / "trainer.json").write_text(json.dumps({"base": record}))
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     said = run()
-    assert f"{base}/config.json: the adapter {folder} was trained with another one" in said
+    assert f"{base}/config.json: the adapter {folder} was trained with another config.json" in said
     (base / "config.json").write_text(json.dumps(config))
     (base / "model.safetensors").rename(tmp_path / "weights")
     assert run() == (
@@ -309,7 +309,7 @@ def without_a_linear(adapter: dict[str, Any], _base: Path) -> None:
     ("change", "words"),
     [
         (with_bias, "1 unknown (first: base_model.model.model.layers.0.self_attn.q_proj.lora_B.b"),
-        (with_another_rank, "is (2, 64), this model needs (4, 64)"),
+        (with_another_rank, "has the shape (2, 64), but this model needs (4, 64)"),
         (with_an_embedding, "1 unknown (first: base_model.model.model.embed_tokens.weight)"),
         (without_a_linear, "2 missing"),
         (with_codes, "is I8: quantised weights cannot be trained"),
@@ -451,7 +451,7 @@ def test_an_adapter_names_no_model_of_this_machine(
     trainer.write_text(json.dumps({"base": {"sha256": weights_sha256(base)}}))
     capsys.readouterr()
     assert merge(folder, out) == ExitCode.OK  # like a run's checkpoint
-    assert f"note: the base is {tmp_path / 'gpt2'}" in capsys.readouterr().err
+    assert f"note: the base model is {tmp_path / 'gpt2'}" in capsys.readouterr().err
     trainer.unlink()
     monkeypatch.setenv(BASE_VARIABLE, str(tmp_path))
     for number, name in enumerate(("gpt2", "./gpt2", f"gpt2@{'0' * 40}")):

@@ -136,7 +136,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"osLoginUser": "ada"}, r"osLoginUser = 'ada': only for accessMode oslogin"),
     ({"spot": "maybe"}, r"spot = 'maybe'\. Use one of: false, true, auto"),
     ({"maxLifetime": "0h"}, r"maxLifetime = '0h': must be from 10m to 30d"),
-    ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*It is required"),
+    ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*This limit is required"),
     ({"maxLifetime": "31d"}, r"maxLifetime = '31d'"),
     ({"maxHourlyUsd": "cheap"}, r"maxHourlyUsd = 'cheap': must be dollars an hour"),
     ({"maxHourlyUsd": "0"}, r"maxHourlyUsd = '0'"),
@@ -146,7 +146,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"Use auto or.*hyperdisk-balanced",
     ),
     ({"diskGb": 10}, r"diskGb = 10: must be from 30"),
-    ({"headDiskGb": 50}, r"headDiskGb = 50: must be 0, which means diskGb"),
+    ({"headDiskGb": 50}, r"headDiskGb = 50: must be 0 .use the value of diskGb"),
     ({"bucket": "gs://mine"}, r"bucket = 'gs://mine'\. Use none, create, or the name"),
     ({"kmsKey": "my-key"}, r"kmsKey = 'my-key': must be projects/P/locations"),
     (

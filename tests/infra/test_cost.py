@@ -88,7 +88,7 @@ def test_hyperdisk_is_counted_at_a_price_that_it_does_not_exceed() -> None:
             assert found.usd == pytest.approx(float(row["usd"]) / 10)
     config = replace(CONFIG, machine_type="c4-standard-8")
     text = describe(config, price_of_cluster(config), speed=None)
-    assert "counted at most: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
+    assert "upper bound: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
 
 
 @pytest.mark.parametrize(

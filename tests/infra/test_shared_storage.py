@@ -81,7 +81,7 @@ def test_filestore_costs_256_dollars_a_month_beside_the_machines() -> None:
     assert cost.hourly_usd is not None and plain.hourly_usd is not None
     assert (cost.hourly_usd - plain.hourly_usd) * 730 == pytest.approx(256, abs=0.01)
     text = describe(shared, cost, speed=None)
-    assert "Filestore (1024 GiB) is $0.3507 of it, until it is removed" in text
+    assert "$0.3507 of this is for Filestore (1024 GiB)" in text
     assert "Filestore" not in describe(config, plain, speed=None)
 
 

@@ -57,7 +57,7 @@ def test_a_launcher_for_one_machine_is_refused_on_two_nodes(
     require_launcher(config, make_inventory(num_nodes=2))
     monkeypatch.setattr(type(find("torchrun")), "spans_nodes", toy_launcher.LAUNCHER.spans_nodes)
     require_launcher(config, make_inventory(num_nodes=1))
-    with pytest.raises(ConfigError, match=r"'torchrun' is for one machine, and .* has 2"):
+    with pytest.raises(ConfigError, match=r"'torchrun' is for one machine, but .* has 2"):
         require_launcher(config, make_inventory(num_nodes=2))
 
 

@@ -52,7 +52,7 @@ def test_a_stopped_process_is_named_wherever_it_is() -> None:
 def test_ranks_that_all_stop_at_one_step_are_reported() -> None:
     verdict = look(beat(0, quiet_s=130.0), beat(1, quiet_s=130.0))
     assert verdict is not None and verdict.rank is None
-    assert "all ranks are at step 7 (step), see their logs" in str(verdict.error)
+    assert "all ranks are at step 7 (step); see their logs" in str(verdict.error)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_silent_node_that_takes_connections_is_frozen_in_any_phase() -> None:
     ranks = beat(0, quiet_s=121.0, phase="checkpoint"), beat(1, quiet_s=125.0)
     verdict = look(*ranks, node=silent)
     assert verdict is not None and verdict.exit_code is ExitCode.HANG
-    assert "node frozen, it accepts connections but does not answer: node-1" in str(verdict.error)
+    assert "node frozen (accepts connections, but does not answer): node-1" in str(verdict.error)
 
 
 def test_a_silent_node_in_a_run_that_makes_progress_is_ignored() -> None:

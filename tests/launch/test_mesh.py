@@ -48,7 +48,7 @@ def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
 @pytest.mark.parametrize(
     ("mesh", "tied", "said"),
     [
-        (Mesh(pipeline=2), False, "nothing, as no two ranks hold the same values"),
+        (Mesh(pipeline=2), False, "nothing, because no two ranks hold the same values"),
         (Mesh(pipeline=2), True, "the embedding with the head on the last stage"),
         (Mesh(pipeline=2, shard=2), False, "each weight as the shards gather it"),
         (Mesh(tensor=2), True, "tensors that all tensor ranks hold"),
@@ -70,8 +70,8 @@ def test_ranks_that_make_no_mesh_are_refused() -> None:
 @pytest.mark.parametrize(
     ("spec", "tensor", "said"),
     [
-        (GPT2, 8, "its 12 attention heads are no multiple of 8"),
-        (LLAMA, 4, "its 2 key and value heads are no multiple of 4"),
+        (GPT2, 8, "its 12 attention heads are not a multiple of 8"),
+        (LLAMA, 4, "its 2 key and value heads are not a multiple of 4"),
         (spec_of(CASES["llama, yarn rope"], where=""), 2, "uses transformers' layers"),
     ],
 )

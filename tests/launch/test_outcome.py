@@ -114,7 +114,7 @@ def test_a_rank_without_a_record_is_named_by_mpirun() -> None:
 
 def test_a_rank_without_a_record_is_named_without_mpirun_too() -> None:
     verdict = judge(evidence(ended(0, 41), ended(2, 41)))
-    assert verdict.error == "rank 1 on node-0 was killed before it could report an error"
+    assert verdict.error == "rank 1 on node-0 ended before it could report an error"
     assert verdict.exit_code is ExitCode.RANK_LOST
 
 
@@ -222,7 +222,7 @@ def test_ranks_that_saved_and_ended_unasked_are_a_lost_rank_and_no_result() -> N
     told = ended(1, 0, error="was sent SIGTERM")
     verdict = judge(evidence(ended(0, 0), told, ended(2, 0), trainer_status="stopped"))
     assert (verdict.status, verdict.exit_code, verdict.rank) == ("failed", ExitCode.RANK_LOST, 1)
-    assert str(verdict.error).startswith("rank 1 on node-0 was sent SIGTERM, and not by this run's")
+    assert str(verdict.error).startswith("rank 1 on node-0 was sent SIGTERM, but not by this run's")
     unknown = judge(evidence(*[ended(rank, 0) for rank in range(3)], trainer_status="stopped"))
     assert (unknown.exit_code, unknown.rank) == (ExitCode.RANK_LOST, None)
 

@@ -41,7 +41,7 @@ def test_cores_that_do_not_divide_go_to_the_first_ranks() -> None:
     placement = place_ranks(make_inventory(physical_cores=7).nodes, LaunchSection(ranks_per_node=3))
     assert [r.cores for r in placement.ranks] == [(0, 1, 2), (3, 4), (5, 6)]
     assert [r.threads for r in placement.ranks] == [3, 2, 2]
-    assert "7 cores do not divide by 3 ranks" in placement.notes[0]
+    assert "7 cores are not a multiple of 3 ranks" in placement.notes[0]
 
 
 def test_fewer_ranks_than_domains_span_whole_domains() -> None:

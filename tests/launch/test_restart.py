@@ -29,7 +29,7 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted() -> None:
 def test_restarts_are_counted_and_their_pause_grows() -> None:
     decisions = [decide(replace(END, restarts=n), max_restarts=6) for n in range(7)]
     assert [decision.pause_s for decision in decisions] == [2, 6, 18, 54, 120, 120, None]
-    assert decisions[-1].why == "not restarted: limits.max_restarts = 6 is used up"
+    assert decisions[-1].why == "not restarted: limits.max_restarts = 6 is reached"
 
 
 @pytest.mark.parametrize("reached_step", [None, 0, 10])

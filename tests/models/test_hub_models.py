@@ -144,7 +144,7 @@ def test_what_was_downloaded_serves_without_a_network(
 
 def test_a_name_that_the_hub_does_not_have_is_refused(hub: dict[str, Path]) -> None:
     assert "not on the Hugging Face hub, or private" in refusal_of("someone/else")
-    assert "it has no revision 'v9'" in refusal_of(NAME, revision="v9")
+    assert "the model has no revision 'v9'" in refusal_of(NAME, revision="v9")
     assert "Did you mean 'gpt2'?" in refusal_of("gtp2")
 
 
@@ -154,7 +154,7 @@ def test_a_gated_model_is_refused_with_the_page_of_its_terms(
     with model_hub(commits, gated=True) as endpoint:
         use_hub(monkeypatch, endpoint=endpoint, cache=cache)
         text = refusal_of(NAME)
-    assert "it is gated" in text
+    assert "the model is gated" in text
     assert f"{endpoint}/{NAME}" in text
     assert "hf auth login" in text
 
@@ -169,7 +169,7 @@ def test_a_model_without_safetensors_is_refused_before_it_is_downloaded(
     (folder / "pytorch_model.bin").rename(folder / "small.Q4_1.gguf")
     assert "GGUF" in refusal_of(NAME)
     (folder / "small.Q4_1.gguf").unlink()
-    assert "it has no model.safetensors" in refusal_of(NAME)
+    assert "the model has no model.safetensors" in refusal_of(NAME)
     assert not [*cache.rglob("*.bin")]
 
 

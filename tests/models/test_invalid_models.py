@@ -231,11 +231,13 @@ CASES = {
     ),
     "missing shard": Case(
         sharded(without("model-00001-of-00002.safetensors")),
-        f"{{model}}/{INDEX}: it lists model-00001-of-00002.safetensors, which is missing. {AGAIN}",
+        f"{{model}}/{INDEX}: lists model-00001-of-00002.safetensors, which is missing. {AGAIN}",
         has_sizes=True,
     ),
     "shards without index": Case(
-        sharded(without(INDEX)), f"{{model}}: it has shards but no {INDEX}. {AGAIN}", has_sizes=True
+        sharded(without(INDEX)),
+        f"{{model}}: the folder has shards but no {INDEX}. {AGAIN}",
+        has_sizes=True,
     ),
     "index that leads out": Case(
         sharded(lead_out),
@@ -246,12 +248,12 @@ CASES = {
     "weights that lead out": Case(
         linked_out,
         f"{{model}}/{WEIGHTS}: a link that leads out of its folder, to "
-        "{tmp}/elsewhere.safetensors. Put the file itself there.",
+        "{tmp}/elsewhere.safetensors. Replace the link with the file.",
         has_sizes=True,
     ),
     "config without weights": Case(
         without(WEIGHTS),
-        f"{{model}}: it has no weights ({WEIGHTS}, or shards and {INDEX}). {AGAIN}",
+        f"{{model}}: the folder has no weights ({WEIGHTS}, or shards and {INDEX}). {AGAIN}",
         has_sizes=True,
     ),
     "weights without config": Case(
@@ -290,7 +292,7 @@ CASES = {
     "another tokenizer": Case(
         other_tokenizer,
         "data.dir = '{data}' was prepared with the tokenizer gpt2, but model.init = '{model}' has "
-        "another tokenizer. Prepare the data with it: {prepare}",
+        "another tokenizer. Prepare the data with that tokenizer: {prepare}",
         has_sizes=True,
     ),
     "context too long": Case(
@@ -301,15 +303,15 @@ CASES = {
     ),
     "vocabulary too small": Case(
         small_vocabulary,
-        "model.init = '{model}': its vocabulary has 300 tokens, the data's has 512. Prepare "
-        "the data with the model's tokenizer.",
+        "model.init = '{model}': its vocabulary has 300 tokens, but the tokenizer of the data has "
+        "512. Prepare the data with the model's tokenizer.",
         has_sizes=True,
-        trained="model.init = '{model}': its vocabulary has 300 tokens, the data's has 512 "
-        "(gpt2). Prepare the data with the model's tokenizer.",
+        trained="model.init = '{model}': its vocabulary has 300 tokens, but the tokenizer of the "
+        "data has 512 (gpt2). Prepare the data with the model's tokenizer.",
     ),
     "gated": Case(
         named(NAME),
-        f"model.init = '{NAME}': it is gated: only accounts that accepted its terms can "
+        f"model.init = '{NAME}': the model is gated: only accounts that accepted its terms can "
         f"download it. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
         has_sizes=True,
     ),
@@ -358,11 +360,11 @@ CASES = {
     ),
     "more layers than weights": Case(
         config(num_hidden_layers=3),
-        "{model}: it has no tensor model.layers.2.input_layernorm.weight, which its config.json "
+        "{model}: has no tensor model.layers.2.input_layernorm.weight, which its config.json "
         f"requires. {A_WHOLE_MODEL}",
         has_sizes=True,
-        trained="{model}: not the weights that config.json describes: 9 missing (first: "
-        f"model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
+        trained="{model}: does not contain the weights that config.json describes: 9 missing "
+        f"(first: model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
     ),
     "heads that do not divide": Case(
         config(num_attention_heads=3),
@@ -380,8 +382,8 @@ CASES = {
     ),
     "vision beside text": Case(
         config(model_type="gemma3"),
-        "{model}/config.json: model_type = 'gemma3': it has a vision model, too. Use a text "
-        "model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
+        "{model}/config.json: model_type = 'gemma3': the model also reads images. Use a text model "
+        "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
     ),
     "encoder-decoder": Case(
         config(model_type="bart", is_encoder_decoder=True),
@@ -391,7 +393,7 @@ CASES = {
     "no language model": Case(config(model_type="vit"), NOT_CAUSAL.format("vit", "")),
     "another model's weights": Case(
         config(model_type="bert"),
-        "{model}: not the weights that config.json describes: 44 missing (first: "
+        "{model}: does not contain the weights that config.json describes: 44 missing (first: "
         f"bert.embeddings.LayerNorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
@@ -419,33 +421,33 @@ CASES = {
         f"{{model}}: {A_MATRIX} has the shape [16, 32], but its config.json requires [32, 16]. "
         f"{A_WHOLE_MODEL}",
         has_sizes=True,
-        trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json requires (32, 16). "
+        trained=f"{{model}}: {A_MATRIX} has the shape (16, 32), but config.json requires (32, 16). "
         f"{USE_A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
-        f"{{model}}: it has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
+        f"{{model}}: has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
         has_sizes=True,
-        trained="{model}: not the weights that config.json describes: 1 missing (first: "
-        f"{A_MATRIX}). {USE_A_WHOLE_MODEL}",
+        trained="{model}: does not contain the weights that config.json describes: 1 missing "
+        f"(first: {A_MATRIX}). {USE_A_WHOLE_MODEL}",
     ),
     "an unknown tensor": Case(
         tensors(lambda found: found.update({"model.extra": torch.zeros(1)})),
-        "{model}: not the weights that config.json describes: 1 unknown (first: model.extra). "
-        f"{USE_A_WHOLE_MODEL}",
+        "{model}: does not contain the weights that config.json describes: 1 unknown (first: "
+        f"model.extra). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "missing tensors of transformers' own": Case(
         config(model_type="stablelm"),
-        "{model}: not the weights that config.json describes: 5 missing (first: "
+        "{model}: does not contain the weights that config.json describes: 5 missing (first: "
         f"model.layers.0.input_layernorm.bias). {USE_A_WHOLE_MODEL}",
         is_known_before=False,
     ),
     "adapter without its base": Case(
         adapter_without_base,
         f"{{model}}/adapter_config.json: base_model_name_or_path = '{{tmp}}/gone': {NO_FOLDER}",
-        trained="{model}: its base {tmp}/gone is missing, and an adapter has no copy of it. "
-        "Restore the base in that folder.",
+        trained="{model}: its base {tmp}/gone is missing, and an adapter contains no copy of its "
+        "base. Restore the base in that folder.",
     ),
     "other sizes": Case(
         lambda _: None,

@@ -182,7 +182,7 @@ def test_a_pickle_is_never_opened(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_names_the_file_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"it has no weights .{WEIGHTS_FILE}"):
+    with pytest.raises(CheckpointError, match=f"has no weights .{WEIGHTS_FILE}"):
         tensor_headers(tmp_path)
 
 

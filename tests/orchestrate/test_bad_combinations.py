@@ -14,7 +14,7 @@ from tests.orchestrate.test_commands import Workplace
 
 _ON_TWO_RANKS = {
     "distributed.tensor_parallel=2 model.n_head=3 model.n_embd=96 model.n_layer=2": (
-        "distributed.tensor_parallel = 2 does not fit the model: its 3 attention heads are no "
+        "distributed.tensor_parallel = 2 does not fit the model: its 3 attention heads are not a "
         "multiple of 2. Use another tensor_parallel, or 1."
     ),
     "distributed.pipeline_parallel=2 model.n_layer=1 model.n_head=4 model.n_embd=64": (
@@ -26,15 +26,16 @@ _ON_TWO_RANKS = {
         "install --no-build-isolation deepspeed==0.19.8 (or use strategy = 'shard')."
     ),
     "distributed.backend=nccl": (
-        "distributed.backend = 'nccl': it moves GPU tensors only, and this machine has no CUDA "
-        "device. Use gloo."
+        "distributed.backend = 'nccl' supports only GPU tensors, but this machine has no CUDA "
+        "device. Set backend to 'gloo'."
     ),
     "device.kind=cuda": (
-        "device.kind = 'cuda': this machine has no CUDA device. Install its driver, or use "
+        "device.kind = 'cuda': this machine has no CUDA device. Install the NVIDIA driver, or use "
         "device.kind = 'cpu'."
     ),
     "distributed.strategy=shard distributed.shard_size=3": (
-        "distributed.shard_size = 3 does not divide the 2 ranks. Use 1 or 2, or leave it out."
+        "distributed.shard_size = 3 does not divide the 2 ranks. Use 1 or 2, or leave shard_size "
+        "out."
     ),
     "distributed.pipeline_parallel=3": (
         "distributed.tensor_parallel x pipeline_parallel = 1 x 3 = 3 does not divide the 2 ranks. "
@@ -47,31 +48,34 @@ _ON_TWO_RANKS = {
 }
 _ANYWHERE = {
     "distributed.backend=nccl device.kind=cpu": (
-        'distributed.backend = "nccl" moves GPU tensors only, but device.kind = "cpu". Use gloo.'
+        'distributed.backend = "nccl" supports only GPU tensors, but device.kind = "cpu". Set '
+        'backend to "gloo".'
     ),
     "model.quantize=nf4 adapter.kind=lora model.init=x distributed.tensor_parallel=2": (
         'model.quantize = "nf4" does not run with distributed.tensor_parallel or '
-        "pipeline_parallel: 4-bit blocks cannot be split. Leave these settings out. "
-        'adapter.kind = "lora" does not run with distributed.tensor_parallel = 2. Set that to '
-        '1, or adapter.kind to "none".'
+        "pipeline_parallel: 4-bit blocks cannot be split. Leave these settings out. adapter.kind = "
+        '"lora" does not run with distributed.tensor_parallel = 2. Use distributed.strategy = '
+        '"shard" without distributed.tensor_parallel = 2, or set adapter.kind to "none".'
     ),
     "distributed.shard_size=2": (
-        'distributed.shard_size = 2 needs distributed.strategy = "shard". Set it, or leave '
-        "shard_size out."
+        'distributed.shard_size = 2 needs distributed.strategy = "shard". Set that strategy, or '
+        "leave shard_size out."
     ),
     "distributed.strategy=shard optimizer.name=muon": (
-        'optimizer.name = "muon" needs whole matrices, and distributed.strategy = "shard" splits '
+        'optimizer.name = "muon" needs whole matrices, but distributed.strategy = "shard" splits '
         'them. Use adamw, or strategy = "replicate".'
     ),
     "distributed.strategy=shard engine.compile=true": (
-        'distributed.strategy = "shard" does not run with engine.compile = true. Set it to false.'
+        'distributed.strategy = "shard" does not run with engine.compile = true. Set compile to '
+        "false."
     ),
     "distributed.strategy=shard distributed.backend=ccl": (
-        'distributed.backend = "ccl": on CPUs, strategy = "shard" supports only gloo. Use gloo.'
+        'distributed.backend = "ccl": on CPUs, strategy = "shard" supports only gloo. Set backend '
+        'to "gloo".'
     ),
     "distributed.strategy=zero3 distributed.grad_dtype=bf16": (
-        'distributed.grad_dtype = "bf16": DeepSpeed would sum gradients in it. Use fp32 with '
-        'strategy = "zero3".'
+        'distributed.grad_dtype = "bf16": DeepSpeed would sum the gradients in this dtype. Use '
+        'fp32 with strategy = "zero3".'
     ),
     "distributed.strategy=zero3 distributed.tensor_parallel=2": (
         'distributed.tensor_parallel = 2 does not run with distributed.strategy = "zero3": '
@@ -79,26 +83,29 @@ _ANYWHERE = {
         '"shard" or "replicate".'
     ),
     "distributed.pipeline_parallel=2 optimizer.name=muon": (
-        'optimizer.name = "muon" needs whole matrices, and distributed.pipeline_parallel = 2 '
+        'optimizer.name = "muon" needs whole matrices, but distributed.pipeline_parallel = 2 '
         "splits the model. Use adamw."
     ),
     "distributed.tensor_parallel=2 engine.kind=ipex": (
-        'distributed.tensor_parallel = 2 does not run on engine.kind = "ipex". Set it to "native".'
+        'distributed.tensor_parallel = 2 does not run with engine.kind = "ipex". Set engine.kind '
+        'to "native".'
     ),
     "distributed.tensor_parallel=2 distributed.backend=ccl": (
-        'distributed.backend = "ccl": distributed.tensor_parallel = 2 supports only gloo. Use gloo.'
+        'distributed.backend = "ccl": distributed.tensor_parallel = 2 supports only gloo. Set '
+        'backend to "gloo".'
     ),
     "distributed.pipeline_parallel=2 adapter.kind=lora model.init=x": (
-        'adapter.kind = "lora" does not run with distributed.pipeline_parallel = 2. Set that to '
-        '1, or adapter.kind to "none".'
+        'adapter.kind = "lora" does not run with distributed.pipeline_parallel = 2. Use '
+        'distributed.strategy = "shard" without distributed.pipeline_parallel = 2, or set '
+        'adapter.kind to "none".'
     ),
     "distributed.pipeline_parallel=2 task.kind=classify": (
         'task.kind = "classify" does not run with distributed.pipeline_parallel = 2. Use '
-        'distributed.strategy = "shard" without it.'
+        'distributed.strategy = "shard" without distributed.pipeline_parallel = 2.'
     ),
     "precision.fp8=on device.kind=cpu": (
-        'precision.fp8 = "on" needs a GPU, but device.kind = "cpu". Set it to "emulated" for the '
-        'same rounding, or "off".'
+        'precision.fp8 = "on" needs a GPU, but device.kind = "cpu". Set fp8 to "emulated" for the '
+        'same rounding, or to "off".'
     ),
     "precision.fp8=emulated distributed.tensor_parallel=2": (
         'precision.fp8 = "emulated" does not run with distributed.strategy = "zero3", '
@@ -106,7 +113,7 @@ _ANYWHERE = {
         '"off".'
     ),
     "adapter.kind=lora adapter.dora=true distributed.strategy=shard model.init=x": (
-        'adapter.dora = true does not run with distributed.strategy = "shard". Set it to '
+        'adapter.dora = true does not run with distributed.strategy = "shard". Set strategy to '
         '"replicate".'
     ),
 }

@@ -95,7 +95,7 @@ def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_comman
     assert main(mine, os.environ, access=StartsOther(os.environ)) == ExitCode.USAGE
     said = capsys.readouterr().err
     assert seen == [ExitCode.USAGE]
-    assert "run one is just being started, ended or removed by another command" in said
+    assert "another command is starting, ending or removing run one" in said
     assert said.splitlines()[-1] == "error: started"
 
 
@@ -223,7 +223,7 @@ def test_a_full_disk_is_found_before_the_start(
     config = settings("train.keep_checkpoints=2")
     needed = shape.num_params() * 12 * 4
     monkeypatch.setattr(disk_room, "free_bytes", lambda _: needed - 1)
-    with pytest.raises(ConfigError, match=r"4 more checkpoint\(s\) .*: 4 in total"):
+    with pytest.raises(ConfigError, match=r"4 more checkpoint\(s\) .*hold 4 checkpoints"):
         disk_room.require_room(
             workplace.runs / "x", checkpoint_bytes=shape.checkpoint_bytes(), keep=2, uploads=False
         )

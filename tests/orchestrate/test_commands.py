@@ -149,7 +149,9 @@ def test_plan_resolves_a_micro_batch_of_auto_with_a_reason(workplace: Workplace)
     assert status == 0
     numbers = json.loads(out)["plan"]["arithmetic"]
     assert (numbers["micro_batch_size"], numbers["grad_accum_steps"]) == (16, 1)
-    assert 'note: batch.micro_batch_size = "auto": 16 of at most 16 sequences a micro-batch' in err
+    assert (
+        'note: batch.micro_batch_size = "auto": a micro-batch has 16 of at most 16 sequences' in err
+    )
 
 
 @pytest.mark.ranks
@@ -157,7 +159,7 @@ def test_a_run_keeps_the_micro_batch_that_it_was_planned_with(workplace: Workpla
     chosen = ("--set", "batch.micro_batch_size=auto")
     status, _, err = workplace.call("run", "--run-id", "one", *chosen)
     assert status == 0, err
-    assert 'batch.micro_batch_size = "auto": 16' in err
+    assert 'batch.micro_batch_size = "auto": a micro-batch has 16' in err
     paths = workplace.run_paths("one")
     assert load_run_config(paths.config).batch.micro_batch_size == 16
     config = load_run_config(paths.config)
@@ -181,7 +183,7 @@ def test_auto_given_at_the_resume_of_a_run_with_a_number_is_settled(workplace: W
         "run", "--resume", "one", *auto, "--set", f"train.steps={steps}"
     )
     assert status == 0, err
-    assert 'batch.micro_batch_size = "auto": 16' in err
+    assert 'batch.micro_batch_size = "auto": a micro-batch has 16' in err
     assert load_run_config(paths.config).batch.micro_batch_size == 16
 
 
@@ -335,7 +337,7 @@ def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(
     paths.state.write_text("garbage")
     status, _, err = workplace.call("stop", "one", "--force")
     assert status == ExitCode.OK, err
-    assert "its supervisor does not answer: killing it" in err
+    assert "the run's supervisor does not answer: killing" in err
     assert "again" not in err
     assert not processes_of(paths.root) and not is_supervised(paths)
 

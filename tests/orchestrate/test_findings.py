@@ -75,23 +75,33 @@ def test_a_good_node_has_no_finding() -> None:
 @pytest.mark.parametrize(
     ("changes", "check", "severity", "cause"),
     [
-        ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory lists 4"),
+        (
+            {"physical_cores": 2},
+            "cpu",
+            "error",
+            "it has 2 physical core(s), but the inven",
+        ),
         (
             {"physical_cores": 8},
             "cpu",
             "warning",
-            "it has 8 physical core(s), the inventory lists 4",
+            "it has 8 physical core(s), but the inventory lists 4",
         ),
-        ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory lists 1"),
+        (
+            {"numa_domains": 2},
+            "cpu",
+            "warning",
+            "it has 2 NUMA domain(s), but the inven",
+        ),
         ({"cpu_flags": ()}, "cpu", "warning", "its CPU shows no AMX (amx_bf16) and no avx512_bf16"),
         ({"cpu_flags": ("avx512_bf16",)}, "cpu", "warning", "its CPU shows no AMX (amx_bf16): bf"),
         ({"architecture": "aarch64"}, "cpu", "warning", "its processor is aarch64"),
-        ({"memory_bytes": 16 * GIB}, "memory", "error", "it has 16.0 GiB of memory, the inventory"),
+        ({"memory_bytes": 16 * GIB}, "memory", "error", "it has 16.0 GiB of memory, but the"),
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
-        ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of this machine"),
+        ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of the clock of"),
         ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab but not mounted"),
-        ({"shared": shared(error="ESTALE")}, "shared", "error", "its handle is stale"),
+        ({"shared": shared(error="ESTALE")}, "shared", "error", "the mount is stale"),
         ({"shared": shared(error="EACCES")}, "shared", "error", "(root squash)"),
         ({"shared": shared(error="EPERM")}, "shared", "error", "(root squash)"),
         ({"shared": shared(error="EROFS")}, "shared", "error", "read-only"),
@@ -104,23 +114,23 @@ def test_a_good_node_has_no_finding() -> None:
             {"hostname_addresses": ("127.0.1.1",)},
             "name",
             "warning",
-            "its own name 'node-0' resolves to 127.0.1.1 on it",
+            "own name 'node-0' resolves to 127.0.1.1 on this node",
         ),
         ({"hostname_addresses": ("::1",)}, "name", "warning", "resolves to ::1"),
-        ({"hostname_addresses": ()}, "name", "warning", "its own name 'node-0' does not resolve"),
+        ({"hostname_addresses": ()}, "name", "warning", "own name 'node-0' does not resolve"),
         ({"interface": None}, "route", "error", "its interface towards the other nodes is"),
         ({"interface": "lo"}, "route", "error", "its route to the other nodes is the loopback"),
         (
             {"source_address": "172.17.0.1", "interface": "docker0"},
             "route",
             "warning",
-            "leave from 172.17.0.1 (docker0), the inventory lists 10.0.0.2",
+            "leave from 172.17.0.1 (docker0), but the inventory lists 10.0.0.2",
         ),
         (
             {"bootstrap": READY | {"version": "0.9", "sha": "abc"}},
             "payload",
             "error",
-            "it has payload 0.9, this machine has 1.0",
+            "it has payload 0.9, but this machine has 1.0",
         ),
     ],
 )
@@ -147,8 +157,8 @@ def test_an_unknown_fact_is_not_a_fault(unknown: str) -> None:
         (None, "bootstrap has not reported yet: /var/lib/tileforge/bootstrap.json is missing"),
         ("half a fi", "is damaged: 'half a fi'"),
         ({"ok": True}, "is damaged"),
-        (READY | {"ok": None, "step": "payload", "reason": None}, "is at step 'payload'"),
-        (READY | {"ok": False, "step": "packages", "reason": None}, "step 'packages': it gave no"),
+        (READY | {"ok": None, "step": "payload", "reason": None}, "current step is 'payload'"),
+        (READY | {"ok": False, "step": "packages", "reason": None}, "step 'packages': no reason"),
         (
             READY | {"ok": False, "step": "packages", "reason": "a\nE: no package x\nfailed"},
             "bootstrap failed in step 'packages': E: no package x",
@@ -184,7 +194,7 @@ def test_one_clock_among_three_that_is_off_is_that_node_s() -> None:
 def test_when_all_clocks_agree_it_is_the_operator_s_that_is_off() -> None:
     (finding,) = of_clocks(-3600.0, -3600.1, -3599.9)
     assert finding.severity == "warning"
-    assert "this machine's clock is 60 min ahead of every node's" in finding.cause
+    assert "this machine's clock is 60 min ahead of the clocks of all nodes" in finding.cause
 
 
 def test_the_clock_is_compared_in_the_middle_of_the_answer_s_journey() -> None:
@@ -198,10 +208,10 @@ def test_nodes_with_packages_from_another_lock_are_named() -> None:
     other = READY | {"version": "1.0", "sha": "def"}
     facts["node-2"] = make_facts(2, bootstrap=other)
     (finding,) = find.payload_findings(nodes, facts, version="1.0", lock_sha=None)
-    assert finding.line().startswith("node-2: its packages are from another lock than node-0's")
+    assert finding.line().startswith("node-2: its requirements.lock")
     found = list(find.payload_findings(nodes, facts, version="1.0", lock_sha="def"))
     assert [finding.node for finding in found] == ["node-0", "node-1"]
-    assert "another lock than this machine's (abc, def)" in found[0].cause
+    assert "requirements.lock (abc) differs from the one of this machine (def)" in found[0].cause
 
 
 def answer(
@@ -237,7 +247,7 @@ def test_lost_large_packets_are_named_with_the_size_that_works() -> None:
 
 
 def test_lost_large_packets_that_stop_tcp_too_are_an_error() -> None:
-    stuck = answer(peer="node-1", largest=1400, failed={"20001": "it connects, then data get lost"})
+    stuck = answer(peer="node-1", largest=1400, failed={"20001": "data is lost"})
     (finding,) = of_mesh(stuck, answer(peer="node-0"))
     assert (finding.severity, finding.fix) == ("error", "Set the MTU to 1400 on all nodes.")
 

@@ -84,7 +84,7 @@ def test_equal_nodes_on_a_fast_network_have_no_finding() -> None:
 
 def test_a_slow_node_among_its_like_is_named_and_one_of_another_kind_is_not() -> None:
     assert of_speed(make_measured(4.0, 3.0, 4.0)) == {
-        "node-1": "it is slow among 3 nodes of its kind: 3.00 TFLOP/s, their median is 4.00"
+        "node-1": "it is slow among 3 nodes of its kind: 3.00 TFLOP/s, but the median is 4.00"
     }
     assert of_speed(make_measured(4.0, 3.3, 4.0)) == {}
     kinds = {"node_0": "c3", "node_1": "c3-small", "node_2": "c3"}
@@ -94,7 +94,7 @@ def test_a_slow_node_among_its_like_is_named_and_one_of_another_kind_is_not() ->
 
 def test_a_node_where_bf16_gains_nothing_is_named() -> None:
     found = of_speed(make_measured(4.0, 4.0, 0.9, fp32_tflops=3.9))
-    assert "bf16 matmuls run at 0.23x the speed of fp32 on it" in found["node-2"]
+    assert "bf16 matmuls run at 0.23x the speed of fp32 on this node" in found["node-2"]
     assert "bf16 matmuls run at 1.03x" in found["node-0"]
 
 
@@ -304,4 +304,4 @@ def test_a_trial_is_left_out_where_it_could_only_wait_for_a_resolver() -> None:
     facts = {f"node-{i}": make_facts(i, resolver_answers=i != 1) for i in range(3)}
     report = Report(cluster="mine", checks={}, facts=facts, findings=[], took_s=0.0)
     tried = with_trial(report, make_cluster().nodes, CONFIG, lambda: pytest.fail("it was made"))
-    assert tried.notes == ["mpirun was not tried, as the resolver of node-1 does not answer"]
+    assert tried.notes == ["mpirun was not tried, because the resolver of node-1 does not answer"]

@@ -428,7 +428,7 @@ def test_a_symlink_in_the_copy_is_neither_read_nor_written_through(
     before = content_of(outside) if outside.is_dir() else outside.exists()
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(outside)
-    with pytest.raises(ConfigError, match=r"is a symlink: .* Move it away\.$"):
+    with pytest.raises(ConfigError, match=r"is a symlink, .* Move the symlink away\.$"):
         exchange(there, here)
     assert (content_of(outside) if outside.is_dir() else outside.exists()) == before
     if outside.is_file():

@@ -117,7 +117,7 @@ def test_each_node_s_gpus_are_compared_with_the_run_s_need(
     assert report.status("node-0", "gpu") == "ok" and report.exit_code == ExitCode.PREFLIGHT
     assert errors(report) == {
         "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), the inventory "
-        "requires 2. Unset it on the node, or set launch.ranks_per_node = 1.",
+        "requires 2. Unset this variable on the node, or set launch.ranks_per_node = 1.",
         "node-2": "node-2: nvidia-smi shows 1 GPU(s), the inventory requires 2. Correct the "
         "inventory or launch.ranks_per_node: each rank uses one GPU.",
     }
@@ -193,9 +193,9 @@ def test_differences_between_nodes_are_31_and_named(nodes: list[Sshd], login: Lo
     inventory = make_cluster(replace(nodes[0].node, memory_gib=1e6), nodes[1].node, nodes[2].node)
     report = check(inventory, login)
     found = errors(report)
-    assert "GiB of memory, the inventory lists 1e+06" in found["node-0"]
+    assert "GiB of memory, but the inventory lists 1e+06" in found["node-0"]
     assert "it has payload 0.0.1" in found["node-1"]
-    assert "from another lock than node-0's" in found["node-2"]
+    assert "differs from the one of node-0" in found["node-2"]
     assert report.exit_code == ExitCode.PREFLIGHT
 
 
@@ -266,7 +266,7 @@ def test_nodes_that_boot_are_probed_again_until_they_are_ready(
     assert report.exit_code == ExitCode.OK and clock.now == 20.0
     refused, unfinished = said
     assert refused.startswith("waiting: node-1: ") and "refused the key" in refused
-    assert unfinished == "waiting: node-1: bootstrap is not done yet, it is at step 'payload'"
+    assert unfinished == "waiting: node-1: bootstrap is not done yet; its current step is 'payload'"
 
 
 @pytest.mark.sshd
@@ -430,7 +430,7 @@ def test_this_machine_is_checked_against_the_inventory(
     path.write_text(json.dumps(inventory), encoding="utf-8")
     assert main(["preflight", "--inventory", str(path)], os.environ) == ExitCode.PREFLIGHT
     said = capsys.readouterr()
-    assert "physical core(s), the inventory lists 4096" in said.out
+    assert "physical core(s), but the inventory lists 4096" in said.out
     assert "error: 1 of 1 node(s) not fit: me" in said.err
 
 

@@ -109,7 +109,7 @@ def test_a_run_whose_weights_an_adapter_needs_is_removed_after_it_or_by_force(
 
     train_adapter()
     assert remove(runs, "--keep", "1") == 0
-    needed = "kept: run a: the adapter of run lora was trained on its weights"
+    needed = "kept: run a: the adapter of run lora was trained on the weights of this run"
     assert needed in capsys.readouterr().err
     assert names(runs) == ["lora", "a"]
     assert remove(runs, "a") == ExitCode.USAGE

@@ -166,7 +166,10 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
             lambda folder: (folder / "train.bin").unlink(),
             r"train\.bin, which meta\.json lists: No such file",
         ),
-        (lambda folder: (folder / "val.bin").write_bytes(b"1"), r"val\.bin: 1 bytes, but 20 in"),
+        (
+            lambda folder: (folder / "val.bin").write_bytes(b"1"),
+            r"val\.bin: has 1 bytes, but meta\.json lists 20",
+        ),
     ],
 )
 def test_a_damaged_data_folder_shows_how_to_make_it(
@@ -227,7 +230,9 @@ def test_a_damaged_data_folder_of_ones_own_text_is_to_be_made_from_that_again(
 ) -> None:
     folder = make_data(tmp_path / "mine", source="jsonl: corpus")
     (folder / "val.bin").write_bytes(b"1")
-    with pytest.raises(DataError, match=r"with --force \(source: jsonl: corpus\)\.$") as raised:
+    with pytest.raises(
+        DataError, match=r"with the option --force \(source: jsonl: corpus\)\.$"
+    ) as raised:
         check_data(folder, sequence_length=10)
     assert "--source" not in str(raised.value)
 
@@ -267,7 +272,7 @@ def test_no_command_is_suggested_that_writes_where_the_users_own_texts_are(
     given = make(tmp_path)
     with pytest.raises(DataError, match=message) as raised:
         check(given)
-    words = shlex.split(str(raised.value).partition("prepare them with: ")[2].partition(" - ")[0])
+    words = shlex.split(str(raised.value).partition("prepare them with: ")[2])
     expected = command.format("GIVEN", "OUT").split()
     out = str(given.with_name(given.stem))
     expected = [word.replace("GIVEN", str(given)).replace("OUT", out) for word in expected]

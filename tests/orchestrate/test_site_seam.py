@@ -124,9 +124,9 @@ def test_a_line_break_becomes_no_line_of_the_batch_script(
         ("slurm.time=soon", r"slurm\.time = 'soon': write minutes"),
         ("slurm.partition=a b", r"slurm\.partition = 'a b': use a name"),
         ("slurm.nodes=0", r"slurm\.nodes = 0: must be at least 1"),
-        ("slurm.extra='--nodes=4'", r"'--nodes=4' is set by the run"),
+        ("slurm.extra='--nodes=4'", r"'--nodes=4' is an option that the run sets"),
         *(
-            (f"slurm.extra='{word}'", f"{word.split('=')[0]}.* is set by the run")
+            (f"slurm.extra='{word}'", f"{word.split('=')[0]}.* is an option that the run sets")
             for word in (
                 *("-N4", "-HN4", "--node=4", "--arr=1-3", "--wra=id", "-a1-2", "-Mother"),
                 *("--clusters=other", "--test-only", "--n=4", "-QJname"),
@@ -171,7 +171,7 @@ def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) ->
 
 def test_srun_is_refused_where_there_is_no_job() -> None:
     config = parse_run_config("", overrides=["launch.launcher=srun"], where="test")
-    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, and .* is not one"):
+    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, but .* is not a"):
         require_launcher(config, make_inventory(num_nodes=2))
 
 
@@ -222,7 +222,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     [note], [other] = found.chosen.gpu_notes, found.chosen.cuda_notes
     said = "nvidia-smi fails with status 6: No devices were found."
     assert note.startswith(f"no GPU is counted on n-1: {said} See the kernel's log")
-    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU: request")
+    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU. Request")
     reach = found.access.reach()
     assert reach.ssh == () and reach.node_command[0] == "srun"
     assert reach.off_head

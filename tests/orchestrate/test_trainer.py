@@ -196,7 +196,7 @@ def test_a_rank_that_gets_sigterm_is_lost_and_the_run_continues_from_its_checkpo
     paths = RunPaths(tmp_path / "runs" / "one")
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
-    assert "was sent SIGTERM, and not by this run's supervisor" in err
+    assert "was sent SIGTERM, but not by this run's supervisor" in err
     assert "Continuing from checkpoint step_" in err and "(restart 1 of 1)" in err
     summary = read_json(Summary, paths.summary)
     assert summary is not None

@@ -90,8 +90,8 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         (
             outcome(status=None, node_1="No ED25519 key\nHost key verification failed."),
             *("node-1", "mpirun"),
-            "node-0 cannot start a program on it over ssh: Host key verification failed",
-            "another host key than the inventory's",
+            "node-0 cannot start a program on this node over ssh: Host key verification failed",
+            "differs from the one in the inventory",
         ),
         (
             outcome(status=None, node_2="root@10.0.0.4: Permission denied (publickey)."),
@@ -105,19 +105,19 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         (
             outcome(stderr=UNRESOLVED),
             *("node-1", "mpirun", "cannot resolve the name 'first': getaddrinfo: Temporary failu"),
-            "/etc/hosts on this node: 10.0.0.2",
+            "the address 10.0.0.2 to /etc/hosts",
         ),
         (
             outcome(stderr=NO_INTERFACE + GUESSES),
-            *("node-0", "mpirun", "mpirun finds no interface eth9 on it", "ip addr"),
+            *("node-0", "mpirun", "mpirun finds no interface eth9 on this node", "ip addr"),
         ),
         (
             outcome(stderr=unable(127 << 8)),
-            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing on it", "bootstrap"),
+            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing on this node", "bootstrap"),
         ),
         (
             outcome(stderr=unable(255 << 8)),
-            *("node-2", "mpirun", "ssh from the head was closed", "sshd's log"),
+            *("node-2", "mpirun", "closed the ssh connection from the head", "log of sshd"),
         ),
         (
             outcome(
@@ -137,7 +137,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED, stdout=KILLED.format("9 (Killed)")),
-            *("node-2", "mpirun", "the trial's rank on it was killed by signal 9", "memory"),
+            *("node-2", "mpirun", "the trial's rank on this node was killed by signal 9", "memory"),
         ),
         (
             outcome(
@@ -158,7 +158,12 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
                 {"rank": 1, "node": "node-1", "error": "ModuleNotFoundError: No module 'torch'"},
                 status=1,
             ),
-            *("node-1", "payload", "torch cannot be loaded on it: ModuleNotFoundError", "bootst"),
+            *(
+                "node-1",
+                "payload",
+                "torch cannot be loaded on this node: ModuleNot",
+                "bootst",
+            ),
         ),
         (
             outcome(
@@ -171,11 +176,11 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED[:2], status=None),
-            *("node-2", "mpirun", "mpirun started no rank on it within 24 s", "Python"),
+            *("node-2", "mpirun", "mpirun started no rank on this node within 24 s", "Python"),
         ),
         (
             outcome(*STARTED, *JOINED[:2], stdout=KILLED.format("14 (Alarm clock)")),
-            *("node-2", "gloo", "its rank did not find the others within 24 s", "TCP ports"),
+            *("node-2", "gloo", "its rank did not find the other ranks within 24 s", "TCP ports"),
         ),
         (
             outcome(*STARTED, *JOINED, status=None),
@@ -245,7 +250,7 @@ NO_DEVICE = (
             outcome(*STARTED, *JOINED, {"node": "node-0", "stage": "summed"}, status=None),
             "nccl",
             ["node-1", "node-2"],
-            "NCCL's first all-reduce did not finish on it within 90 s",
+            "NCCL's first all-reduce did not finish on this node within 90 s",
         ),
         (
             outcome(

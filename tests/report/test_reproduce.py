@@ -81,7 +81,9 @@ def test_data_is_prepared_again_with_its_source_task_and_tokenizer(
     assert line.endswith(f"prepare {options} --tokenizer {meta.tokenizer} --out data/mine")
     typed = shlex.split(line)
     assert parser().parse_args(typed[typed.index("prepare") :]).out == Path("data/mine")
-    assert all(note.startswith("# If it was made with other options") for note in notes)
+    assert all(
+        note.startswith("# If this data folder was made with other options") for note in notes
+    )
 
 
 @pytest.mark.parametrize(

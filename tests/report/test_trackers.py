@@ -132,7 +132,7 @@ def test_a_tracker_that_fails_is_one_note_and_the_others_continue(
     assert notes == [
         "note: track.to = mlflow: its package is not installed, so the run continues without "
         "it. Install it with: pip install mlflow",
-        "note: track.to: wandb failed; the run continues without it: no.",
+        "note: track.to: wandb failed; the run continues without this tracker: no.",
     ]
     assert (paths.track / "csv" / "metrics.csv").is_file()
 

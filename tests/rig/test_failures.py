@@ -80,7 +80,7 @@ def test_a_frozen_machine_is_42_by_its_name(operator: Operator, machines: list[M
         machines[2].thaw()
     assert state.exit_class == "hang", state
     error = str(state.error)
-    assert "node frozen, it accepts connections but does not answer: node-2" in error
+    assert "node frozen (accepts connections, but does not answer): node-2" in error
     assert "node-2 does not answer, so the run's processes on it could not be ended" in error
     assert "node-1" not in error, state
     code, output = operator.do("attach", "frozen")

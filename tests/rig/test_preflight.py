@@ -139,7 +139,10 @@ def test_a_link_that_swallows_large_packets_is_found_with_the_size_that_works(
     finally:
         subprocess.run([*cable, "1500"], check=True)
     found = [finding.cause for finding in report.findings if finding.check == "ports"]
-    assert "packets over 1400 bytes to node-1 get lost; its interface sends 1500 (MTU)" in found
+    assert (
+        "packets over 1400 bytes to node-1 get lost, but its interface sends up to 1500 bytes (MTU)"
+        in found
+    )
 
 
 def test_a_hostname_on_127_0_1_1_and_a_full_disk_are_named(rig: Rig, login: Login) -> None:
@@ -157,7 +160,7 @@ def test_a_hostname_on_127_0_1_1_and_a_full_disk_are_named(rig: Rig, login: Logi
         machine.exec(["umount", "/mnt"])
         machine.exec(["mv", "/etc/hosts.kept", "/etc/hosts"])
     lines = [finding.line() for finding in report.findings if finding.node == "node-1"]
-    assert any("its own name 'node-1' resolves to 127.0.1.1 on it" in line for line in lines)
+    assert any("own name 'node-1' resolves to 127.0.1.1 on this node" in line for line in lines)
     assert "GiB are free in /home/trainer" in errors(report)["node-1"]
 
 

@@ -129,7 +129,7 @@ def test_a_frozen_machine_is_42_by_its_name(
         pair.machines[1].thaw()
     assert state.exit_class == "hang", state
     error = str(state.error)
-    assert "node frozen, it accepts connections but does not answer: node-1" in error, state
+    assert "node frozen (accepts connections, but does not answer): node-1" in error, state
     code, output = two_machines.do("attach", run_id)
     assert code == ExitCode.HANG and "node-1" in output, output
     wait_until(lambda: not any(map(marked, pair.machines)), what="all to end", timeout_s=TIMEOUT_S)

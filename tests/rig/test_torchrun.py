@@ -68,7 +68,7 @@ def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both
     finally:
         machines[2].thaw()
     assert state_in(remote_run).exit_class == "hang", state_in(remote_run)
-    assert "node frozen, it accepts connections but does not answer: node-2" in str(
+    assert "node frozen (accepts connections, but does not answer): node-2" in str(
         state_in(remote_run).error
     )
     code, output = operator.do("attach", "torn")

@@ -165,7 +165,7 @@ def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> 
     fetch_run(store, restored)
     again = restore(store, restored, say=said.append)
     assert again is not None and content_of(again) == content_of(made.checkpoint)
-    assert "warning: logs/rank_0001.log is not downloaded: it is over 1 GiB" in said
+    assert "warning: logs/rank_0001.log is not downloaded: the file is over 1 GiB" in said
 
 
 class Planted(FolderStore):
@@ -213,7 +213,7 @@ def test_what_has_grown_since_the_listing_is_left_at_the_limit(
     said: list[str] = []
     found = collect_from_store(stored.store, stored.paths, say=said.append)
     assert found is None and not stored.paths.logs.exists()
-    assert any("logs/rank_0000.log is not downloaded: it is larger" in line for line in said)
+    assert any("logs/rank_0000.log is not downloaded: the file is larger" in line for line in said)
     assert any("step_00000002 in the store is skipped" in line for line in said)
     assert max(written) < 50_000
 
@@ -242,7 +242,7 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
     brought = sorted(path.name for path in stored.paths.logs.iterdir())
     assert brought == ["a.log", "c.log", "rank_0000.log"] and not stored.paths.profile.exists()
     (warning,) = [line for line in said if "not downloaded" in line]
-    assert "2 log(s) or profile(s) are not downloaded, the first is logs/b.log" in warning
+    assert "2 log(s) or profile(s) are not downloaded (first: logs/b.log" in warning
     assert stored.paths.metrics.read_bytes() == rows(2)
 
     monkeypatch.undo()
@@ -252,7 +252,7 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
         stored.store, RunPaths(stored.paths.root.parent.parent / "r"), say=said.append
     )
     (warning,) = [line for line in said if "not downloaded" in line]
-    assert "the first is logs/b.log" in warning
+    assert "(first: logs/b.log" in warning
 
 
 @pytest.mark.processes

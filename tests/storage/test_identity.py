@@ -203,7 +203,7 @@ def test_an_older_run_goes_on_in_its_own_folder_and_gets_its_identity(
     own = settle(mine)
     assert own.identity is not None and own.is_older
     said = " ".join(capsys.readouterr().err.split())
-    assert "warning: run exp1 is of an older version" in said and own.identity in said
+    assert "warning: run exp1 is from an older version" in said and own.identity in said
     assert settle(mine) == own and "older version" not in capsys.readouterr().err
     assert restore(store, mine, say=print) == mine.checkpoint(20)
     assert upload_all(mine, store)[0].is_drained
@@ -220,7 +220,7 @@ def test_an_older_run_goes_on_from_its_store_alone_with_a_warning(
     paths = resume(str(store.address), tmp_path / "elsewhere")
     assert known_identity(paths).identity is None
     own = settle(paths)
-    assert "of an older version" in " ".join(capsys.readouterr().err.split())
+    assert "from an older version" in " ".join(capsys.readouterr().err.split())
     assert restore(store, paths, say=print) == paths.checkpoint(20)
     assert upload_all(paths, store)[0].is_drained and owner_of(store).identity == own.identity
 

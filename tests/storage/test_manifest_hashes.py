@@ -167,7 +167,9 @@ def test_a_second_operator_and_an_older_run_go_on_with_a_line(
             found = bring(store, here, say=said.append)
             assert found is not None and content_of(found) == content_of(head.checkpoint(5))
             assert sum(UNKNOWN in line for line in said) == 1
-            assert ("the last one is of step_00000001" in said[-1]) is (known is head)
+            assert ("its last hash from the head is of step_00000001" in said[-1]) is (
+                known is head
+            )
             shutil.rmtree(here.checkpoints)
             said.clear()
     with pytest.raises(FileNotFoundError):

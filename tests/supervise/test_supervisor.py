@@ -541,7 +541,7 @@ def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     state = state_of(paths)
     assert (state.status, state.attempt, state.note) == ("stopped", 1, None)
-    assert "stopped before it was restarted; it had failed: rank 1 on" in str(state.error)
+    assert "stopped before the restart; the run had failed: rank 1 on" in str(state.error)
     assert _summary(paths).restarts == 0
 
 
@@ -584,4 +584,4 @@ def test_a_folder_without_a_plan_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert supervise(RunPaths(tmp_path)).wait(DEADLINE_S) == ExitCode.CONFIG
-    assert "is not a planned run" in capfd.readouterr().err
+    assert "not the folder of a planned run" in capfd.readouterr().err

@@ -53,13 +53,13 @@ def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data
     lines = lines_with(2, tiny_data)
     # 498 MB of gradients; the last bucket's 22 MB cannot overlap.
     assert lines["sync"] == (
-        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.48 s of it overlap the "
+        "sync      0.50 s a step: 498 MB of gradients at 1.00 GB/s; 0.48 s of this overlap the "
         "backward pass"
     )
     # 0.8749 TFLOP at 1 / (1 + 0.05) of 0.2 TFLOP/s (core_speed), 0.022 s, and the update's 0.149 s
     # on two threads.
     assert lines["predicted"] == (
-        "predicted 4.77 s a step, 4.59 s of it compute, at 95% of the peak: about 4.8 min "
+        "predicted 4.77 s a step, of which 4.59 s are compute at 95% of the peak: about 4.8 min "
         "without evaluation"
     )
 
@@ -67,7 +67,7 @@ def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data
 def test_one_rank_has_nothing_to_exchange(tiny_data: Path) -> None:
     lines = lines_with(1, tiny_data)
     assert lines["sync"] == "sync      nothing to exchange on one rank"
-    assert lines["predicted"].startswith("predicted 9.34 s a step, 9.19 s of it compute, ")
+    assert lines["predicted"].startswith("predicted 9.34 s a step, of which 9.19 s are compute ")
 
 
 def test_a_trainer_with_checkpointing_dequantises_once_more_as_its_plan_has_it(

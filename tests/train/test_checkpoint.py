@@ -120,7 +120,9 @@ def test_a_checkpoint_with_any_damaged_file_does_not_exist_for_resume(tmp_path: 
         content[len(content) // 2] ^= 1
         (newer / name).write_bytes(content)
         assert newest_checkpoint(tmp_path) == good
-        assert manifest_problems(newer) == [f"{name}: its SHA-256 differs from the manifest."]
+        assert manifest_problems(newer) == [
+            f"{name}: its SHA-256 differs from the one in the manifest."
+        ]
         content[len(content) // 2] ^= 1
         (newer / name).write_bytes(content)
         assert not manifest_problems(newer)

@@ -194,7 +194,7 @@ def test_a_classifier_of_other_labels_is_refused(
     assert task.adapt_model(model, seed=1, init="x") is model
     assert isinstance(model, Classifier)
     model.labels = ("a", "b", "c")
-    with pytest.raises(CheckpointError, match="'x': its labels are a, b, c, the data's"):
+    with pytest.raises(CheckpointError, match="'x': its labels are a, b, c, but the labels"):
         task.adapt_model(model, seed=1, init="x")
 
 

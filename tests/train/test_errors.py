@@ -80,14 +80,18 @@ def _sets(*overrides: str) -> Spoil:
             10,
         ),
         (_no_meta, "it is incomplete", 10),
-        (_truncated_bin, "39,998 bytes, but 40,000 in meta.json", 10),
-        (_sets("data.sequence_length=50000"), "are fewer than one sequence", 10),
+        (_truncated_bin, "has 39,998 bytes, but meta.json lists 40,000", 10),
+        (_sets("data.sequence_length=50000"), "fewer than data.sequence_length + 1", 10),
         (
             _sets("model.init=/no/such/model"),
             "model.init = '/no/such/model': the folder does not exist",
             10,
         ),
-        (_other_vocabulary, "its vocabulary has 99 tokens, the data's has 512", 10),
+        (
+            _other_vocabulary,
+            "its vocabulary has 99 tokens, but the tokenizer of the data has 512",
+            10,
+        ),
         (_damaged_init, "not a safetensors file", 10),
         (
             _sets("engine.kind=ipex"),

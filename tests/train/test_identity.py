@@ -63,8 +63,9 @@ def test_an_older_run_gets_its_identity_at_its_first_resume_with_a_warning(
         train_alone(paths.root, tiny_config, "train.steps=2")
     own = known_identity(paths)
     assert own.is_older and checkpoint_identity(paths.checkpoint(2)) == own.identity is not None
-    assert f"run exp1 is of an older version, without an identity. It gets {own.identity}" in (
-        caplog.text
+    assert (
+        f"run exp1 is from an older version and had no identity. Its identity is now {own.identity}"
+        in (caplog.text)
     )
     caplog.clear()
     train_alone(paths.root, tiny_config, "train.steps=3")

@@ -249,7 +249,10 @@ def test_the_command_stores_what_a_run_computes_itself(
     own = own_copy(config, tmp_path).partition("=")[2]
     words = ["--model", str(model), "--data", own, "--dtype", "fp32", "--quantize", quantize]
     assert reference(words, {}) == 0
-    assert f"stored the reference of 60 pairs ({model}, fp32)" in capsys.readouterr().out
+    assert (
+        f"stored the reference log-probabilities of 60 pairs ({model}, fp32)"
+        in capsys.readouterr().out
+    )
     train_alone(tmp_path / "run", config, "train.steps=1", *FAST_LORA, f"model.quantize={quantize}")
     values = [
         np.frombuffer((folder / "reference.fp32.bin").read_bytes())
@@ -272,7 +275,7 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
     assert reference([*words, "--dtype", "fp32"], {}) == 0
     train_alone(tmp_path / "run", config, f"model.init={other}", "train.steps=1")
     # The run that started with the first model cannot resume with another reference.
-    with pytest.raises(CheckpointError, match="the stored reference is"):
+    with pytest.raises(CheckpointError, match="the stored reference log-probabilities are from"):
         train_alone(tmp_path / "first", config, "train.steps=2")
 
 
@@ -338,7 +341,7 @@ def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path)
     train_alone(tmp_path / "run", config, "train.steps=2")
     shutil.copytree(data, tmp_path / "kept")
     (data / "reference.json").unlink()
-    with pytest.raises(CheckpointError, match=r"stored reference is missing.*--model"):
+    with pytest.raises(CheckpointError, match=r"log-probabilities of the run are missing.*--model"):
         train_alone(tmp_path / "run", config, "train.steps=3")
     # The file of a truncated value differs in size.
     shutil.copy(tmp_path / "kept" / "reference.json", data)
@@ -384,7 +387,7 @@ def test_bf16_and_fp32_have_a_reference_each(config: Path, model: Path, tmp_path
     [
         (("task.kind=chat",), r"was prepared with --task preference"),
         (("data.sequence_length=32",), r"was prepared for conversations of 64"),
-        (("model.init=scratch",), r'model\.init = "scratch" has no weights'),
+        (("model.init=scratch",), r'model\.init = "scratch" starts from random weights'),
         (("task.beta=0",), r"task\.beta"),
         (("task.beta=-1",), r"task\.beta"),
         (("task.beta=soft",), r"task\.beta"),

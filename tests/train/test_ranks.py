@@ -174,7 +174,8 @@ def test_a_micro_batch_of_auto_is_one_number_on_every_rank_and_at_a_resume(
     settings = ("batch.micro_batch_size=auto",)
     result = train(tmp_path / "auto", tiny_config, *settings, "train.steps=10", num_ranks=2)
     assert (
-        'batch.micro_batch_size = "auto": 4 of at most 4 sequences a micro-batch' in result.stderr
+        'batch.micro_batch_size = "auto": a micro-batch has 4 of at most 4 sequences'
+        in result.stderr
     )
     assert load_run_config(tmp_path / "auto" / "run.toml").batch.micro_batch_size == 4
     again = train(tmp_path / "auto", tiny_config, *settings, num_ranks=2)

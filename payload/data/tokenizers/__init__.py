@@ -117,7 +117,10 @@ def _explain(error: Exception, hub: HubName) -> str:
         return f"{what}: neither a local folder nor a public model of the Hugging Face hub. {_FIX}"
     if kind == "RevisionNotFoundError":
         revision = shown(hub.revision)
-        return f"{what}: the model has no revision {revision} on the Hugging Face hub. Correct it."
+        return (
+            f"{what}: the model has no revision {revision} on the Hugging Face hub. Correct the "
+            "revision."
+        )
     return (
         f"{what}: not a local folder, and the Hugging Face hub cannot be reached "
         f"({one_line(error).rstrip('.')}). Check the network, or use a folder with tokenizer.json."

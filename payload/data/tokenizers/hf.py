@@ -110,7 +110,9 @@ def convert_errors(name: object, *, error: type[TileforgeError] = DataError) -> 
     except BaseException as problem:
         if not is_failure(problem):
             raise
-        raise error(f"tokenizer {name}: it fails on a text: {one_line(problem)} {_FIX}") from None
+        raise error(
+            f"tokenizer {name}: encoding a text fails: {one_line(problem)} {_FIX}"
+        ) from None
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -216,8 +218,8 @@ def _end_of_document(
     if found is not None:
         return found
     raise DataError(
-        f"tokenizer {folder}: no eos_token, which ends every document, in "
-        f'{", ".join(_CONFIG_FILES)}. Add "eos_token" to tokenizer_config.json.'
+        f"tokenizer {folder}: no eos_token in {', '.join(_CONFIG_FILES)}; this token must end "
+        'every document. Add "eos_token" to tokenizer_config.json.'
     )
 
 

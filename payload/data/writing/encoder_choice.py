@@ -56,7 +56,8 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """The fast encoder's tokens differ from the reference's; its output must not be used."""
+    """The fast encoder's tokens differ from the tokens of the reference encoder, so they must not
+    be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def choose_encoder(tokenizer: TextTokenizer, *, seed: int, log: Callable[[str], 
             f"tokenizer: {package}; the faster gigatoken cannot be used for this tokenizer: {error}"
         )
     except (EncoderMismatchError, AttributeError, TypeError, ValueError, OSError) as error:
-        log(f"tokenizer: {package}; gigatoken failed a comparison with it: {error}")
+        log(f"tokenizer: {package}; gigatoken failed a comparison with {package}: {error}")
     else:
         log(f"tokenizer: {encoder.name}, checked against {package} on samples")
         return encoder

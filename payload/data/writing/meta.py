@@ -36,7 +36,8 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
 
 
 def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
-    """Write the tokenizer files, delete those of an earlier run, and return meta.json's entries."""
+    """Write the tokenizer files, delete the files of an earlier run, and return meta.json's
+    entries."""
     for name in _earlier_tokenizer(folder) - set(files):
         (folder / name).unlink(missing_ok=True)
     described = {}
@@ -52,8 +53,8 @@ def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path = folder / name
         if path.exists() and read_bytes(path) != files[name]:
             raise DataError(
-                f"{path}: a different tokenizer file that no earlier run wrote. Choose another "
-                "--out."
+                f"{path}: this tokenizer file differs from the new one, and no earlier run of "
+                "prepare wrote it. Choose another --out."
             )
 
 

@@ -209,7 +209,8 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
     if unfinished is not None:
         raise DataError(
             f"{out}: holds an unfinished run with another source or other settings. Choose another "
-            "--out, finish it with its own command without --force, or replace it with --force."
+            "--out, finish that run with its own command without --force, or replace it with "
+            "--force."
         )
     if (out / META_NAME).exists():
         meta = load_meta(out)
@@ -232,7 +233,8 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
 
 
 def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> None:
-    """Raise DataError if the folder's special tokens differ from the tokenizer's.
+    """Raise DataError if the folder's special tokens differ from the special tokens of the
+    tokenizer.
 
     A chat template writes special tokens into the text, and padding is one of them.
     """

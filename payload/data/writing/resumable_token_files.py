@@ -275,7 +275,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise DataError(
-                f"{folder}: another prepare is writing to it. Wait with --wait, or choose "
+                f"{folder}: another prepare is writing to this folder. Wait with --wait, or choose "
                 "another --out."
             ) from None
         # The previous holder may have removed the file between our open and our lock.
@@ -310,7 +310,7 @@ def _require_own(path: Path) -> None:
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise DataError(
-                f"{path}: a link or not a regular file, so prepare does not write to it. Remove "
+                f"{path}: not a regular file, or a link, so prepare does not write to it. Remove "
                 "it, or choose another --out."
             )
 

@@ -30,8 +30,7 @@ _SAMPLE_BYTES = 256 * 1024
 """Size of the text that is decoded for comparison, which takes 0.1 s."""
 _SAMPLE_TEXT_BYTES = 16 * 1024
 _FIX = (
-    "Use the model's tokenizer with --tokenizer, or continue with this one by "
-    "--allow-odd-tokenizer."
+    "Use the model's tokenizer with --tokenizer, or keep this tokenizer with --allow-odd-tokenizer."
 )
 # Decoders treat word boundaries and spaces in many ways, so spaces are not compared.
 _WORD_START = "\u2581"
@@ -122,8 +121,8 @@ class TokenizerCheck:
         if rows is not None and not rows * _MIN_ROWS_USED <= size <= rows:
             self._report(
                 "vocabulary",
-                f"it has tokens up to {size - 1:,}, but config.json next to it has vocab_size = "
-                f"{rows:,}. It is the tokenizer of another model.",
+                f"the tokenizer has tokens up to {size - 1:,}, but config.json in the same folder "
+                f"has vocab_size = {rows:,}. This is the tokenizer of another model.",
             )
 
     def _check_decoding(

@@ -106,8 +106,8 @@ class Engine(ABC):
         """Raise UsageError for a job that this engine cannot execute."""
         if self.needs_image and job.image is None:
             raise UsageError(
-                f"--export {self.name} needs an image that contains the payload. Build one "
-                "(docs/exports.md) and name it with --image."
+                f"--export {self.name} needs a container image with this project. Build an image "
+                "(docs/exports.md) and pass its name with --image."
             )
         if not self.takes_image and job.image is not None:
             raise UsageError(
@@ -120,13 +120,13 @@ class Engine(ABC):
             )
         if self.needs_storage and job.storage is None:
             raise UsageError(
-                f"--export {self.name} needs storage for data and checkpoints that outlives the "
-                f"machines. Name {self.storage} with --storage."
+                f"--export {self.name} needs storage that keeps data and checkpoints after the "
+                f"machines are gone. Pass {self.storage} with --storage."
             )
         if job.storage is not None and not self.storage_pattern.fullmatch(job.storage):
             raise UsageError(
-                f"--storage {job.storage!r}: for {self.name} it must be {self.storage}. Use "
-                f"{self.storage_characters} only."
+                f"--storage {job.storage!r}: the storage for {self.name} must be {self.storage}. "
+                f"Use {self.storage_characters} only."
             )
 
     @abstractmethod

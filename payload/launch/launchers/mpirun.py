@@ -115,24 +115,29 @@ class Mpirun(Launcher):
         for name in unresolved:
             target = f" {server[1]!r}" if server else ""
             cause = (
-                f"mpirun's helper on it cannot resolve the name{target}: getaddrinfo: Temporary "
-                "failure in name resolution"
+                f"mpirun's helper on this node cannot resolve the name{target}: getaddrinfo: "
+                "Temporary failure in name resolution"
             )
-            fix = f"Put it in /etc/hosts on this node: {head.address}."
+            fix = (
+                f"Add a line with this name and the address {head.address} to /etc/hosts on this "
+                "node."
+            )
             yield TrialFailure(node=name, cause=cause, fix=fix)
         if unresolved:
             return
         interface = _INTERFACE.search(text)
         if interface:
-            cause = f"mpirun finds no interface {interface[1]} on it"
-            yield TrialFailure(node=head.name, cause=cause, fix="See `ip addr` on it.")
+            cause = f"mpirun finds no interface {interface[1]} on this node"
+            yield TrialFailure(
+                node=head.name, cause=cause, fix="List the interfaces of this node: `ip addr`."
+            )
             return
         library, unable = MISSING_LIBRARY.search(text), _UNABLE.search(text)
         node = by_address.get(unable[1], head) if unable else head
         if unable:
             yield _unable(node.name, int(unable[2]), text, library=library)
         elif library:
-            cause = f"mpirun lacks the library {library[1]} on it"
+            cause = f"mpirun lacks the library {library[1]} on this node"
             yield TrialFailure(node=node.name, cause=cause, fix=BOOTSTRAP_AGAIN)
 
 
@@ -140,17 +145,20 @@ def _unable(node: str, status: int, text: str, *, library: re.Match[str] | None)
     """Return the failure of a helper on a worker; `status` is the wait status."""
     code, fix = status >> 8, BOOTSTRAP_AGAIN
     if library:
-        cause = f"mpirun's helper lacks the library {library[1]} on it"
+        cause = f"mpirun's helper lacks the library {library[1]} on this node"
     elif code in (126, 127):
         why = "cannot be run" if code == 126 else "is missing"
-        cause = f"mpirun's helper hydra_bstrap_proxy {why} on it"
+        cause = f"mpirun's helper hydra_bstrap_proxy {why} on this node"
     elif code == 255:
-        cause, fix = "ssh from the head was closed", "See sshd's log on it (journalctl -u ssh)."
+        cause, fix = (
+            "this node closed the ssh connection from the head",
+            "See the log of sshd on this node: journalctl -u ssh.",
+        )
     elif _SERVER.search(text):
-        cause = "mpirun's helper on it cannot connect back to the head"
+        cause = "mpirun's helper on this node cannot connect back to the head"
         fix = "Open all TCP ports between the nodes."
     else:
-        cause = f"mpirun's helper on it ended with status {code}"
+        cause = f"mpirun's helper on this node ended with status {code}"
     return TrialFailure(node=node, cause=cause, fix=fix)
 
 

@@ -42,7 +42,7 @@ class Srun(Launcher):
 
     variables = SLURM
     program = "srun"
-    install = "it is a program of Slurm; contact the administrators of the cluster"
+    install = "srun is a program of Slurm; contact the administrators of the cluster"
     version = "slurm"
     needs_ssh = False
     scheduler = "slurm"

@@ -249,7 +249,7 @@ def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
         if raw.get(alias, raw[name]) != raw[name]:
             raise CheckpointError(
                 f"{where}: {alias} = {shown(raw[alias])} and {name} = {shown(raw[name])} "
-                f"contradict each other: both name one size. {FIX}"
+                f"contradict each other: both set the same size. {FIX}"
             )
     return Gpt2Spec(
         n_layer=config.n_layer,

@@ -263,7 +263,9 @@ class DecoderConfig:
             given = self.rope_scaling or {}
             if given.get("type") not in (None, "default") and "rope_type" not in given:
                 # transformers ignores the scaling: these layers have a default rope_type.
-                _refuse(where, "rope_scaling", given, "Gemma's needs rope_type instead of type")
+                _refuse(
+                    where, "rope_scaling", given, "a Gemma model needs rope_type instead of type"
+                )
             nested = (self.rope_parameters or {}).get(kind) or {}
             # The older form scales only the layers without a window.
             raw = {**nested, **(self.rope_scaling or {})} if kind == _FULL else nested

@@ -40,7 +40,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     """
     if raw["model_type"] == "gemma3":
         raise CheckpointError(
-            f"{where}: model_type = 'gemma3': it has a vision model, too. Use a text model "
+            f"{where}: model_type = 'gemma3': the model also reads images. Use a text model "
             "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
         )
     config = read_decoder_config(raw, where=where)

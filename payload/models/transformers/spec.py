@@ -166,8 +166,8 @@ class OtherSpec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        A layer keeps the inputs and outputs of its matmuls, and in fp32 those of its norms.
-        Raises CheckpointError if the parameters are unknown.
+        A layer keeps the inputs and outputs of its matmuls, and the inputs and outputs of its norms
+        in fp32. Raises CheckpointError if the parameters are unknown.
         """
         counts, tokens = self._known(), setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()
@@ -196,7 +196,7 @@ class OtherSpec(ModelSpec):
         if self.counts is None:
             raise CheckpointError(
                 f"model_type {shown(self.model_type)}: config.json alone does not determine the "
-                "number of parameters. Use a folder with its safetensors files, too."
+                "number of parameters. Use a folder that also has the safetensors files."
             )
         return self.counts
 
@@ -225,8 +225,8 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
     _refuse_others(raw, kind, where)
     if "vocab_size" not in raw:
         raise CheckpointError(
-            f"{where}: model_type {shown(kind)} without a vocab_size: not a text-only language "
-            f"model. {_FIX}"
+            f"{where}: model_type {shown(kind)} has no vocab_size, so it is not a text-only "
+            f"language model. {_FIX}"
         )
     sizes = {key: raw[key] for key in _Config.__dataclass_fields__ if key in raw}
     for size, names in _NAMES.items():

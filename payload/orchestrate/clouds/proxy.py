@@ -1,4 +1,4 @@
-"""The HTTP proxy that the environment sets. Pure."""
+"""The HTTP proxy that the environment sets."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def _project() -> str | None:
 
 def _delete_filestore() -> list[str]:
     names: list[str] = option(
-        "delete this Filestore instance with its data without typing its name; --yes does not "
-        "cover it; can be repeated",
+        "delete this Filestore instance and its data without a prompt for its name, which --yes "
+        "does not answer; can be repeated",
         metavar="NAME",
         group=_RESULTS,
     )
@@ -126,8 +126,8 @@ class DownOptions:
     runs_dir: Path = runs_dir_option()
     without_collect: bool = option("also destroy results that are not collected", group=_RESULTS)
     delete_bucket: str | None = option(
-        "also delete this results bucket with its contents, after its name is typed; --yes does "
-        "not cover it",
+        "also delete this results bucket with its contents, after a prompt for its name, which "
+        "--yes does not answer",
         metavar="NAME",
         group=_RESULTS,
     )

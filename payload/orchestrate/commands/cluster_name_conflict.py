@@ -43,9 +43,9 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
         return claimed
     path = cluster_path(folder, cluster, "identity.json")
     if claimed not in state_identities and not confirm_by_name(
-        f"{path} claims that cluster {cluster} (identity {claimed}) was built from this folder, "
-        "but it was not written on this machine. The folder was copied or moved, or the file is "
-        "from an older version. Is it your cluster?",
+        f"{path} records that cluster {cluster} (identity {claimed}) was built from this folder, "
+        "but the file was not written on this machine: the folder was copied or moved, or the file "
+        "is from an older version. Is this cluster yours?",
         name=cluster,
         otherwise="Confirm this once at a terminal; --yes does not. If the cluster is not yours, "
         "remove the file.",
@@ -120,7 +120,7 @@ def take_over(
     """
     for line in describe_others(others):
         talk.print(f"will be removed with all its data: {line}")
-    talk.print("active runs on it cannot be detected: only its operator has the SSH key")
+    talk.print("active runs on this cluster cannot be detected: only its operator has the SSH key")
     if not confirm_by_name(f"Remove these {len(others)} resource(s)?", name=cluster):
         return False
     data = [each.name for each in others if each.kind == FILESTORE]

@@ -46,7 +46,8 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
             # A node, or the author of the folder, can have written this address.
             raise SshUnreachableError(
                 f"{error} The run's settings contain the store {kept}, which was not confirmed on "
-                f"this machine. If it is right: {command('orchestrate', 'collect', str(kept))}"
+                "this machine. If this store is the right one: "
+                f"{command('orchestrate', 'collect', str(kept))}"
             ) from None
         talk.print(f"warning: {error} Fetching the results from {kept} instead.")
         return _collect_stored(kept, run.paths, env=access.code_environment(), talk=talk)

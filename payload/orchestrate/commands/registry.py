@@ -159,8 +159,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "sweep": OrchestrateCommand(
         summary="list and delete leftover cloud resources",
         description="List a cluster's resources in all zones and regions of the project, except "
-        "results buckets that Pulumi keeps on purpose. Without --cluster: resources of clusters "
-        "whose lifetime has ended. Exit code 60 with the commands that delete them if any remain.",
+        "results buckets that Pulumi keeps on purpose. Without --cluster: resources of "
+        "clusters whose lifetime has ended. If any remain, the exit code is 60, and "
+        "the commands that delete them are printed.",
         example="--json",
         options=cloud.SweepOptions,
         program="sweep:sweep",

@@ -156,7 +156,9 @@ class Rehearsal:
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                self.talk.print("interrupted: destroying the cluster, which is billed until then")
+                self.talk.print(
+                    "interrupted: destroying the cluster, which is billed until it is gone"
+                )
 
     def _left_s(self) -> float:
         spent_s = time.monotonic() - self.began_s

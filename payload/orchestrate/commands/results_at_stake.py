@@ -89,15 +89,18 @@ class ResultsAtRisk:
             if running in [paths.run_id for paths, _, _ in self.copies]:
                 how = _how_to_stop(running)
             else:
-                how = f"It has no local copy. Stop it on its machine, or attach: {_attach(running)}"
+                how = (
+                    "The run has no local copy. Stop it on the machine that started it, or attach: "
+                    f"{_attach(running)}"
+                )
             raise ConfigError(
                 f"run {running} is active, so {kept}. {how} (or lose its last steps: {force})"
             )
         if self.uncopied:
             raise ConfigError(
                 f"{len(self.uncopied)} run(s) have results on the head and no local copy (started "
-                f"elsewhere, removed or damaged): {', '.join(self.uncopied[:5])}, so {kept}. Fetch "
-                f"each first: {_attach(self.uncopied[0])} (or lose them: {force})"
+                f"from another machine, removed or damaged): {', '.join(self.uncopied[:5])}, so "
+                f"{kept}. Fetch each first: {_attach(self.uncopied[0])} (or lose them: {force})"
             )
 
     def collect_missing(

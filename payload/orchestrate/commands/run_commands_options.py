@@ -130,11 +130,9 @@ class PlanOptions(NewRunOptions):
         "write a job file for this engine (docs/exports.md)", choices=_engines, group=_EXPORT
     )
     out: Path | None = option("job file (default: stdout)", metavar="FILE", group=_EXPORT)
-    image: str | None = option(
-        "container image that contains the payload", metavar="NAME", group=_EXPORT
-    )
+    image: str | None = option("container image with this project", metavar="NAME", group=_EXPORT)
     nodes: int | None = option(
-        "number of machines like the inventory's first one", metavar="N", group=_EXPORT
+        "number of machines like the first node of the inventory", metavar="N", group=_EXPORT
     )
     storage: str | None = option(
         "storage for data and runs, in the engine's notation", metavar="NAME", group=_EXPORT
@@ -171,7 +169,7 @@ class RunOptions(NewRunOptions):
         metavar="RUN",
     )
     quick: bool = option("skip the test of mpirun and the network on new nodes", advanced=True)
-    detach: bool = option("return when the run has started; it outlives this terminal")
+    detach: bool = option("return when the run has started; the run outlives this terminal")
     grace: float = option(
         "time to save a checkpoint after a stop request (default: %(default)g)",
         default=DEFAULT_GRACE_S,

@@ -214,7 +214,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         cause = f"bootstrap failed in step {shown(state['step'])}: {_main_line(log)}"
         fix = "Remove the cause and run the bootstrap again."
     else:
-        cause = f"bootstrap is not done yet, it is at step {shown(state['step'])}"
+        cause = f"bootstrap is not done yet; its current step is {shown(state['step'])}"
         fix = "Wait and try again."
     yield _error(node, "bootstrap", cause, fix, exit_code=ExitCode.BOOTSTRAP, log=log)
 
@@ -222,7 +222,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def payload_findings(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, version: str, lock_sha: str | None
 ) -> Iterator[Finding]:
-    """Yield findings for nodes whose release or lock file differs from this machine's.
+    """Yield findings for nodes with another release or lock file than this machine.
 
     Without a local lock (`lock_sha`), the nodes are compared with the first node.
     """
@@ -240,12 +240,12 @@ def payload_findings(
             continue
         state = states[node.name]
         if state.get("version") != version:
-            cause = f"it has payload {_short(state.get('version'))}, this machine has {version}"
+            cause = f"it has payload {_short(state.get('version'))}, but this machine has {version}"
             yield _error(node, "payload", cause, "Run the bootstrap again with this release.")
         elif state.get("sha") != expected:
             cause = (
-                f"its packages are from another lock than {whose}'s "
-                f"({_short(state.get('sha'))}, {_short(expected)})"
+                f"its requirements.lock ({_short(state.get('sha'))}) differs from the one of "
+                f"{whose} ({_short(expected)})"
             )
             fix = "Run the bootstrap again with this release's requirements.lock."
             yield _error(node, "payload", cause, fix)
@@ -258,10 +258,10 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
     ):
         if found is not None and found < planned:
-            cause = f"it has {found} {name}, the inventory lists {planned}"
+            cause = f"it has {found} {name}, but the inventory lists {planned}"
             yield _error(node, "cpu", cause, "Correct the inventory, or the machine type.")
         elif found is not None and found > planned:
-            cause = f"it has {found} {name}, the inventory lists {planned}: some stay unused"
+            cause = f"it has {found} {name}, but the inventory lists {planned}, so some stay unused"
             yield _warning(node, "cpu", cause, "Correct the inventory.")
     if facts.architecture in ("x86_64", "AMD64") and facts.cpu_flags is not None:
         if _AMX not in facts.cpu_flags:
@@ -275,7 +275,7 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
             yield _warning(node, "cpu", cause, fix)
     elif facts.architecture not in ("x86_64", "AMD64"):
         cause = f"its processor is {facts.architecture}; Intel MPI runs on x86-64 only"
-        yield _warning(node, "cpu", cause, "One node still works, under torchrun.")
+        yield _warning(node, "cpu", cause, "Runs on one node still work, with torchrun.")
 
 
 def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
@@ -283,12 +283,14 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if facts.memory_bytes is not None:
         found_gib = facts.memory_bytes / _GIB
         if found_gib < node.memory_gib * _MEMORY_SHARE:
-            cause = f"it has {found_gib:.1f} GiB of memory, the inventory lists {node.memory_gib:g}"
+            cause = (
+                f"it has {found_gib:.1f} GiB of memory, but the inventory lists {node.memory_gib:g}"
+            )
             yield _error(node, "memory", cause, "Correct the inventory, or the machine type.")
     free_gib = facts.disk_free_bytes / _GIB
     cause = f"{free_gib:.1f} GiB are free in {facts.disk_path}"
     if free_gib < _DISK_ERROR_GIB:
-        fix = f"Free at least {_DISK_ERROR_GIB} GiB, or give it a larger disk."
+        fix = f"Free at least {_DISK_ERROR_GIB} GiB, or use a larger disk."
         yield _error(node, "disk", cause, fix)
     elif free_gib < _DISK_WARNING_GIB:
         yield _warning(node, "disk", cause, "Checkpoints of GPT-2 124M need 1.5 GB each.")
@@ -320,16 +322,23 @@ def gpu_notes(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> list[str
 
 _FOLDER_FAULTS = {
     "ESTALE": (
-        "its handle is stale: the server exports another folder or disk than when it was mounted",
-        "Mount it again on the node: `sudo umount -f -l {folder}; sudo mount {folder}`.",
+        "the mount is stale: the server now exports another folder or disk",
+        "Mount the folder again on the node: `sudo umount -f -l {folder}; sudo mount {folder}`.",
     ),
     "EACCES": (
-        "the login cannot write to it; the server maps it, or root, to another user (root squash)",
-        "Make it writable on the server: `sudo chmod 1777 {folder}`.",
+        "the login has no write permission; the server maps the login, or root, to another user "
+        "(root squash)",
+        "Make the folder writable on the server: `sudo chmod 1777 {folder}`.",
     ),
-    "EROFS": ("it is mounted or exported read-only", "Export it with `rw` and mount it again."),
-    "ENOSPC": ("it is full", "Free some space on it."),
-    "EDQUOT": ("the login's quota on it is used up", "Free some space on it, or raise the quota."),
+    "EROFS": (
+        "the folder is mounted or exported read-only",
+        "Export the folder with `rw`, and mount it again.",
+    ),
+    "ENOSPC": ("no disk space is free", "Free some space in the folder."),
+    "EDQUOT": (
+        "the login's disk quota is used up",
+        "Free some space in the folder, or raise the quota.",
+    ),
 }
 _FOLDER_FAULTS["EPERM"] = _FOLDER_FAULTS["EACCES"]
 
@@ -352,7 +361,7 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         fix = "Start its server, or open the network to it (TCP port 2049)."
     elif found.took_s > _FOLDER_WARNING_S:
         cause = f"{name} is slow: a small file took {found.took_s:.1f} s"
-        yield _warning(node, SHARED, cause, "See the load of its server.")
+        yield _warning(node, SHARED, cause, "Check the load of the file server.")
         return
     else:
         return
@@ -372,15 +381,17 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
     common = statistics.median_low(offsets.values())
     spread = max(abs(offset - common) for offset in offsets.values())
     if len(offsets) > 2 and abs(common) > _CLOCK_WARNING_S and spread <= _CLOCK_WARNING_S:
-        cause = f"this machine's clock is {_apart(-common)} of every node's"
-        yield _warning(nodes[0], "clock", cause, "Set it: times in reports will differ.")
+        cause = f"this machine's clock is {_apart(-common)} of the clocks of all nodes"
+        yield _warning(
+            nodes[0], "clock", cause, "Set the clock of this machine: times in reports will differ."
+        )
         return
     for node in known:
         offset = offsets.get(node.name)
         if offset is None or abs(offset) <= _CLOCK_WARNING_S:
             continue
-        cause = f"its clock is {_apart(offset)} of this machine's"
-        fix = "Set it on the node: timedatectl set-ntp true (or chronyc makestep)."
+        cause = f"its clock is {_apart(offset)} of the clock of this machine"
+        fix = "Set the clock of the node: timedatectl set-ntp true (or chronyc makestep)."
         kind = _error if abs(offset) > _CLOCK_ERROR_S else _warning
         yield kind(node, "clock", cause, fix)
 
@@ -388,16 +399,22 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
 def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     """Yield a finding if the hostname resolves to the loopback address or does not resolve."""
     addresses = facts.hostname_addresses
-    fix = "A run works, as mpirun and gloo get their interface; other programs may fail."
+    fix = (
+        "Runs work, because mpirun and gloo get their interface explicitly; other programs may "
+        "fail."
+    )
     if not addresses:
-        cause = f"its own name {facts.hostname!r} does not resolve on it"
+        cause = f"the node's own name {facts.hostname!r} does not resolve on this node"
         yield _warning(node, "name", cause, fix)
     elif all(_is_loopback(address) for address in addresses):
-        cause = f"its own name {facts.hostname!r} resolves to {addresses[0]} on it"
+        cause = f"the node's own name {facts.hostname!r} resolves to {addresses[0]} on this node"
         yield _warning(node, "name", cause, fix)
     if not facts.resolver_answers:
         cause = "its resolver does not answer a lookup of another node's name"
-        fix = "mpirun and gloo wait for it: add all nodes to /etc/hosts, or fix /etc/resolv.conf."
+        fix = (
+            "mpirun and gloo wait for the resolver. Add all nodes to /etc/hosts, or correct "
+            "/etc/resolv.conf."
+        )
         yield _warning(node, "name", cause, fix)
 
 
@@ -405,7 +422,7 @@ def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     """Yield a finding if the route from the node to the other nodes is unknown or unexpected."""
     if facts.interface is None:
         cause = "its interface towards the other nodes is unknown (`ip route get` failed)"
-        fix = "Install iproute2 on it and check its route to the head's address."
+        fix = "Install iproute2 on this node, and check the route to the head's address."
         yield _error(node, "route", cause, fix)
     elif facts.interface == "lo" and not _is_loopback(node.address):
         cause = "its route to the other nodes is the loopback interface"
@@ -414,17 +431,19 @@ def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     elif facts.source_address not in (None, node.address) and not _is_loopback(node.address):
         cause = (
             f"packets to the other nodes leave from {facts.source_address} ({facts.interface}), "
-            f"the inventory lists {node.address}"
+            f"but the inventory lists {node.address}"
         )
-        yield _warning(node, "route", cause, "Check that both are open between the nodes.")
+        yield _warning(
+            node, "route", cause, "Check that both addresses are open between the nodes."
+        )
 
 
 def exposure_finding(head: Node, *, port: int) -> Finding:
     """Return a warning that this machine, which is not a node, reaches the ranks' ports."""
     address = head.external_address or head.address
     cause = (
-        f"this machine is not a node, but reaches port {port} of {address}, so others may, "
-        "too: the port where the ranks meet has no password"
+        f"this machine is not a node, but reaches port {port} of {address}, so other machines may "
+        "reach it, too; the port where the ranks meet has no password"
     )
     meeting = f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}"
     fix = f"Open TCP {meeting} and 32768-60999 to the nodes' addresses alone (docs/security.md)."
@@ -439,7 +458,10 @@ def mesh_findings(
     deaf = {name for name, answer in answers.items() if answer.bind_error}
     for name in sorted(deaf):
         cause = f"cannot listen on {answers[name].bind_error}"
-        fix = "Check that the inventory's address is its own and the port is free, or try again."
+        fix = (
+            "Check that the address in the inventory belongs to this node and that the port is "
+            "free, or try again."
+        )
         yield _error(by_name[name], "ports", cause, fix)
     for name, answer in answers.items():
         for peer, pair in answer.pairs.items():
@@ -453,7 +475,8 @@ def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> It
     loses = largest is not None and mtu is not None and largest < min(mtu, _LARGEST_PROBE_BYTES)
     if loses:
         cause = (
-            f"packets over {largest} bytes to {peer.name} get lost; its interface sends {mtu} (MTU)"
+            f"packets over {largest} bytes to {peer.name} get lost, but its interface sends up to "
+            f"{mtu} bytes (MTU)"
         )
         # If TCP discovers the path MTU, data arrives nevertheless.
         kind = _error if failed else _warning
@@ -471,7 +494,7 @@ def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> It
 def _main_line(log: Sequence[str]) -> str:
     """Return the last line that names an error, or the last line."""
     named = [line for line in log if "error" in line.lower() or line.startswith("E: ")]
-    return (named or list(log) or ["it gave no reason"])[-1].strip().rstrip(".")
+    return (named or list(log) or ["no reason given"])[-1].strip().rstrip(".")
 
 
 def _short(value: Any) -> str:

@@ -141,12 +141,15 @@ def _unreached(nodes: Sequence[Node], outcome: Outcome, launcher: Launcher) -> I
             continue
         last = (output.splitlines() or ["no output"])[-1].rstrip(".")
         if "verification failed" in output:
-            fix = f"Its sshd shows {head} another host key than the inventory's. Correct either."
+            fix = (
+                f"Its sshd shows {head} a host key that differs from the one in the inventory. "
+                "Correct the inventory or the key."
+            )
         elif "Permission denied" in output:
             fix = "Check that its sshd reads ~/.ssh/authorized_keys and accepts the head."
         else:
             fix = f"Open TCP port {node.ssh_port} of this node for the other nodes."
-        cause = f"{head} cannot start a program on it over ssh: {last}"
+        cause = f"{head} cannot start a program on this node over ssh: {last}"
         yield _error(node.name, launcher.name, cause, fix, log=tuple(output.splitlines()))
 
 
@@ -159,7 +162,7 @@ def _rank_findings(nodes: Sequence[Node], outcome: Outcome, *, on_gpus: bool) ->
     broken = {name: text for name, text in errors.items() if _is_environment(text)}
     for name, text in broken.items():
         library = MISSING_LIBRARY.search(text)
-        cause = f"torch cannot be loaded on it: {_one_line(text)}"
+        cause = f"torch cannot be loaded on this node: {_one_line(text)}"
         if library:
             cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
         yield _error(name, "payload", cause, BOOTSTRAP_AGAIN, log=(text,) if library else ())
@@ -194,8 +197,8 @@ def _launcher_findings(
     killed = launcher.report(text).killed
     if not failures and killed and killed.signal != _ALARM:
         where = next((node for node in nodes if node.address == killed.address), nodes[0])
-        cause = f"the trial's rank on it was killed by signal {killed.signal}"
-        yield _error(where.name, launcher.name, cause, "Check its memory: see dmesg on the node.")
+        cause = f"the trial's rank on this node was killed by signal {killed.signal}"
+        yield _error(where.name, launcher.name, cause, "Check the memory of the node: see dmesg.")
 
 
 def _silent(
@@ -208,13 +211,17 @@ def _silent(
 ) -> Iterator[Finding]:
     """Yield findings about the nodes that made the least progress, if no cause is known."""
     records = outcome.records()
-    ports = "Check that all TCP ports are open between the nodes, and that its Python starts."
+    ports = (
+        "Check that all TCP ports are open between the nodes, and that Python starts on this node."
+    )
     stages = [
-        ("started", launcher.name, f"{launcher.name} started no rank on it", ports),
-        ("joined", "gloo", "its rank did not find the others", ports),
+        ("started", launcher.name, f"{launcher.name} started no rank on this node", ports),
+        ("joined", "gloo", "its rank did not find the other ranks", ports),
     ]
     if on_gpus:
-        stages.append(("summed", NCCL, "NCCL's first all-reduce did not finish on it", _NCCL_FIX))
+        stages.append(
+            ("summed", NCCL, "NCCL's first all-reduce did not finish on this node", _NCCL_FIX)
+        )
     reached = {
         stage: {record.node for record in records if record.stage == stage} for stage, *_ in stages
     }

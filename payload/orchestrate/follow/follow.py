@@ -244,7 +244,7 @@ def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | N
         talk.print(f"warning: {error}")
         is_alive = False
     if is_alive:
-        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
+        talk.print(f"the run has ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
     status = print_run_result(run, options=options, talk=talk)
     summary = last_record(Summary, paths.summary)

@@ -406,7 +406,7 @@ def straggler_line(slow: SlowRank, paths: RunPaths) -> str:
     if not slow.is_slow:
         return f"note: {slow.words(node=node)}"
     command = run_command("logs", paths, "--rank", str(slow.rank))
-    return f"warning: {slow.words(node=node)}. See its log: {command}"
+    return f"warning: {slow.words(node=node)}. See the rank's log: {command}"
 
 
 def log_tail(log: Path) -> list[str]:

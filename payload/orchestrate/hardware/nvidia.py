@@ -43,7 +43,7 @@ _LOG = "See the kernel's log on the node (`dmesg | grep -i nvrm`)"
 # Keys are exit statuses as in nvmlReturn_t; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
 _FIXES = {
     6: f"{_LOG}; a GPU that has fallen off the bus needs a reboot.",
-    9: "Load its module: `sudo modprobe nvidia`. Secure Boot loads only a signed one.",
+    9: "Load the driver's module: `sudo modprobe nvidia`. Secure Boot loads only a signed module.",
     15: "Reboot the node; if it happens again, replace it.",
     16: "Reset the GPU (`sudo nvidia-smi --gpu-reset`), or reboot the node.",
     18: "Reboot the node, so that the loaded kernel module matches the installed driver.",
@@ -263,7 +263,9 @@ def _absent_smi(facts: NvidiaFacts, *, need: GpuNeed, has_device: bool | None) -
         return
     cause = f"nvidia-smi is missing, but {need.why} requires GPUs"
     if has_device is None and facts.torch is not None and facts.torch.cuda is not None:
-        yield _warning(cause, "The trial shows whether its torch, a CUDA build, finds a GPU.")
+        yield _warning(
+            cause, "The trial shows whether the CUDA build of torch on this node finds a GPU."
+        )
     else:
         yield _error(cause, f"{_install()}, or set device.kind = 'cpu'.")
 
@@ -299,7 +301,9 @@ def _instance(owner: GpuDevice, uuid: str) -> GpuDevice:
 def _visible_faults(facts: NvidiaFacts) -> Iterator[Fault]:
     if facts.visible is not None and len(facts.visible) >= MOST_VISIBLE_CHARS:
         cause = f"only the first {MOST_VISIBLE_CHARS:,} characters of {VISIBLE} were read"
-        yield _warning(cause, "Shorten it on the node, for example to the GPUs' indexes.")
+        yield _warning(
+            cause, "Shorten this variable on the node, for example to the GPUs' indexes."
+        )
 
 
 def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
@@ -311,7 +315,10 @@ def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[
         cause = (
             f"{VISIBLE} = {shown(facts.visible)} leaves {len(visible)} of its {len(every)} GPU(s)"
         )
-        fix = f"Unset it on the node, or set launch.ranks_per_node = {max(1, len(visible))}."
+        fix = (
+            "Unset this variable on the node, or set launch.ranks_per_node = "
+            f"{max(1, len(visible))}."
+        )
     else:
         cause = f"nvidia-smi shows {len(visible)} GPU(s)"
         fix = "Correct the inventory or launch.ranks_per_node: each rank uses one GPU."
@@ -344,8 +351,8 @@ def _device_faults(gpu: GpuDevice, *, node: Node) -> Iterator[Fault]:
     gib = node.gpu_memory_gib
     if gib and gpu.memory_mib is not None and gpu.memory_mib / 1024 < gib * _MEMORY_SHARE:
         cause = (
-            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, the inventory lists "
-            f"{gib:g}"
+            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, but the inventory "
+            f"lists {gib:g}"
         )
         yield _error(cause, "Correct the inventory, or the machine type.")
     if gpu.mig:

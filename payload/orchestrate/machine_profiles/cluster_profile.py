@@ -39,7 +39,7 @@ class ClusterAccess:
     """Profile of a whole cluster."""
 
     interface_of: Mapping[str, str | None]
-    """Interfaces by node: a worker's interface to the head, and the head's to the first worker."""
+    """Interfaces by node: to the head for a worker, and to the first worker for the head."""
     memory_bytes: int | None
     """Memory of the node with the least memory."""
     head: str
@@ -79,7 +79,7 @@ class ClusterAccess:
         return typical_core_flops_per_s(dtype, emulates_bf16=self.has_bf16 is False)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
-        """Return each worker's interface to the head, and the head's to the first worker."""
+        """Return the interface of each worker to the head, and of the head to the first worker."""
         return {node.name: self.interface_of[node.name] or LOOPBACK for node in nodes}
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
@@ -97,8 +97,8 @@ class ClusterAccess:
         interface = self.interface_of[self.head]
         if interface is None:
             raise PreflightError(
-                f"{self.head}: network interface to the other nodes is unknown. Check that "
-                "`ip route get` works on it (package iproute2)."
+                f"{self.head}: the network interface to the other nodes is unknown. Check that `ip "
+                "route get` works on this node (package iproute2)."
             )
         return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 

@@ -146,7 +146,7 @@ class LocalAccess:
                 return holder
         raise PreflightError(
             f"no free port among 100 tried between {RANK_PORTS.start} and {RANK_PORTS.stop}. List "
-            "the programs that use them: ss -ltnp"
+            "the programs that use these ports: ss -ltnp"
         )
 
     def supervisor_words(self) -> list[str]:

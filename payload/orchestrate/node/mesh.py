@@ -169,7 +169,7 @@ class Mesh:
                 if port == self._ports[0]:
                     if self._largest.get(peer) is None:
                         self._largest[peer] = self._largest_packet(target)
-                    connected = "it connects, then data get lost"
+                    connected = "the connection opens, but data is lost"
                     connection.sendall(bytes(BULK_BYTES))
                 if connection.recv(_LINE_BYTES) != b"got it\n":
                     return "the connection was closed"

@@ -211,7 +211,7 @@ def try_cluster(
 
 
 def _not_measured(running: str) -> Trial:
-    return Trial(note=f"nothing was measured, as run {running} is active")
+    return Trial(note=f"nothing was measured, because run {running} is active")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,7 +391,7 @@ def _of_error(head: Node, error: TileforgeError, launcher: Launcher) -> Finding:
         check=launcher.name,
         severity="error",
         cause=f"the trial failed: {first.rstrip('.:')}",
-        fix="Fix that and try again.",
+        fix="Fix this problem, and try again.",
         exit_code=error.exit_code,
         log=tuple(line.strip() for line in rest),
     )

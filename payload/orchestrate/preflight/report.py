@@ -101,10 +101,10 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
         speed = measured.nodes[node.name]
         if speed.gain() < BF16_MIN_GAIN:
             cause = (
-                f"bf16 matmuls run at {speed.gain():.2f}x the speed of fp32 on it "
+                f"bf16 matmuls run at {speed.gain():.2f}x the speed of fp32 on this node "
                 f"({_tflops(speed.bf16_flops_per_s)} and {_tflops(speed.fp32_flops_per_s)} TFLOP/s)"
             )
-            fix = "A run with precision.dtype = auto uses fp32 if that holds over all ranks."
+            fix = "A run with precision.dtype = auto uses fp32 if fp32 is faster over all ranks."
             yield _warning(node.name, "speed", cause, fix)
     for group in _alike(nodes):
         speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in group}
@@ -113,10 +113,13 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
             if speed_flops < _SLOW_NODE_SHARE * median:
                 cause = (
                     f"it is slow among {len(group)} nodes of its kind: {_tflops(speed_flops)} "
-                    f"TFLOP/s, their median is {_tflops(median)}"
+                    f"TFLOP/s, but the median is {_tflops(median)}"
                 )
-                fix = "The slowest rank sets the pace. Try again, check for other load on it (top)"
-                yield _warning(name, "speed", cause, f"{fix}, or replace it.")
+                fix = (
+                    "The slowest rank sets the pace. Try again, check for other programs on the "
+                    "node (top)"
+                )
+                yield _warning(name, "speed", cause, f"{fix}, or replace the node.")
 
 
 def exchange_findings(
@@ -137,7 +140,10 @@ def exchange_findings(
             f"synchronisation a step beside {_seconds(prediction.compute_s)} of computing "
             f"({prediction.what})"
         )
-        fix = "Fix it, raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
+        fix = (
+            "Repair the network, raise batch.global_batch_size, or set distributed.grad_dtype = "
+            "'bf16'."
+        )
         yield _warning(name, "gloo", cause, fix)
 
 
@@ -424,12 +430,15 @@ def with_trial(
 ) -> Report:
     """Return the report with the findings of a trial; skip the trial if a node is not fit."""
     if report.exit_code:
-        note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
+        note = (
+            "nothing was started or measured, because these nodes are not fit: "
+            f"{', '.join(report.failing_nodes())}"
+        )
         return replace(report, notes=[*report.notes, note])
     silent = [name for name, facts in report.facts.items() if not facts.resolver_answers]
     if silent:
         # Each rank and mpirun itself would wait for the resolver many times.
-        note = f"mpirun was not tried, as the resolver of {', '.join(silent)} does not answer"
+        note = f"mpirun was not tried, because the resolver of {', '.join(silent)} does not answer"
         return replace(report, notes=[*report.notes, note])
     began = time.monotonic()
     trial = make()

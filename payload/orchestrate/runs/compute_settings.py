@@ -133,6 +133,6 @@ def slow_bf16(
     if setting is not None:
         return [f"{setting} {slow}"]
     if config.precision.dtype == "auto" and kept_dtype == "bf16":
-        fix = "--set precision.dtype=fp32 changes that, but needs more memory"
+        fix = "--set precision.dtype=fp32 is faster, but needs more memory"
         return [f"the resumed run {slow}, as before; {fix}"]
     return []

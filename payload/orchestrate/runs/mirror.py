@@ -349,4 +349,6 @@ def _end(paths: RunPaths, name: str) -> tuple[int, str]:
     except FileNotFoundError:
         return 0, ""
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Move it away.") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). Move the file away."
+        ) from None

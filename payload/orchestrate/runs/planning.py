@@ -50,12 +50,13 @@ def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
     launcher = candidates(config.launch.launcher)[0]
     if launcher.scheduler not in (None, inventory.source):
         raise ConfigError(
-            f"launch.launcher = {launcher.name!r} starts ranks in a Slurm job, and "
-            f"{inventory.cluster} is not one. Use 'auto', or submit a job with --site slurm."
+            f"launch.launcher = {launcher.name!r} starts ranks in a Slurm job, but "
+            f"{inventory.cluster} is not a Slurm job. Use 'auto', or submit a job with --site "
+            "slurm."
         )
     if len(inventory.nodes) > 1 and not launcher.spans_nodes:
         raise ConfigError(
-            f"launch.launcher = {launcher.name!r} is for one machine, and {inventory.cluster} has "
+            f"launch.launcher = {launcher.name!r} is for one machine, but {inventory.cluster} has "
             f"{len(inventory.nodes)}. Use 'mpirun'."
         )
 

@@ -223,7 +223,7 @@ class RemoteRun:
         grace_period = None if at_once else self._grace_period()
         left = ask(self.inventory.nodes)
         if grace_period is not None and self.inventory.head in left:
-            say("its supervisor is gone: waiting until its ranks have saved")
+            say("the run's supervisor has ended: waiting until the ranks have saved")
             while self.inventory.head in left and not grace_period.is_over():
                 if interrupted():
                     raise RankLostError(f"ranks of run {self.paths.run_id} may still be saving.")
@@ -433,7 +433,7 @@ def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentit
         found,
         place=f"run {run_dir.name} here",
         other=f"{run_dir} on {head.node.name}",
-        fix="Start this one under another id with --run-id, or name another --runs-dir to follow "
+        fix="Start this run under another id with --run-id, or name another --runs-dir to follow "
         "that run.",
     )
 

@@ -73,13 +73,14 @@ def refuse_to_remove(
             )
         if other != paths and not is_forced and needs(other, paths):
             raise UsageError(
-                f"run {paths.run_id}: the adapter of run {other.run_id} was trained on its weights "
-                f"and has no copy of them. Remove {other.run_id} first, or use --force."
+                f"run {paths.run_id}: the adapter of run {other.run_id} was trained on the weights "
+                f"of this run and has no copy of these weights. Remove {other.run_id} first, or "
+                "use --force."
             )
     if may_lose and not is_forced:
         raise UsageError(
             f"run {paths.run_id} was not collected: its newest checkpoint may exist only on the "
-            "cluster. Collect it, or remove the copy with --force."
+            "cluster. Collect the run, or remove the copy with --force."
         )
 
 

@@ -100,8 +100,8 @@ def check_new_id(run_id: str) -> None:
     """Refuse an id that is not valid as the name of a run's folder. Raises ConfigError."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
-            f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, a letter or "
-            f"digit first, and not {LATEST!r}."
+            f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, begin with a "
+            f"letter or digit, and do not use {LATEST!r}."
         )
 
 
@@ -137,7 +137,7 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
         raise _taken(paths) from None
     except OSError as error:
         raise ConfigError(
-            f"{paths.root}: {error.strerror}. Name a folder you can write to with --runs-dir."
+            f"{paths.root}: {error.strerror}. Name a writable folder with --runs-dir."
         ) from None
     return paths
 

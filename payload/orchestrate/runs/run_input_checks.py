@@ -48,8 +48,9 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
     # A block of text has one token more than the sequence: the target of its last token.
     if meta.task == "text" and meta.train_tokens <= sequence_length:
         raise DataError(
-            f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
-            f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
+            f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence of "
+            f"data.sequence_length = {sequence_length}. Lower sequence_length, or prepare more "
+            "text."
         )
     return meta.vocab_size
 
@@ -177,7 +178,7 @@ def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
         if found and tuple(map(int, found.split("."))) < FP8_CAPABILITY:
             raise ConfigError(
                 f"precision.fp8 = 'on': the GPUs of {node.name} have compute capability {found}, "
-                f"and 8-bit matmuls need {'.'.join(map(str, FP8_CAPABILITY))}. Set it to "
+                f"and 8-bit matmuls need {'.'.join(map(str, FP8_CAPABILITY))}. Set fp8 to "
                 "'emulated' for the same rounding, or to 'off'."
             )
 

@@ -129,7 +129,7 @@ class SiteRun(ABC):
     def abandon(self) -> str:
         """Force the end of a run that does not stop on request; return a message about it."""
         self.signal(FORCE_SIGNAL, StopRequest())
-        return "it was ended by force"
+        return "the run was ended by force"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
         """End a run that has not stopped in time, or raise RankLostError with a fix."""

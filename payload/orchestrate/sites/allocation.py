@@ -220,7 +220,7 @@ def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[st
         fault = None if report.nvidia is None else smi_fault(report.nvidia)
         if fault is not None and report.has_gpus == has_gpus:
             request = (
-                "" if has_gpus else f"Slurm gave the job no GPU: request some, {_EXAMPLE}. Or: "
+                "" if has_gpus else f"Slurm gave the job no GPU. Request GPUs, {_EXAMPLE}. Or: "
             )
             notes.append(f"no GPU is counted on {report.node}: {fault.cause}. {request}{fault.fix}")
     return tuple(notes)

@@ -255,17 +255,20 @@ class LocalRun(SiteRun):
                 f"run {paths.run_id} has not ended within {waited_s:.0f} s. To end it immediately, "
                 f"without a checkpoint: {run_command('stop', paths, '--force')}"
             )
-        talk.print("its supervisor does not answer: killing it and the run's processes")
+        talk.print(
+            "the run's supervisor does not answer: killing the supervisor and the run's processes"
+        )
         self._access.end_at_once(paths)
         if is_supervised(paths):
             raise RankLostError(
                 f"run {paths.run_id} cannot be ended: its supervisor is not visible to this user. "
-                "Stop it on the machine and as the user that started it."
+                "Stop the run on the machine and as the user that started it."
             )
         before = known_state(paths)
         if before is not None:
             error = (
-                "killed by force, its supervisor did not answer; the last checkpoint is unchanged"
+                "the run was killed by force, because its supervisor did not answer; the last "
+                "checkpoint is unchanged"
             )
             ended = replace(before, status="stopped", exit_class=ExitCode.OK.label, error=error)
             write_json(paths.state, ended)

@@ -374,8 +374,8 @@ _REASONS = {
     "Priority": "other jobs have a higher priority",
     "BeginTime": "Slurm has requeued it, and waits before it starts",
     "PartitionConfig": "the partition never allows this size: cancel the job, and request less",
-    "PartitionNodeLimit": "the partition never allows this many nodes: cancel it, request fewer",
-    "PartitionTimeLimit": "the partition never allows this time: cancel it, and lower slurm.time",
+    "PartitionNodeLimit": "the partition has fewer nodes than that: cancel the job, request fewer",
+    "PartitionTimeLimit": "the partition never allows this time: cancel the job, lower slurm.time",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
 }
 

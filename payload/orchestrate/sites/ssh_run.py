@@ -361,7 +361,7 @@ def collect_results(run: RemoteRun, *, talk: Console, at_once: bool = False) -> 
         talk.print(_how_to_resume(run))
         raise
     if failed or missed:
-        talk.print(f"when that is fixed: {run_command('collect', run.paths)}")
+        talk.print(f"after you have fixed this problem, run: {run_command('collect', run.paths)}")
     left = [error for error in failed if isinstance(error, RankLostError)]
     return CollectResult(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
 
@@ -411,7 +411,7 @@ def _end_processes(
                 failed.append(error)
                 talk.print(f"warning: {error}")
     if not failed:
-        talk.print("no process of the run is left on any node, nor its key")
+        talk.print("no process of the run is left on any node, and the run's key was removed")
     if interrupts.count:
         raise KeyboardInterrupt
     return False, failed

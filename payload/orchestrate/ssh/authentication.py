@@ -102,8 +102,8 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
         return HostKeyError(
             f"{node.name}: host key {_print(error.key)} does not match the inventory's "
             f"{_print(error.expected_key)}",
-            fix="Nothing was sent. If the machine was replaced, write a new inventory. If not, the "
-            "connection can be intercepted.",
+            fix="Nothing was sent. If the machine was replaced, write a new inventory. If it was "
+            "not replaced, another machine may intercept the connection.",
         )
     text = str(error)
     if isinstance(error, paramiko.AuthenticationException) and not (

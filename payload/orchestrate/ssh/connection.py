@@ -231,7 +231,7 @@ class Connection:
             )
         from_node = isinstance(error, OSError) and error.errno is not None
         if not self._transport.is_active() or (not from_node and self._transport.is_gone()):
-            fix = "Check that the machine still runs."
+            fix = "Check that the machine is running."
             if isinstance(self._stream, ProxyProcess) and self._stream.ended():
                 fix = f"{fix} {self._stream.complaint()}"
             return ConnectionLostError(

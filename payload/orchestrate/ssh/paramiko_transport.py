@@ -98,7 +98,7 @@ class Transport(paramiko.Transport):
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         code, raw = message.get_int(), message.get_string()
         text = _brief(raw.decode(errors="replace"))
-        self.note_reason(f"the node ended it with code {code}: {text or 'no message'}")
+        self.note_reason(f"the node closed the connection with code {code}: {text or 'no message'}")
 
 
 def _brief(text: str) -> str:

@@ -42,5 +42,6 @@ class Snapshot:
 
 
 def checkpoint_weights(model: CausalLM) -> dict[str, Tensor]:
-    """Return the weights that a checkpoint stores: the adapter's if there is one, or all."""
+    """Return the weights that a checkpoint stores: of the adapter, or all weights without an
+    adapter."""
     return model.hf_tensors() if model.adapter is None else adapter_tensors(model)

@@ -1,8 +1,8 @@
 """Direct preference optimization: rewards, margins and their loss.
 
-The loss equals that of TRL's DPOTrainer with default settings: the negative log of the sigmoid of a
-pair's margin. Source: Rafailov et al., Direct Preference Optimization, 2023 (arXiv:2305.18290). P
-pairs, T tokens.
+The loss equals the loss of TRL's DPOTrainer with default settings: the negative log of the sigmoid
+of a pair's margin. Source: Rafailov et al., Direct Preference Optimization, 2023
+(arXiv:2305.18290). P pairs, T tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Dpo(Loss):
         return cls(task.beta)
 
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
-        """Return the mean loss of P pairs; `more` is the reference's log-probabilities (P, 2)."""
+        """Return the mean loss of P pairs; `more` has the log-probabilities of the reference model
+        (P, 2)."""
         del targets
         (reference,) = more
         gained = self._rewards(log_probs(found), reference)

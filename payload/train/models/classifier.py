@@ -159,7 +159,7 @@ class Classifier(CausalLM):
         return {**self.body.hf_config(), **self.hf_labels()}
 
     def hf_labels(self) -> dict[str, Any]:
-        """Return the keys that make the body's config.json a classifier's."""
+        """Return the keys that turn the body's config.json into the config.json of a classifier."""
         return {
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},
@@ -201,7 +201,8 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 if all are.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for a text of
+    padding.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """
@@ -248,7 +249,7 @@ def saved_pad_token(config: Mapping[str, object], *, where: str) -> int:
     found = config.get("pad_token_id")
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise CheckpointError(
-            f"{where}: pad_token_id = {found!r}: must be a token of the model. Set it to the "
+            f"{where}: pad_token_id = {found!r}: must be a token of the model. Set this key to the "
             "tokenizer's padding token."
         )
     return found

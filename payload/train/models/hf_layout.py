@@ -52,8 +52,8 @@ def require_tied(tensors: Mapping[str, Tensor], *, head: str, embedding: str, wh
     has_both = head in tensors and embedding in tensors
     if has_both and not torch.equal(tensors[head], tensors[embedding]):
         raise CheckpointError(
-            f"{where}: tie_word_embeddings = true, but {head} differs from {embedding}. Set it to "
-            "false in config.json to train both."
+            f"{where}: tie_word_embeddings = true, but {head} differs from {embedding}. Set "
+            "tie_word_embeddings to false in config.json to train both tensors."
         )
 
 
@@ -77,7 +77,7 @@ def require_tensors(
     missing, extra = sorted(set(expected) - found), sorted(found - set(expected))
     if missing or extra:
         differences = describe_differences(missing=missing, unknown=extra)
-        raise CheckpointError(f"{where}: not {subject}: {differences}. {fix}")
+        raise CheckpointError(f"{where}: does not contain {subject}: {differences}. {fix}")
     for name, target in expected.items():
         shape = shape_in(tensors, name)
         if isinstance(target, QuantizedLinear):
@@ -86,7 +86,9 @@ def require_tensors(
         else:
             size, is_float = tuple(target.shape), target.is_floating_point()
         if shape != size:
-            raise CheckpointError(f"{where}: {name} is {shape}, {source} {size}. {fix}")
+            raise CheckpointError(
+                f"{where}: {name} has the shape {shape}, but {source} {size}. {fix}"
+            )
         if is_float:
             require_weight(tensors, name, where=where)
 

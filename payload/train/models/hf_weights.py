@@ -82,7 +82,7 @@ def model_folder(
         return folder_of_gguf(source.file)
     hub_name = HubName.parse(name)
     if hub_name is None:
-        raise CheckpointError(f"{setting} = {name!r}: it has no weights. Use a checkpoint.")
+        raise CheckpointError(f"{setting} = {name!r}: the folder has no weights. Use a checkpoint.")
     return fetch(hub_name, setting=setting, say=log.info)
 
 
@@ -95,7 +95,8 @@ def config_folder(folder: Path) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder with a checkpoint's tokenizer; an adapter without one uses its base's.
+    """Return the folder with a checkpoint's tokenizer; an adapter without a tokenizer uses the
+    tokenizer of its base.
 
     Raises CheckpointError.
     """
@@ -113,8 +114,8 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():
         raise CheckpointError(
-            f"{adapter}: its base {source} is missing, and an adapter has no copy of it. Restore "
-            "the base in that folder."
+            f"{adapter}: its base {source} is missing, and an adapter contains no copy of its "
+            "base. Restore the base in that folder."
         )
     recorded = recorded_base(adapter) if verify else {}
     expected = recorded.get("sha256")
@@ -128,14 +129,14 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
         )
     if expected and expected != (found := weights_sha256(base)):
         raise CheckpointError(
-            f"{base}: the adapter {adapter} was trained with other weights "
-            f"(sha256 {str(expected)[:12]}, now {found[:12]}). Restore them in that folder."
+            f"{base}: the adapter {adapter} was trained with other weights (sha256 "
+            f"{str(expected)[:12]}, now {found[:12]}). Restore the weights in that folder."
         )
     config = recorded.get("config_sha256")
     if config and config != (found := config_sha256(base)):
         raise CheckpointError(
-            f"{base / CONFIG_FILE}: the adapter {adapter} was trained with another one "
-            f"(sha256 {str(config)[:12]}, now {found[:12]}). Restore it."
+            f"{base / CONFIG_FILE}: the adapter {adapter} was trained with another {CONFIG_FILE} "
+            f"(sha256 {str(config)[:12]}, now {found[:12]}). Restore that file."
         )
     return base
 

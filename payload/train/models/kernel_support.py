@@ -20,7 +20,7 @@ _LORA_PARAMETERS = {"weight", "bias", *_ADAPTER}
 
 
 def projection(linear: nn.Module, *, is_part: bool = False) -> Projection:
-    """Return a linear's parameters and its adapter's, as input for the kernels.
+    """Return the parameters of a linear and of its adapter, as input for the kernels.
 
     With `is_part`, this rank has a part of the linear's inputs, and the bias is added after the sum
     over ranks.
@@ -52,7 +52,7 @@ def layer_refusals(body: nn.Module, *, known: Collection[type[nn.Module]]) -> It
     if any(set(each._parameters) - _LORA_PARAMETERS for each in adapted):
         yield "an adapter with more than LoRA's two matrices"
     if len({each.dropout for each in adapted}) > 1:
-        yield "adapters of one model with unlike dropout"
+        yield "adapters with different dropout"
     yield from _parameter_refusals(inner, adapted=bool(adapted))
 
 
@@ -73,7 +73,10 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
         if each.requires_grad != (not adapted or name.endswith(_ADAPTER))
     ]
     if wrong and adapted:
-        yield f"{len(wrong)} weights other than the adapter's are trained, or its own are not"
+        yield (
+            f"{len(wrong)} weights with the wrong requires_grad: only the adapter's weights can be "
+            "trained"
+        )
     elif wrong:
         yield f"{len(wrong)} frozen weights, {_first(wrong)}"
     other = [
@@ -102,7 +105,8 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks other than a strategy's, which `computed_by` also runs."""
+    """Return whether a module has hooks other than the hooks of a strategy, which `computed_by`
+    runs."""
     placement = module.placement if isinstance(module, LayerModule) else None
     around = len(module._forward_hooks) + len(module._forward_pre_hooks)
     if placement is not None:

@@ -134,5 +134,5 @@ def require_enough_weights(tensors: LazyTensors, spec: ModelSpec, folder: Path) 
     if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: its sizes require {spec.num_params():,} parameters, but the "
-            f"weight files have {held:,}. The folder is damaged; use another one."
+            f"weight files have {held:,}. The folder is damaged; use another folder."
         )

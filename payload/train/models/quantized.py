@@ -45,7 +45,8 @@ class QuantizedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., I) to (..., O), in autocast's dtype, or in that of `x` without autocast."""
+        """Map (..., I) to (..., O), in autocast's dtype, or in the dtype of `x` without
+        autocast."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)

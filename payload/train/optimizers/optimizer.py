@@ -150,7 +150,7 @@ def state_mismatch(full_name: str, value: Tensor) -> CheckpointError:
     """Return the error for optimizer state that fits no parameter."""
     return CheckpointError(
         f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no parameter of "
-        "this model: the checkpoint is another model's. Resume from the run's own checkpoint."
+        "this model: the checkpoint belongs to another model. Resume from the run's own checkpoint."
     )
 
 

@@ -107,7 +107,8 @@ class World:
                 return self
             raise ConfigError(
                 f"launch.ranks_per_node = {self.local_world_size}: this machine has "
-                f"{torch.cuda.device_count()} CUDA device(s), and each takes one rank. Lower it."
+                f"{torch.cuda.device_count()} CUDA device(s), and each device takes one rank. "
+                "Lower ranks_per_node."
             )
         if deterministic:
             # cuBLAS reads this when it starts: https://docs.nvidia.com/cuda/cublas,
@@ -208,8 +209,8 @@ class World:
         """Return the backend's name for torch. Raises ConfigError for nccl without CUDA."""
         if settings.backend == "nccl" and self.kind != "cuda":
             raise ConfigError(
-                "distributed.backend = 'nccl': it moves only GPU tensors, and the ranks compute on "
-                "CPUs. Use gloo."
+                "distributed.backend = 'nccl' supports only GPU tensors, but the ranks compute on "
+                "CPUs. Set backend to 'gloo'."
             )
         if settings.backend not in ("auto", "nccl"):
             return settings.backend

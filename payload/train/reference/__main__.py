@@ -29,8 +29,9 @@ def parser() -> CommandParser:
         prog=command("train.reference"),
         description="Compute a reference model's log-probabilities of both answers of every pair, "
         "and store them in the data folder of prepare --task preference. A run with "
-        "task.kind=preference reads them, or computes them at its start; this command replaces "
-        "those of another model. Under mpirun or torchrun the ranks share the work.",
+        "task.kind=preference reads them, or computes them at its start; this command "
+        "replaces log-probabilities of another model. Under mpirun or torchrun the "
+        "ranks share the work.",
         example=command("train.reference", "--model", "MODEL", "--data", "data/pairs"),
     )
     add = made.add_argument
@@ -94,8 +95,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     if isinstance(model, Classifier) or model.spec.context() < length:
         why = "is a classifier" if isinstance(model, Classifier) else "has a shorter context"
         raise ConfigError(
-            f"--model {arguments.model!r}: it {why}; the pairs have up to {length} tokens. Choose "
-            "the language model that the run starts from."
+            f"--model {arguments.model!r}: the model {why}; the pairs have up to {length} tokens. "
+            "Choose the language model that the run starts from."
         )
     model.kernels = find_kernels()
     how = EvalPass(
@@ -116,8 +117,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
         base = reference_model(identify(arguments.model, weights, quantize=arguments.quantize))
         store(folder, meta, base, dtype=arguments.dtype, values=found)
         print(
-            f"{folder}: stored the reference of {len(found):,} pairs ({base.name()}, "
-            f"{arguments.dtype})"
+            f"{folder}: stored the reference log-probabilities of {len(found):,} pairs "
+            f"({base.name()}, {arguments.dtype})"
         )
 
 

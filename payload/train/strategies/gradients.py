@@ -168,8 +168,8 @@ def _call_after_gradient(
     """Run `call` after the parameter's backward pass; return an object that must stay alive.
 
     A hook on the parameter would not run if backward functions add to its gradient themselves and
-    return None, as those of the kernels do. The parameter's node in autograd's graph runs in both
-    cases.
+    return None, as the backward functions of the kernels do. The parameter's node in autograd's
+    graph runs in both cases.
     """
     view = parameter.view_as(parameter)
     assert view.grad_fn is not None

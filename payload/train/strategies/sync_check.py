@@ -145,9 +145,9 @@ def _difference(
     has_one_model = len({state.weights for state in states}) == 1
     what = "optimizer state" if has_one_model else "model"
     return (
-        f"after step {step} the ranks do not hold one {what}: {who}. Stopped, and nothing was "
-        f"saved since the last check that passed. {_resume(passed_step)}; if it returns, suspect "
-        f"{suspect}."
+        f"after step {step} the ranks do not hold one {what}: {who}. The run was stopped, and "
+        f"nothing was saved since the last check that passed. {_resume(passed_step)}; if the "
+        f"difference appears again, suspect {suspect}."
     )
 
 

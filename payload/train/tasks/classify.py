@@ -127,7 +127,8 @@ class Classify(Task):
         return model
 
     def require_matching_checkpoint(self, checkpoint: Path) -> None:
-        """Raise CheckpointError if the labels of the run's `checkpoint` are not the data's.
+        """Raise CheckpointError if the labels of the run's `checkpoint` differ from the labels of
+        the data.
 
         The weights' shapes can be equal: they depend only on the number of labels.
         """
@@ -166,18 +167,19 @@ def _require_same(
     where: str,
     resumes: bool = False,
 ) -> None:
-    """Raise CheckpointError if a model's labels or its padding token are not the data's."""
+    """Raise CheckpointError if a model's labels or padding token differ from the data."""
     same = "Resume with the data of the run's start." if resumes else ""
     if labels != data.labels:
         fix = "Prepare the data with the same labels, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: its labels are {', '.join(labels[:8])}, the data's "
+            f"{where}: its labels are {', '.join(labels[:8])}, but the labels of the data are "
             f"{', '.join(data.labels[:8])}. {same or fix}"
         )
     if pad_token != data.pad_token:
         fix = "Prepare the data with the model's tokenizer, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: its padding token is {pad_token}, the data's {data.pad_token}. {same or fix}"
+            f"{where}: its padding token is {pad_token}, but the padding token of the data is "
+            f"{data.pad_token}. {same or fix}"
         )
 
 
@@ -188,7 +190,7 @@ def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: st
     if not labels.label_tokens:
         return (
             f"starts from random values: {folder} has no tokens of the labels' names. Either an "
-            "older version prepared it, or its tokenizer has no token for a name"
+            "older version prepared this folder, or its tokenizer has no token for a name"
         )
     if body.head_weight() is None:
         return (

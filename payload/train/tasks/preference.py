@@ -110,12 +110,13 @@ class Preference(Task):
         self._model = reference_model(base)
         if self._own_reference() is None and resumes:
             raise CheckpointError(
-                f"{self.folder}: the run's stored reference is missing. "
-                f"Make it again with: {reference_command(self.folder, self._model)}"
+                f"{self.folder}: the reference log-probabilities of the run are missing. Compute "
+                f"them again with: {reference_command(self.folder, self._model)}"
             )
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Read the reference's log-probabilities, or compute and store them before the first step.
+        """Read the log-probabilities of the reference model, or compute and store them before the
+        first step.
 
         Return False after a request to stop. Raises DataError, CheckpointError.
         """
@@ -128,8 +129,9 @@ class Preference(Task):
             found = eval_pass.world.sum(mine if stored is None else torch.from_numpy(stored))
         elif resumes:
             raise CheckpointError(
-                f"{self.folder}: no reference in {dtype} is stored, and the resumed run has "
-                f"trained weights. Make it with: {self._again(dtype)}"
+                f"{self.folder}: no reference log-probabilities in {dtype} are stored, and a "
+                "resumed run no longer has the weights of its start. Compute them with: "
+                f"{self._again(dtype)}"
             )
         else:
             found = self._compute(model, eval_pass, dtype=dtype)
@@ -154,9 +156,10 @@ class Preference(Task):
         found = read_reference(self.folder, self.meta)
         if found is not None and not found.model.is_same(self._model):
             raise CheckpointError(
-                f"{self.folder}: the stored reference is {_described(found.model)}, but the run "
-                f"starts from {_described(self._model)}. Give each run a copy of the folder, or "
-                f"replace the reference with: {reference_command(self.folder, self._model)}"
+                f"{self.folder}: the stored reference log-probabilities are from "
+                f"{_described(found.model)}, but the run starts from {_described(self._model)}. "
+                "Give each run a copy of the folder, or replace the log-probabilities with: "
+                f"{reference_command(self.folder, self._model)}"
             )
         return found
 
@@ -183,8 +186,8 @@ def store(
     """Write log-probabilities into the data folder. Raises DataError, CheckpointError for NaN."""
     if not bool(torch.isfinite(values).all()):
         raise CheckpointError(
-            f"{model.name()}: not a finite probability for an answer in {folder}. Use other "
-            "weights, or --dtype fp32."
+            f"{model.name()}: the log-probability of an answer in {folder} is not finite. Use "
+            "other weights, or --dtype fp32."
         )
     write_reference(folder, meta, model=model, dtype=dtype, values=values.numpy())
 
@@ -214,7 +217,8 @@ def stored_reference(
         if found is not None and values is not None:
             return found, each, torch.from_numpy(values[meta.train_documents :])
     raise DataError(
-        f"{folder}: no reference is stored. Make it with: {reference_command(folder, None)}"
+        f"{folder}: no reference log-probabilities are stored. Compute them with: "
+        f"{reference_command(folder, None)}"
     )
 
 

@@ -55,12 +55,13 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
             )
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: transformers cannot read it ({one_line(error).rstrip('.')}). {_FIX}"
+            f"{path}: transformers cannot read this file ({one_line(error).rstrip('.')}). {_FIX}"
         ) from None
     tensors = dict(model.named_parameters())
     if sum(each.numel() for each in tensors.values()) != num_params:
         raise CheckpointError(
-            f"{path}: transformers reads other tensor sizes than the header has. {_FIX}"
+            f"{path}: transformers reads tensor sizes that differ from the sizes in the header. "
+            f"{_FIX}"
         )
     write_tensors(folder / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
     # Write our own config: transformers' config omits RoPE scaling and includes the quantisation.

@@ -196,15 +196,15 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--export", "mpijob"], ExitCode.USAGE, "needs an image"),
-        (["--export", "trainjob"], ExitCode.USAGE, "needs an image"),
+        (["--export", "mpijob"], ExitCode.USAGE, "needs a container image"),
+        (["--export", "trainjob"], ExitCode.USAGE, "needs a container image"),
         (["--export", "skypilot"], ExitCode.USAGE, "with --storage"),
         (["--export", "dstack", "--storage", "a b"], ExitCode.USAGE, "--storage 'a b'"),
         *(
             (
                 ["--export", engine, "--storage", storage, *image],
                 ExitCode.USAGE,
-                f"--storage {storage!r}: for {engine} it must be {what}",
+                f"--storage {storage!r}: the storage for {engine} must be {what}",
             )
             for engine, storage, what, image in (
                 ("mpijob", "gs://b", "a persistent volume claim", ["--image", "x"]),
@@ -296,5 +296,5 @@ def test_a_time_limit_of_the_run_is_the_engine_s() -> None:
 
 
 def test_an_engine_without_what_it_needs_refuses_the_job() -> None:
-    with pytest.raises(UsageError, match="Build one"):
+    with pytest.raises(UsageError, match="Build an image"):
         ENGINES["mpijob"].require(replace(job_for(ENGINES["mpijob"]), image=None))

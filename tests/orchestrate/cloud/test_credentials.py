@@ -143,15 +143,15 @@ KINDS = [
         {"GOOGLE_APPLICATION_CREDENTIALS": "/k.json"},
         JWT % ": Token must be a short-lived token (60 minutes) and in a reasonable timeframe.",
         "(GOOGLE_APPLICATION_CREDENTIALS): this machine's clock is wrong",
-        "Set it, then repeat the command",
+        "Set the clock, then repeat the command",
     ),
     # The refused login is the one that impersonates the account, so no role helps.
     (ACTS, EXPIRED, f"(application default, as {TARGET}): the login has expired", LOG_IN),
     (
         ACTS,
         "impersonate: status code 403: Permission 'iam.serviceAccounts.getAccessToken' denied",
-        f"'{TARGET}': the account does not exist, or this login cannot act as it",
-        "roles/iam.serviceAccountTokenCreator on that account",
+        f"'{TARGET}': the account does not exist, or this login cannot impersonate it",
+        "roles/iam.serviceAccountTokenCreator on the account",
     ),
 ]
 

@@ -247,7 +247,7 @@ def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Cap
     assert doctor(project) == ExitCode.OK
     out = capsys.readouterr().out
     assert "warning: C3_CPUS in us-central1: 24 needed, 24 free (limit 24, used 0)" in out
-    assert "The cluster uses all of it. To run anything more, request an increase: https" in out
+    assert "The cluster uses the whole quota. To run more machines, request an" in out
     assert doctor(project, "--node-count", "4") == ExitCode.QUOTA
     assert "error: C3_CPUS in us-central1: 32 needed, 24 free" in capsys.readouterr().out
 

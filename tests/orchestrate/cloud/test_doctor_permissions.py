@@ -162,7 +162,7 @@ _ENABLE = "gcloud kms keys versions enable 1 --key=key --keyring=ring --location
         (KEY, _key_in("DESTROY_SCHEDULED"), {}, "error", f"{_ENABLE.replace('enable', 'restore')}"),
         (KEY, _key_in("DESTROYED"), {}, "error", "is DESTROYED, so nothing can be encrypted Use"),
         (KEY, _key_in("ENABLED", purpose="MAC"), {}, "error", "its purpose is MAC, not ENCRYPT_D"),
-        (KEY, _key_in("", primary=None), {}, "error", "it has no primary version"),
+        (KEY, _key_in("", primary=None), {}, "error", "the key has no primary version"),
     ],
 )
 def test_the_key_fits_the_region_and_can_encrypt(

@@ -86,7 +86,12 @@ def build_firewall(site: Site) -> None:
             ExitCode.NO_CAPACITY,
             "no machine of this type is free in us-central1-a",
         ),
-        ("up-quota", 1, ExitCode.QUOTA, "quota C3_CPUS is 8 in us-central1, the cluster needs mo"),
+        (
+            "up-quota",
+            1,
+            ExitCode.QUOTA,
+            "quota C3_CPUS is 8 in us-central1, but the cluster",
+        ),
         ("up-forbidden", 1, ExitCode.QUOTA, "machine dev-node-1: Error creating instance: googlea"),
         ("up-answer-lost", 1, ExitCode.CONFIG, "network dev-network: Error creating Network: go"),
         ("up-exists", 1, ExitCode.CONFIG, "network dev-network: Error creating Network: googlea"),

@@ -169,7 +169,11 @@ def test_a_spot_machine_that_is_gone_while_it_is_created_was_preempted(
             ExitCode.QUOTA,
             "quota CPUS_ALL_REGIONS is 32 in all regions together",
         ),
-        ("error: googleapi: Error 403: Quota exceeded for x", ExitCode.QUOTA, "does not name it"),
+        (
+            "error: googleapi: Error 403: Quota exceeded for x",
+            ExitCode.QUOTA,
+            "does not name the quota",
+        ),
         (
             "error: googleapi: Error 403: Compute Engine API has not been used in project 7 before "
             "https://console.developers.google.com/apis/api/iap.googleapis.com/overview",
@@ -202,7 +206,8 @@ def test_other_failures_keep_their_own_exit_code(output: str, status: ExitCode, 
 
 
 @pytest.mark.parametrize(
-    ("said", "whose"), [(LOCKED[0], "ann@desk (process 7)"), (LOCKED[1], "does not name its user")]
+    ("said", "whose"),
+    [(LOCKED[0], "ann@desk (process 7)"), (LOCKED[1], "does not name its user")],
 )
 def test_a_locked_stack_names_who_holds_it(said: str, whose: str) -> None:
     error = explain(Update(arguments=["up"], status=255, text=said))

@@ -54,7 +54,7 @@ def test_records_that_came_with_a_folder_prove_nothing(
     assert "Answer it at a terminal; --yes does not apply" in capsys.readouterr().err
     assert main(words, site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "not built from this folder by its identity" in err and "remove with" not in err
+    assert "which another folder built" in err and "remove with" not in err
     assert count(site) == before
     # A cluster of an older version: its name must be typed once.
     monkeypatch.setattr("sys.stdin", Answers("mine\n"))
@@ -72,7 +72,7 @@ def test_up_and_down_ask_once_whose_cluster_it_is(
     own_key(site)
     for words in (["up", "--yes"], ["down", "--yes"]):
         assert main(words, site.env) == ExitCode.USAGE
-        assert "but it was not written on this machine" in capsys.readouterr().err
+        assert "but the file was not written on this machine" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", Answers("no\n"))
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     assert known_cluster_identity(site.folder, "mine") is None
@@ -130,4 +130,4 @@ def test_up_trusts_no_public_key_that_came_with_the_folder(
         own_key(site)
     write_whole(folder / "id_ed25519.pub", f"{make_operator_key(site.folder / 'theirs')}\n")
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert "its private half is missing, so it can be another user's key" in capsys.readouterr().err
+    assert "is missing, so the key may belong to another user" in capsys.readouterr().err

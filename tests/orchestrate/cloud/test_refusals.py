@@ -153,7 +153,7 @@ CASES = {
         "projects/acme-lab/regions/us-central1/subnetworks/dev-subnet is not allowed to use Cloud "
         "NAT., conditionNotMet",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "pulumi config set egress none",
     ),
     # fortinet/fortigate-terraform-deploy 34
@@ -164,7 +164,7 @@ CASES = {
         "projects/acme-lab/global/images/mine. See https://cloud.google.com/resource-manager/docs/"
         "organization-policy/org-policy-constraints for more information., conditionNotMet",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "an image with the feature UEFI_COMPATIBLE",
     ),
     # GoogleCloudPlatform/compute-image-import 173
@@ -172,7 +172,7 @@ CASES = {
         "googleapi: Error 412: Constraint constraints/gcp.restrictNonCmekServices violated for "
         "project acme-lab attempting to create a resource not protected by CMEK crypto key",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "pulumi config set kmsKey NAME",
     ),
     # cloudfoundry/bosh-bootloader 513
@@ -180,7 +180,7 @@ CASES = {
         "googleapi: Error 412: Location us violates constraint constraints/gcp.resourceLocations "
         "on the resource projects/acme-lab/global/images/mine., conditionNotMet",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "pulumi config set region REGION, and zones of it",
     ),
     # GoogleCloudPlatform/compute-image-tools 1834
@@ -190,7 +190,7 @@ CASES = {
         "projects/acme-lab/zones/us-central1-a/instances/dev-node-0 to the constraint to use "
         "external IP with it., conditionNotMet",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "pulumi config set accessMode iap",
     ),
     "trustedImageProjects": (
@@ -198,14 +198,14 @@ CASES = {
         "constraints/compute.trustedImageProjects violated for project acme-lab. Use of images "
         "from project ubuntu-os-cloud is prohibited., conditionNotMet",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "use an image from an allowed project: pulumi config set image NAME",
     ),
     "a policy without another way": (
         "googleapi: Error 412: Constraint constraints/compute.restrictLoadBalancerCreation "
         "violated for projects/acme-lab., conditionNotMet",
         ExitCode.AUTH,
-        "An organization policy forbids it",
+        "An organization policy forbids this change",
         "Request an exception for this project from the organization's administrators",
     ),
     # GoogleCloudPlatform/genai-for-marketing 139
@@ -214,7 +214,7 @@ CASES = {
         "or more users named in the policy do not belong to a permitted customer,  perhaps due to "
         "an organization policy.",
         ExitCode.AUTH,
-        "iam.allowedPolicyMemberDomains forbids it",
+        "iam.allowedPolicyMemberDomains forbids this change",
         "pulumi config set bucket none",
     ),
     # terraform-google-modules/terraform-example-foundation 974
@@ -233,7 +233,7 @@ CASES = {
         'deletion_protection to false for this resource and run "terraform apply" before '
         "attempting to delete it.",
         ExitCode.CONFIG,
-        "Its deletion protection is on",
+        "deletion protection is on",
         "gcloud compute instances update dev-node-0 --no-deletion-protection",
     ),
     # googleapis/google-cloud-go 1787
@@ -266,7 +266,7 @@ CASES = {
         "Error updating metadata: googleapi: Error 412: Supplied fingerprint does not match "
         "current metadata fingerprint., conditionNotMet",
         ExitCode.CONFIG,
-        "It was changed by another user or program at the same time",
+        "The resource was changed by another user or program at the same time",
         "Repeat the command",
     ),
     "x509": (

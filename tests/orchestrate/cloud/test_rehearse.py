@@ -183,7 +183,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     ]
     refused = out.partition("## Failed steps")[2]
     assert f"`up --yes --results-may-be-lost --stack {NAME}` failed with exit code 11:" in refused
-    assert "quota C3_CPUS is 8 in us-central1, the cluster needs more" in refused
+    assert "quota C3_CPUS is 8 in us-central1, but the cluster needs more" in refused
     # It is ready to send.
     assert PROJECT not in out and str(rehearsal.folder) not in out and str(ROOT) not in out
     assert "Pulumi v3.260.0" in out and "machineType = c3-highmem-8" in out

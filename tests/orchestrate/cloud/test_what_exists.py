@@ -95,7 +95,7 @@ def test_machines_that_were_there_before_are_left_with_what_is_on_them(
     assert main(["up", "--yes"], site.env) == ExitCode.PREFLIGHT
     last = capsys.readouterr().err.splitlines()[-1]
     assert (
-        "Kept, because they existed before this `up`: mine-0, mine-1." in last
+        "These resources are kept, because they existed before this `up`: mine-0, mine-1." in last
         and "are kept and billed" in last
     )
     assert site.cloud.count("^DELETE") == 0

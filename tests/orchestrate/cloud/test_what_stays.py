@@ -68,7 +68,7 @@ def test_a_filestore_instance_goes_only_after_its_name_was_typed(
     other = ["--delete-filestore", "ours-shared"]
     assert main(["up", "--yes", *other], site.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "so nothing was built. Copy its data if you need it, then repeat" in last
+    assert "so nothing was built. Copy the data if you need it, then repeat" in last
     assert last.endswith("with --delete-filestore mine-shared")
     monkeypatch.setattr("sys.stdin", Answers("yes\n"))
     assert main(["up", "--yes"], site.env) == ExitCode.OK
@@ -98,7 +98,7 @@ def test_another_region_than_filestores_is_refused(site: Site, capsys: Capture) 
     site.configure(cluster="mine", project=PROJECT, region="europe-west4")
     site.pulumi.on("preview", events=filestore_step("same"))
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert f"Filestore mine-shared is in {ZONE} with its data" in capsys.readouterr().err
+    assert f"Filestore mine-shared is in {ZONE} with all data" in capsys.readouterr().err
     assert "up --yes --skip-preview" not in words(site)
 
 

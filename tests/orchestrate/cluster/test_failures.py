@@ -75,7 +75,7 @@ def test_a_run_continues_after_a_cut_link_and_ends_with_41_when_the_node_is_gone
     state = wait_for_the_end(paths)
     assert (state.exit_class, state.attempt) == ("rank_lost", 2), state
     assert "node lost: node-1 cannot be reached" in str(state.error)
-    assert "limits.max_restarts = 1 is used up" in str(state.error)
+    assert "limits.max_restarts = 1 is reached" in str(state.error)
     wait_until(lambda: not operator.nodes.processes_of(0), what="all processes on the head to end")
     result = summary(paths.root)
     assert (result["status"], result["restarts"]) == ("failed", 1)

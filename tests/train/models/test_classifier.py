@@ -229,7 +229,7 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
         ({"id2label": {"0": "a", "1": "a"}}, "id2label must number two or more different"),
         ({"pad_token_id": None}, "pad_token_id = None: must be a token of the model"),
         ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but only classifiers with one of 2"),
-        ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"is \(3, 32\), its 2 labels need"),
+        ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"shape \(3, 32\), but its 2 labels"),
     ],
 )
 def test_a_damaged_classifier_is_refused(
@@ -244,5 +244,5 @@ def test_a_damaged_classifier_is_refused(
 
 def test_a_model_that_transformers_cannot_classify_with_is_refused() -> None:
     raw = {**CASES["llama"], "model_type": "granite"}
-    with pytest.raises(CheckpointError, match=r"granite.*no classifier for it"):
+    with pytest.raises(CheckpointError, match=r"granite.*no classifier for this model"):
         Classifier(build(spec_of(raw, where="test")), labels=LABELS, pad_token=PAD)

@@ -103,7 +103,10 @@ def test_a_missing_an_unknown_and_a_cut_weight_are_each_named() -> None:
     last = "model.norm.weight"
     for change, problem in (
         ({"model.norm.scale": torch.zeros(3)}, "1 unknown .first: model.norm.scale"),
-        ({last: torch.zeros(3)}, r"model.norm.weight is \(3,\), config.json requires \(64,\)"),
+        (
+            {last: torch.zeros(3)},
+            r"model.norm.weight has the shape \(3,\), but config.json requires \(64,\)",
+        ),
     ):
         with pytest.raises(CheckpointError, match=problem):
             model.load_tensors({**tensors, **change}, where="folder")

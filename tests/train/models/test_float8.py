@@ -102,9 +102,9 @@ def test_a_rank_on_a_cpu_is_refused_in_one_line() -> None:
     ("setting", "words"),
     [
         ("device.kind=cpu", "needs a GPU"),
-        ("precision.dtype=fp32", "the rest in bf16"),
+        ("precision.dtype=fp32", "bf16 for the other operations"),
         ("adapter.kind=lora", "full training"),
-        ("engine.kind=ipex", "does not run on engine.kind"),
+        ("engine.kind=ipex", "does not run with engine.kind"),
         ("distributed.strategy=zero3", '"replicate" or "shard"'),
         ("distributed.pipeline_parallel=2", '"replicate" or "shard"'),
     ],

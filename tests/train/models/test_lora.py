@@ -259,7 +259,7 @@ def test_a_resume_needs_the_same_base(base: Path, tmp_path: Path, tiny_config: P
         ("adapter.target=,", "a name is empty"),
         ("adapter.rank=0", "at least 1"),
         ("adapter.rank=1025", "adapter.rank = 1025 is above the width of the adapted linears"),
-        ("model.init=scratch", "has no weights. Set model.init to a model"),
+        ("model.init=scratch", "starts from random weights. Set model.init to a model"),
         (("adapter.dora=true", "distributed.strategy=shard"), "adapter.dora = true does not run"),
         (("adapter.dora=true", "model.quantize=nf4"), "adapter.dora = true does not run"),
         ("engine.compile=true", "does not run with engine.compile = true"),

@@ -69,7 +69,7 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
             {"model_type": "m", "vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "m.M"}},
             "the model's own code .auto_map. is never run",
         ),
-        (small("bert"), "its tokens see later tokens"),
+        (small("bert"), "its tokens attend to later tokens"),
         (small("olmo2", quantization_config={"quant_method": "gptq"}), "quantised weights"),
         ({"model_type": "vit", "vocab_size": 9}, "no causal language model"),
         ({"model_type": "bart", "vocab_size": 9}, "no text-only causal language model"),

@@ -76,7 +76,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ('distributed.strategy="replicate"', "distributed.shard_size=2"),
         "leave shard_size out",
     ),
-    (TENSOR, ('engine.kind="ipex"',), 'does not run on engine.kind = "ipex"'),
+    (TENSOR, ('engine.kind="ipex"',), 'does not run with engine.kind = "ipex"'),
     (
         TENSOR,
         ('adapter.kind="lora"', 'model.init="x"'),
@@ -89,7 +89,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "4-bit blocks cannot be split",
     ),
     (ZERO3, ("distributed.shard_size=2",), "leave shard_size out"),
-    (ZERO3, ('distributed.grad_dtype="bf16"',), "DeepSpeed would sum gradients in it"),
+    (ZERO3, ('distributed.grad_dtype="bf16"',), "DeepSpeed would sum the gradients in this dtype"),
     (
         ZERO3,
         ('model.quantize="nf4"', 'adapter.kind="lora"'),

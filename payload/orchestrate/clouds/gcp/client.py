@@ -218,7 +218,7 @@ class Google:
         return f"{email} ({where})" if email else where
 
     def lacks_quota_project(self) -> bool:
-        """Return whether the credentials are a user's and have no quota project."""
+        """Return whether the credentials belong to a user and have no quota project."""
         with self._lock:
             credentials = self._credentials_or_raise()
         return bool(getattr(credentials, "refresh_token", None)) and not getattr(

@@ -1,4 +1,4 @@
-"""Maps each resource of a project to its cluster, by label, network or name. Pure."""
+"""Maps each resource of a project to its cluster, by label, network or name, in pure functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def by_cluster(
 
 
 def is_made_by_program(resource: Resource, cluster: str) -> bool:
-    """Return whether the label or name proves that it was built for a cluster of this name."""
+    """Return whether the label or name proves that the resource was built for a cluster of this
+    name."""
     labelled = resource.labels.get(CLUSTER_LABEL)
     return labelled == cluster or (
         labelled is None and _owner_by_name(resource, {cluster}) is not None

@@ -99,7 +99,7 @@ def _state_error(google: Google, need: CloudRequirements) -> Check | None:
         return wrong(_NAME, purpose, f"Use another key: {_ANOTHER}")
     if found.primary is None:
         fix = f"Set a primary version, or use another key: {_ANOTHER}"
-        return wrong(_NAME, "it has no primary version, so nothing can be encrypted", fix)
+        return wrong(_NAME, "the key has no primary version, so nothing can be encrypted", fix)
     state = found.primary.state
     if state == "ENABLED":
         return None

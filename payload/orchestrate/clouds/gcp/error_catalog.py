@@ -129,18 +129,18 @@ _ACCESS = (
         r"vpcServiceControlsUniqueIdentifier|VPC_SERVICE_CONTROLS|SECURITY_POLICY_VIOLATED",
         CloudAuthError,
         "A perimeter of VPC Service Controls blocks requests from this machine, whatever the role. "
-        "Use a network inside it, or request an ingress rule from the organization's "
-        "administrators; they find the request by that identifier",
+        "Use a network inside the perimeter, or request an ingress rule from the organization's "
+        "administrators; they find the request by the identifier in this message",
     ),
     _rule(
         r"\bconstraints?/(?:constraints/)?(?P<constraint>[a-z]\w{1,30}\.\w{1,60})",
         CloudAuthError,
-        "An organization policy forbids it. {policy_fix}",
+        "An organization policy forbids this change. {policy_fix}",
     ),
     _rule(
         r"do not belong to a permitted customer",
         CloudAuthError,
-        "The organization policy iam.allowedPolicyMemberDomains forbids it. "
+        "The organization policy iam.allowedPolicyMemberDomains forbids this change. "
         + policy_fix("iam.allowedPolicyMemberDomains"),
     ),
     _rule(
@@ -207,25 +207,25 @@ _OTHERS = (
     _rule(
         r"[Ff]ingerprint",
         ConfigError,
-        "It was changed by another user or program at the same time. Repeat the command",
+        "The resource was changed by another user or program at the same time. Repeat the command",
     ),
     _rule(
         r"requested bucket name is not available",
         ConfigError,
-        "Bucket names are unique in all of Google Cloud. If it is yours, use it: "
-        "pulumi config set bucket NAME; or choose another name",
+        "Bucket names are unique in all of Google Cloud. If the bucket is yours, use it: pulumi "
+        "config set bucket NAME; or choose another name",
     ),
     _rule(
         r"Error 409\b|alreadyExists|already exists",
         ConfigError,
-        "It exists in Google Cloud but not in the stack, for example after a lost response. "
-        f"Repeat: {_UP}, which first removes leftovers with this cluster's identity",
+        "The resource exists in Google Cloud but not in the stack, for example after a lost "
+        f"response. Repeat: {_UP}, which first removes leftovers with this cluster's identity",
     ),
     _rule(
         r"the change requires stopping it",
         ConfigError,
-        "It was changed outside Pulumi, and only a stopped machine can be changed back. Rebuild "
-        f"it: {_UP}",
+        "The machine was changed outside Pulumi, and only a stopped machine can be changed back. "
+        f"Rebuild it: {_UP}",
     ),
     _rule(
         r"already being used by '(?:\S*/)?(?P<kind>[a-zA-Z]{1,40})/(?P<user>[a-z0-9-]{1,64})'",
@@ -238,19 +238,21 @@ _OTHERS = (
     _rule(
         r"resourceInUseByAnotherResource|already being used by",
         ConfigError,
-        "A resource outside the stack uses it. Find it with `gcloud compute networks describe "
-        "NAME` or on the network's page in the console. Delete it, then repeat the command",
+        "A resource outside the stack uses this resource. Find the user with `gcloud compute "
+        "networks describe NAME` or on the network's page in the console. Delete it, then repeat "
+        "the command",
     ),
     _rule(
         r"[Dd]eletion [Pp]rotection is enabled|protected against deletion",
         ConfigError,
-        "Its deletion protection is on. Turn it off, then repeat the command: "
-        "gcloud compute instances update {machine} --no-deletion-protection --project={project}",
+        "The machine's deletion protection is on. Turn the protection off, then repeat the "
+        "command: gcloud compute instances update {machine} --no-deletion-protection "
+        "--project={project}",
     ),
     _rule(
         r"because it is protected",
         ConfigError,
-        "It is a results bucket of an older release. Remove everything except the bucket: "
+        "This is a results bucket of an older release. Remove everything except the bucket: "
         + command("orchestrate", "down"),
     ),
     _rule(
@@ -305,8 +307,8 @@ _OTHERS = (
     _rule(
         r"Error 404\b|notFound|couldn't find resource",
         ConfigError,
-        f"It does not exist, or was deleted. Repeat: {_UP}. If it fails again, a name in the "
-        "config is wrong: pulumi config",
+        f"The resource does not exist, or was deleted. Repeat: {_UP}. If it fails again, a name in "
+        "the config is wrong: pulumi config",
     ),
     _rule(
         r"Error 400\b",

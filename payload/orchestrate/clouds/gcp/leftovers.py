@@ -274,8 +274,8 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
     for cluster, resources in found.left.items():
         for line in describe_others([each for each in resources if each not in mine]):
             talk.print(
-                f"cluster {cluster}, not built from this folder by its identity, {line}. Remove "
-                "it from its own folder; or: "
+                f"cluster {cluster}, which another folder built according to its identity, {line}. "
+                "Remove it from its own folder; or: "
                 + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
                 + " --identity ID --delete"
             )

@@ -1,4 +1,4 @@
-"""Lists all resources of a project: those of Compute Engine and of other services."""
+"""Lists all resources of a project, in Compute Engine and in other services."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _start_what_google_stopped(
     for each in idle:
         if not each.by_google:
             talk.print(
-                f"warning: {each.name} stays stopped, because a person can have stopped it on "
+                f"warning: {each.name} stays stopped, because a person may have stopped it on "
                 f"purpose. Start it: {_UP} --stopped start; or replace it: {_UP} --stopped replace"
             )
     return []

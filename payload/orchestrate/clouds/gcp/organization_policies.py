@@ -46,7 +46,7 @@ class _Policy:
 def check_policies(google: Google, need: CloudRequirements) -> Iterator[Check]:
     """Check the organization policies that can prevent building or reaching the cluster.
 
-    The effective policy combines those of the organization, its folders and the project.
+    The effective policy combines the policies of the organization, its folders and the project.
     """
     effects = {
         "compute.disableGuestAttributesAccess": "nodes could not publish their host keys",

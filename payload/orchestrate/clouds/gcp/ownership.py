@@ -1,4 +1,4 @@
-"""Decides who owns a resource, by the cluster's identity or the stack's state. Pure.
+"""Decides who owns a resource, by the cluster's identity or the stack's state.
 
 Names and labels of clusters prove nothing, because any user can choose the same name and labels.
 """

@@ -96,7 +96,7 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
     if amount < free:
         return Check(name=name, outcome="ok", found=found)
     if amount == free:
-        fix = f"The cluster uses all of it. To run anything more, request an increase: {page}"
+        fix = f"The cluster uses the whole quota. To run more machines, request an increase: {page}"
         return Check(name=name, outcome="warning", found=found, fix=fix)
     fix = f"Request a limit of {quota.usage + amount:g} at {page}, or build a smaller cluster."
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
@@ -112,7 +112,7 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
     try:
         info = google.get("cloudquotas", path, what=name, shape=_QuotaInfo)
     except TileforgeError as error:
-        return _not_known(name, amount, f"{error} Or check it at {page}")
+        return _not_known(name, amount, f"{error} Or check the quota at {page}")
     limit = _applicable(info, region=need.region, family=need.family)
     if limit is None:
         return _not_known(name, amount, f"Check it at {page}")
@@ -125,7 +125,10 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
             fix += " A limit of 0 can mean that the region does not offer the family."
         return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
     if limit == amount:
-        fix = f"It fits only if no other machine uses it. Request an increase: {page}"
+        fix = (
+            "The cluster fits only if no other machine uses this quota. Request an increase: "
+            f"{page}"
+        )
         return Check(name=name, outcome="warning", found=found, fix=fix)
     return Check(name=name, outcome="ok", found=found)
 

@@ -1,4 +1,4 @@
-"""Resources of a project: the order of removal, and the command that removes each. Pure."""
+"""Resources of a project: the order of removal, and the command that removes each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of resources in a project, and the states of machines. Pure."""
+"""The kinds of resources in a project, and the states of machines."""
 
 from __future__ import annotations
 

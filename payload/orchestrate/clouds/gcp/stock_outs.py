@@ -1,4 +1,4 @@
-"""Parses Google's messages about zones without capacity. Pure."""
+"""Parses Google's messages about zones without capacity, in pure functions."""
 
 from __future__ import annotations
 

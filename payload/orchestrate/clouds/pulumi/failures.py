@@ -154,8 +154,8 @@ def _not_started(update: Update) -> TileforgeError:
     held = ", ".join(map(str, locks_in(update.text)))
     return StackBusyError(
         f"{update.shown}: nothing was done, because another update of the stack is running: "
-        f"{held or 'the backend does not name its user'}. Repeat the command when it has ended; if "
-        "it was killed and no other user is running pulumi: pulumi cancel --yes"
+        f"{held or 'the backend does not name its user'}. Repeat the command when that update has "
+        "ended; if the update was killed and no other user is running pulumi: pulumi cancel --yes"
     )
 
 
@@ -168,7 +168,7 @@ def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | Non
         return None
     if not quotas:
         first = next(each for each in problems if _QUOTA_WORDS.search(each.message))
-        quotas = f"{_cut(str(first))}. A quota is too low, and Google does not name it"
+        quotas = f"{_cut(str(first))}. A quota is too low, but Google does not name the quota"
     return QuotaError(
         f"{what}: {quotas}. Request an increase: https://console.cloud.google.com/iam-admin/quotas;"
         f" or check all quotas: {command('orchestrate', 'doctor')}"
@@ -219,4 +219,4 @@ def _quota_texts(flat: str) -> Iterable[str]:
         where = f"in {found['region']}" if found["region"] else "in all regions together"
         limit = f"{float(found['limit']):g} {where}"
         family = f" ({found['family']})" if found["family"] else ""
-        yield f"quota {found['metric']}{family} is {limit}, the cluster needs more"
+        yield f"quota {found['metric']}{family} is {limit}, but the cluster needs more"

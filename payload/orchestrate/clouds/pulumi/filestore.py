@@ -52,8 +52,8 @@ def refuse_another_region(preview: Update, region: str) -> None:
         place = _place(step)
         if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
             raise ConfigError(
-                f"region = {region!r}, but Filestore {name_of(step.urn)} is in {place} with its "
-                "data. Copy its data if you need it, remove it (pulumi config set "
+                f"region = {region!r}, but Filestore {name_of(step.urn)} is in {place} with all "
+                "data. Copy the data if you need it, remove the instance (pulumi config set "
                 "sharedStorage none, then up), and set sharedStorage again"
             )
 

@@ -36,9 +36,9 @@ def ensure_operator_key(
         if is_ours:
             return
         raise ConfigError(
-            f"{public}: its private half is missing, so it can be another user's key. Move the "
-            "file away for a new key; or, if it is yours: pulumi config set operatorPublicKeyFile "
-            f"{public}"
+            f"{public}: the private key to this public key is missing, so the key may belong to "
+            "another user. Move the file away for a new key; or, if the key is yours: pulumi "
+            f"config set operatorPublicKeyFile {public}"
         )
     if there and not path.exists():
         raise ConfigError(

@@ -130,7 +130,10 @@ def roll_back(
         built = found.names
         if found.older:
             # The state of another stack can list these machines, and they can hold results.
-            note = f"Kept, because they existed before this `up`: {', '.join(found.older)}. "
+            note = (
+                "These resources are kept, because they existed before this `up`: "
+                f"{', '.join(found.older)}. "
+            )
             note += removal_note(pulumi)
             return with_note(error, note)
         if not built:

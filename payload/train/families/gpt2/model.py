@@ -176,9 +176,9 @@ class GPT(CausalLM):
         """Return the reasons why the layers run without kernels, one line each."""
         found = []
         if self.dropout:
-            found.append(f"dropout = {self.dropout}, which only the reference supports")
+            found.append(f"dropout = {self.dropout}: the kernels have no dropout")
         if self.activation != "gelu_new":
-            found.append(f"activation {self.activation}: the kernel has only gelu_new")
+            found.append(f"activation {self.activation}: the kernel computes only gelu_new")
         if self._head_width % 2:
             found.append(f"heads of odd width {self._head_width}")
         return [*found, *layer_refusals(self, known=_KNOWN)]
@@ -288,15 +288,15 @@ class GPT(CausalLM):
             other = places.setdefault(name.removeprefix(_PREFIX), name)
             if other != name:
                 raise CheckpointError(
-                    f"{where}: it has both {other} and {name}, one tensor under two names. Use "
-                    "the folder of a whole GPT-2."
+                    f"{where}: {other} and {name} are one tensor under two names. Use the folder "
+                    "of a whole GPT-2."
                 )
         head = places.get("lm_head.weight")
         embedding = places.get("wte.weight", head)
         if head and embedding and not torch.equal(tensors[head], tensors[embedding]):
             raise CheckpointError(
-                f"{where}: its output head differs from its token embedding; only tied ones are "
-                "supported. Use a GPT-2 with tied embeddings."
+                f"{where}: its output head differs from its token embedding; only tied embeddings "
+                "are supported. Use a GPT-2 with tied embeddings."
             )
         expected = {
             places.get(name, name): target.t() if name.endswith(_TRANSPOSED) else target
@@ -313,7 +313,7 @@ class GPT(CausalLM):
             if bool(tensors[name].any()):
                 raise CheckpointError(
                     f"{where}: {name} is not zero, but tileforge_bias = false in config.json. Set "
-                    "it to true to use the biases."
+                    "tileforge_bias to true to use the biases."
                 )
         for name, target in {**expected, **absent}.items():
             copy_in(tensors, name, target)

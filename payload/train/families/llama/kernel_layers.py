@@ -105,11 +105,11 @@ def refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> list[str]
 
 def _refusals(body: nn.Module, spec: DecoderSpec, *, dropout: float) -> Iterator[str]:
     if dropout:
-        yield f"dropout = {dropout}, which only the reference supports"
+        yield f"dropout = {dropout}: the kernels have no dropout"
     if spec.hidden_act not in _GATES:
         yield f"activation {spec.hidden_act}: the kernels have {' and '.join(_GATES)}"
     if spec.head_dim % 2 or spec.head_dim > _WIDEST_HEAD:
-        yield f"head_dim {spec.head_dim}: the kernels need an even one up to {_WIDEST_HEAD}"
+        yield f"head_dim {spec.head_dim}: the kernels need an even number up to {_WIDEST_HEAD}"
     yield from layer_refusals(body, known=_KNOWN)
 
 

@@ -236,7 +236,7 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
     """Build the model of this spec, with transformers' layers if our layers lack a feature."""
     assert isinstance(spec, DecoderSpec)
     if spec.unsupported_features:
-        lacks = f"our own layers lack {', '.join(spec.unsupported_features)}"
+        lacks = f"our own layers do not support {', '.join(spec.unsupported_features)}"
         return TransformersLM(spec, dropout=dropout, random=random, reason=lacks)
     return Decoder(spec, dropout=dropout, random=random)
 

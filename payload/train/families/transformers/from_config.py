@@ -54,7 +54,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         remote = ", and the model's own code (auto_map) is never run" if "auto_map" in raw else ""
         raise CheckpointError(
-            f"{where}: model_type = {shown(name)}: unknown to this transformers{remote}. "
+            f"{where}: model_type = {shown(name)}: unknown to the installed transformers{remote}. "
             "Use a model that transformers builds from its own code."
         )
     if "quantization_config" in raw:
@@ -66,7 +66,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
         config = CONFIG_MAPPING[name].from_dict(without_code(raw))
     except Exception as error:  # Each family raises its own errors for invalid fields.
         raise CheckpointError(
-            f"{where}: transformers rejects it ({first_line(error)}). Correct config.json."
+            f"{where}: transformers rejects this config ({first_line(error)}). Correct config.json."
         ) from None
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float):

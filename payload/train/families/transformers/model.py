@@ -149,8 +149,9 @@ class TransformersLM(CausalLM):
         """Keep only each layer's input in training. Raises ConfigError if unsupported."""
         if not self.module.supports_gradient_checkpointing:
             raise ConfigError(
-                f"memory.activation_checkpointing: not supported by transformers for model_type = "
-                f"{self.spec.model_type!r}. Set it to off and lower batch.micro_batch_size."
+                "memory.activation_checkpointing: not supported by transformers for model_type = "
+                f"{self.spec.model_type!r}. Set activation_checkpointing to off and lower "
+                "batch.micro_batch_size."
             )
         enable = getattr(self.module, "activation_checkpointing_enable", None)
         # Older releases of transformers have only this name.
@@ -190,8 +191,8 @@ class TransformersLM(CausalLM):
             if set(theirs.state_dict()) == ours | {"score.weight"}:
                 return str(kind.__name__)
         raise CheckpointError(
-            f"model_type = {self.spec.model_type!r}: transformers has no classifier for it with "
-            "its body and a linear layer 'score'. Use a language model of another family."
+            f"model_type = {self.spec.model_type!r}: transformers has no classifier for this model "
+            "that ends with a linear layer 'score'. Use a language model of another family."
         )
 
     def new_caches(self) -> list[ModelCache]:
@@ -263,8 +264,8 @@ class TransformersLM(CausalLM):
         """Load weights that transformers renames or merges, compared with the files."""
         if self._dropped:
             raise CheckpointError(
-                f"{where}: not the weights that config.json describes. Use the folder of a whole "
-                "classifier."
+                f"{where}: does not contain the weights that config.json describes. Use the folder "
+                "of a whole classifier."
             )
         if any(isinstance(each, QuantizedLinear) for each in self.module.modules()):
             raise CheckpointError(
@@ -288,16 +289,16 @@ class TransformersLM(CausalLM):
                 )
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{where}: transformers cannot load it ({first_line(error)}). Use the folder of a "
-                "whole model."
+                f"{where}: transformers cannot load this model ({first_line(error)}). Use the "
+                "folder of a whole model."
             ) from None
         for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
             names = sorted(str(each) for each in found.get(what) or ())
             if names:
                 raise CheckpointError(
-                    f"{where}: not the weights that config.json describes: {len(names)} "
-                    f"{what.partition('_')[0]} (first: {names[0]}). Use the folder of a whole "
-                    "model."
+                    f"{where}: does not contain the weights that config.json describes: "
+                    f"{len(names)} {what.partition('_')[0]} (first: {names[0]}). Use the folder of "
+                    "a whole model."
                 )
         self.module = loaded.train(self.module.training)
 
@@ -343,7 +344,7 @@ def _has_key_value_cache(module: _Module) -> bool:
 
 
 def _hidden_matrices(module: _Module) -> set[str]:
-    """Return the names of all linear weights but the head's, as parameters of the CausalLM."""
+    """Return the names of all linear weights except the head, as parameters of the CausalLM."""
     head = module.get_output_embeddings()
     return {
         f"module.{name}.weight"

@@ -116,8 +116,8 @@ def require_causal(module: _Module, *, without_head: bool = False) -> None:
         first, second = (_probed(module, each, without_head=without_head)[0, 0] for each in pairs)
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4):
         raise CheckpointError(
-            f"config.json: model_type = {shown(module.config.model_type)}: its tokens see later "
-            "tokens, so it cannot predict the next one. Use a causal language model."
+            f"config.json: model_type = {shown(module.config.model_type)}: its tokens attend to "
+            "later tokens, so the model cannot predict the next token. Use a causal language model."
         )
 
 
