@@ -100,8 +100,8 @@ def require_owner(store: ObjectStore, token: str) -> None:
     owner, _ = _read(store)
     if owner is not None and owner.token != token:
         raise LostOwnershipError(
-            f"{store.address}: {shown_name(owner.host)} has resumed the run, so this machine has stopped its "
-            "uploads. Stop one of the two runs."
+            f"{store.address}: {shown_name(owner.host)} has resumed the run, so this machine "
+            "has stopped its uploads. Stop one of the two runs."
         )
 
 
