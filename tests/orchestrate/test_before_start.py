@@ -177,7 +177,7 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
         ("model.init=gtp2", "Did you mean 'gpt2'?"),
         ("model.init=payload/lates", "the folder does not exist"),
         ("model.init=./gpt2", "the folder does not exist"),
-        ("model.init=README.md", "that is a file"),
+        ("model.init=README.md", "this is a file"),
         ("model.init=a b", "the folder does not exist"),
         ("model.init={before}/nothing", "the folder does not exist"),
         ("engine.kind=ipex", " needs intel-extension-for-pytorch"),
@@ -210,7 +210,7 @@ def test_errors_that_are_detectable_before_the_start_start_nothing(
     assert (workplace.runs / "latest").readlink() == Path("before")
     status, _, err = workplace.call("plan", *words)
     # A local model without sizes cannot be planned; a missing model cannot be fetched.
-    refused = any(each in message for each in ("that is a file", " needs ", "has no CUDA device"))
+    refused = any(each in message for each in ("this is a file", " needs ", "has no CUDA device"))
     assert status == (ExitCode.CONFIG if refused else 0)
     mark = "error: " if refused else "note: a run would fail: "
     assert mark in err and message in err

@@ -70,7 +70,7 @@ def test_a_run_that_is_active_on_this_machine_is_not_resumed_on_a_cluster(tmp_pa
     paths = stored_run(tmp_path)
     with RunLock(paths), pytest.raises(ConfigError, match="run one is running"):
         hold(paths, name="first")
-    with start_lock(paths), pytest.raises(UsageError, match="just being started"):
+    with start_lock(paths), pytest.raises(UsageError, match="another command is starting"):
         hold(paths, name="first")
     hold(paths, name="first")
 

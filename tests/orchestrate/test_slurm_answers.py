@@ -225,7 +225,7 @@ def test_a_run_that_another_command_has_is_not_handed_to_slurm(
     with held(paths):
         assert main([*resume, "--detach"], env) in (ExitCode.CONFIG, ExitCode.USAGE)
     said = capsys.readouterr().err
-    assert "is running" in said or "is just being started" in said
+    assert "is running" in said or "is starting, ending or removing" in said
     assert paths.config.read_text(encoding="utf-8") == before
     assert not (paths.root / "job.sbatch").exists()
 

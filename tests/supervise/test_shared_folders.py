@@ -116,7 +116,7 @@ def test_a_silent_shared_folder_is_named_and_the_run_continues_once_it_answers(
         with stopped(server):
             named = f"the shared folder {folder} on {node} has not answered for "
             wait_for(lambda: named in str(state().note), "the folder's name")
-            assert "reading it blocks" in str(state().note)
+            assert "a program that reads this folder blocks" in str(state().note)
             # It is not started again before the folder answers.
             wait_for(lambda: state().events[-1].kind == "failure", "the end of the attempt")
             error = state().events[-1].text

@@ -225,7 +225,7 @@ def _wrapped(model: CausalLM) -> None:
     [
         (_another_kind, "modules of another kind: _Dora"),
         (_magnitude, "more than LoRA's two matrices"),
-        (_dropout, "unlike dropout"),
+        (_dropout, "different dropout"),
         (_trained, "1 weights with the wrong requires_grad"),
         (_wrapped, "1 weights of type Quantised, such as layers.1.mlp.up_proj.weight"),
     ],

@@ -73,7 +73,7 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
         (small("olmo2", quantization_config={"quant_method": "gptq"}), "quantised weights"),
         ({"model_type": "vit", "vocab_size": 9}, "no causal language model"),
         ({"model_type": "bart", "vocab_size": 9}, "no text-only causal language model"),
-        (small("olmo2", pad_token_id="x"), "transformers rejects it"),
+        (small("olmo2", pad_token_id="x"), "transformers rejects this config"),
         (small("olmo2", num_attention_heads=7), "transformers cannot run the model"),
     ],
 )
@@ -100,7 +100,7 @@ def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
         with monkeypatch.context() as patched:
             patched.setattr(QuantizedLinear, "_state", refuse)
             with (
-                pytest.raises(CheckpointError, match="see later tokens")
+                pytest.raises(CheckpointError, match="attend to later tokens")
                 if looks_ahead
                 else nullcontext()
             ):
