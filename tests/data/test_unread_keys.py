@@ -93,8 +93,10 @@ def test_an_answer_to_avoid_is_not_trained_as_a_good_one() -> None:
             with pytest.raises(BadConversationError, match="marks a bad answer"):
                 conversation_of({**each, "label": bad})
     for fine in ("True", "1", 2, "no", "", None):
-        assert conversation_of({**row, "label": fine, "weight": "0.5"}) == turn("a", "b")
-    assert conversation_of({**row, "label": True, "weight": 1}) == turn("a", "b")
+        assert list(conversation_of({**row, "label": fine, "weight": "0.5"}).messages) == turn(
+            "a", "b"
+        )
+    assert list(conversation_of({**row, "label": True, "weight": 1}).messages) == turn("a", "b")
 
 
 def test_a_key_of_sharegpt_that_is_not_read_is_refused() -> None:
@@ -121,7 +123,7 @@ def test_a_key_of_sharegpt_that_is_not_read_is_refused() -> None:
     ids=["absent", "about the message", "usual weights"],
 )
 def test_a_key_that_changes_nothing_passes(row: dict[str, Any]) -> None:
-    assert conversation_of(row) == turn("a", "b")
+    assert list(conversation_of(row).messages) == turn("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,11 @@ def test_a_key_that_changes_nothing_passes(row: dict[str, Any]) -> None:
 )
 def test_a_system_column_goes_first_in_every_format(row: dict[str, Any]) -> None:
     system = {"role": "system", "content": "be brief"}
-    assert conversation_of({**row, "system": "be brief"}) == [system, *turn("a", "b")]
-    assert conversation_of({**row, "system": None}) == turn("a", "b")
+    assert list(conversation_of({**row, "system": "be brief"}).messages) == [
+        system,
+        *turn("a", "b"),
+    ]
+    assert list(conversation_of({**row, "system": None}).messages) == turn("a", "b")
     assert unread_columns({**row, "system": "be brief"}, list(row)) == []
 
 

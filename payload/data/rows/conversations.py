@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from payload.core.printable_text import shown
+from payload.data.rows.conversation import Conversation
 
 Messages = list[dict[str, str]]
 """Each message has `role` (system, user or assistant) and `content`."""
@@ -52,8 +53,8 @@ class BadConversationError(ValueError):
     """Raised for a row that is not a valid conversation; the text describes the fault."""
 
 
-def conversation_of(row: Mapping[str, Any]) -> Messages:
-    """Return the row's messages. Raises BadConversationError."""
+def conversation_of(row: Mapping[str, Any]) -> Conversation:
+    """Return the row's conversation. Raises BadConversationError."""
     require_trained(row)
     columns = columns_of(row)
     if columns and _is_negative(row.get("label")):
@@ -86,7 +87,11 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
         raise BadConversationError(
             "no message of the assistant, so nothing to train on. Add the assistant's answer."
         )
-    return with_system(row, messages)
+    messages = with_system(row, messages)
+    return Conversation(
+        messages=tuple(messages),
+        trained=tuple(each["role"] == "assistant" for each in messages),
+    )
 
 
 def require_trained(row: Mapping[str, Any]) -> None:

@@ -210,7 +210,8 @@ class ChatJob:
 
     def _render(self, row: Row) -> tuple[int, str, list[Span]] | None:
         try:
-            text, spans = self.template.render_for_training(conversation_of(row.values))
+            conversation = conversation_of(row.values)
+            text, spans = self.template.render_for_training(conversation.messages)
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None

@@ -17,6 +17,7 @@ from payload.core.errors import ConfigError, DataError
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
+from payload.data.rows.conversation import Message
 from payload.data.templates.template_process import (
     TemplateFailedError,
     TemplateProcess,
@@ -35,9 +36,6 @@ _FIX = (
     "Use a model that was trained for chat, set a template with --chat-template (prepare), or "
     "leave --chat out (generate)."
 )
-
-Message = Mapping[str, str]
-"""A message has `role` (system, user or assistant) and `content`."""
 
 Span = tuple[int, int]
 """Range of characters of a text: the first one, and the end (exclusive)."""
@@ -161,5 +159,5 @@ def _chat_template(
     return ChatTemplate(where=str(path), source=text, process=process)
 
 
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
