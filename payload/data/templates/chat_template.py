@@ -60,13 +60,24 @@ class ChatTemplate:
             return "trained text: its {% generation %} blocks"
         return "trained text: the text that each answer adds"
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the conversation as text, up to where the assistant's answer begins.
 
         Raises DataError with the template's message if it rejects the conversation.
         """
         text: str = self._call(
-            "render", messages=_as_dicts(messages), add_generation_prompt=add_generation_prompt
+            "render",
+            messages=_as_dicts(messages),
+            add_generation_prompt=add_generation_prompt,
+            tools=[dict(tool) for tool in tools] or None,
+            variables=dict(variables or {}),
         )
         return text
 

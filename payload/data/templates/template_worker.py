@@ -109,10 +109,14 @@ class Program:
         named = sorted(name for name in names if name.endswith("_token"))
         return {"is_marked": self._is_marked, "named_tokens": named}
 
-    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Messages, add_generation_prompt: bool, tools: Any, variables: Any
+    ) -> str:
         """Return the conversation as text."""
         self._now = datetime.datetime.now()
-        return self._text(messages, add_generation_prompt=add_generation_prompt)
+        return self._text(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
 
     def render_for_training(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the spans that the assistant wrote.
@@ -164,11 +168,11 @@ class Program:
             spans.append((len(before), len(after)))
         return spans
 
-    def _text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def _text(self, messages: Messages, *, add_generation_prompt: bool, **more: Any) -> str:
         text = self._template.render(
             messages=[dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
-            **self._tokens,
+            **{**self._tokens, **more},
         )
         given = sum(len(str(value)) for message in messages for value in message.values())
         if len(text) > min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given):
