@@ -129,3 +129,15 @@ def texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from texts_in(each)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the null keys of its objects.
+
+    A table adds them: all objects of a column have the same keys.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(each) for each in value]
+    return value
