@@ -296,7 +296,7 @@ REWRITING = PLAIN_TEMPLATE.replace(
     "message['content']", "(message['content'] if loop.last else 'x')"
 )
 """It omits earlier answers when later messages follow."""
-EMPTY_ANSWERS = MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>' + '\n'", "'' + ''", 1)
+EMPTY_ANSWERS = MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>'", "'' + ''", 1)
 NO_MARKS = (
     "{% for m in messages %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     "{{ m['content'] }}{% endfor %}"
@@ -306,9 +306,9 @@ NO_MARKS = (
 @pytest.mark.parametrize(
     ("task", "template", "complaint"),
     [
-        (CHAT, REWRITING, "renders message 2 of 4 differently when more messages follow"),
-        (CHAT, EMPTY_ANSWERS, "no conversation with trained tokens"),
-        (PREFERENCE, NO_MARKS, "the template renders no text of the assistant"),
+        (CHAT, REWRITING, "message 1 of 4: the template leaves out its content"),
+        (CHAT, EMPTY_ANSWERS, "message 2 of 4: it is in no {% generation %} block"),
+        (PREFERENCE, NO_MARKS, "no stop token follows the assistant's turns"),
         *((task, None, "the model has no chat template") for task in TASKS.values()),
         (CHAT, "{% for x in %}", "is not a valid template"),
         (PREFERENCE, "{{ messages", "is not a valid template"),
