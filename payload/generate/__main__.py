@@ -191,7 +191,7 @@ def _continue(
                 model,
                 [encoded[index] for index in indices],
                 options=options,
-                stop_tokens=codec.stop_tokens,
+                stop_tokens=codec.stop_tokens if form is None else form.stop_tokens,
                 num_tokens=min(codec.vocab_size, model.spec.vocab_size),
             )
             rows = [sample for index in indices for sample in samples[index]]

@@ -44,6 +44,8 @@ class ChatFormat:
     calls: ToolCallFormat | None
     special_texts: Sequence[str]
     """Texts of the tokenizer's special tokens, which are removed from answers."""
+    stop_tokens: frozenset[int]
+    """The model's stop tokens, and those with which the template ends a turn."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the conversation as text, up to where the answer begins. Raises DataError."""
@@ -114,7 +116,18 @@ def chat_format(
         thoughts=thoughts,
         calls=calls,
         special_texts=codec.special_texts,
+        stop_tokens=codec.stop_tokens | _stop_tokens(template, codec, variables),
     )
+
+
+def _stop_tokens(
+    template: ChatTemplate, codec: Codec, variables: Mapping[str, Any]
+) -> frozenset[int]:
+    """Return the tokens at which an answer ends, as training ends it."""
+    texts = {*template.known_tokens().stops}
+    texts.update(*(end.stops for end in template.turn_ends(variables).values()))
+    encoded = [codec.encode_marked(text) for text in texts if text]
+    return frozenset(tokens[0] for tokens in encoded if len(tokens) == 1)
 
 
 def _require_tools(

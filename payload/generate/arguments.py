@@ -7,7 +7,7 @@ import math
 
 from payload.core.command_line import CommandParser
 from payload.core.suggested_commands import command
-from payload.data.templates.template_variables import template_variable
+from payload.data.tasks.arguments import template_variable
 
 DEFAULT_PROMPT = "It is interesting"
 _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
@@ -53,8 +53,8 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with one prompt a line; in a .jsonl file a string, or an object with the key "
-        "prompt (with --chat also messages); - = stdin",
+        help="file with one prompt a line, or in a .jsonl file an object with prompt (--chat: or "
+        "messages); - = stdin",
     )
     prompt.add_argument(
         "--input",
@@ -139,7 +139,7 @@ def _add_sampling(made: CommandParser) -> None:
         default=[],
         metavar="TEXT",
         help="end the text before this string; can be repeated. The tokens in the model's "
-        "generation_config.json always end it",
+        "generation_config.json always end it; with --chat also the template's end of a turn",
     )
 
 

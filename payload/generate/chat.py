@@ -62,7 +62,7 @@ class Conversation:
             self.model,
             [prompt],
             options=self.options,
-            stop_tokens=self.codec.stop_tokens,
+            stop_tokens=self.format.stop_tokens,
             num_tokens=min(self.codec.vocab_size, self.model.spec.vocab_size),
             reader=self._reader,
         )
