@@ -29,8 +29,8 @@ class ToolCallFormat:
     """How a template writes the calls of an answer."""
 
     before_all: str
-    """Text before the first call, such as a token that begins a list; often empty. `NAMES[0]` in it
-    stands for the name of the first call."""
+    """Text before the first call, such as a token that begins a list; often empty. `NAMES[0]`
+    in this text is replaced by the name of the first call."""
     call: CallFormat
     has_text_arguments: bool
     """True if the template takes a call's arguments as JSON text, and refuses an object."""
