@@ -106,7 +106,7 @@ def test_what_was_ignored_stays_ignored(later: Callable[[float], None]) -> None:
 def test_one_press_during_a_long_call_of_c_code_is_one_request(
     later: Callable[[float], None],
 ) -> None:
-    """The attack: `timeout -s INT` on a busy machine, between whose two signals time time goes by.
+    """The attack: `timeout -s INT` on a busy machine, between whose two signals time goes by.
 
     Python runs the handler of the second signal only after the call of C code that began before it.
     """

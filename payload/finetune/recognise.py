@@ -11,7 +11,8 @@ from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.core.regular_files import home_path
 from payload.core.tasks import TASK_KINDS, TaskKind
-from payload.data.rows.conversations import BadConversationError, Messages, conversation_of
+from payload.data.rows.conversation import Message
+from payload.data.rows.conversations import BadConversationError, conversation_of
 from payload.data.rows.preferences import preference_of
 from payload.data.rows.rows import open_rows
 from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
@@ -211,7 +212,12 @@ def measure(found: DetectedData, *, tokenizer: str) -> tuple[int, ...]:
     return _conversation_lengths(found, tokenizer=tokenizer)
 
 
-def _longer_answer(row: Mapping[str, Any]) -> Messages:
+def _messages(row: Mapping[str, Any]) -> Sequence[Message]:
+    """Return the messages of a conversation. Raises BadConversationError."""
+    return conversation_of(row).messages
+
+
+def _longer_answer(row: Mapping[str, Any]) -> Sequence[Message]:
     """Return the longer conversation of a preference pair. Raises BadConversationError."""
     pair = preference_of(row)
     longer = max(pair.chosen, pair.rejected, key=lambda each: len(str(each)))
@@ -234,7 +240,7 @@ def _conversation_lengths(found: DetectedData, *, tokenizer: str) -> tuple[int, 
 
     loaded, folder = load_hf_tokenizer(tokenizer)
     template = read_chat_template(folder)
-    messages_of_row = _longer_answer if found.task == "preference" else conversation_of
+    messages_of_row = _longer_answer if found.task == "preference" else _messages
     texts = []
     for number, row in enumerate(found.rows, 1):
         try:
