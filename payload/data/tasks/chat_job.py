@@ -35,11 +35,11 @@ from payload.data.tasks.arguments import (
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import (
-    TEMPLATE_FILE,
     ChatTemplate,
     load_chat_template,
     read_chat_template,
 )
+from payload.data.templates.template_files import TEMPLATE_FILE
 from payload.data.templates.turns import RenderedSample, SampleOptions
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
