@@ -88,10 +88,10 @@ class DataFile:
 class SplitRecord:
     """How documents were selected for validation."""
 
-    method: Literal["permutation", "hash", "stratified"]
+    method: Literal["permutation", "hash", "stratified", "files"]
     """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
     the document's number, if the number of documents was not known in advance. `stratified`: the
-    same share of each label's texts."""
+    same share of each label's texts. `files`: those of the files that are named for validation."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 

@@ -39,6 +39,8 @@ def source_request(args: argparse.Namespace) -> SourceRequest:
         revision=args.revision,
         split=args.split,
         skip_bad=args.skip_bad,
+        columns=args.columns or (),
+        ignored_keys=tuple(args.ignore_key or ()),
     )
 
 
