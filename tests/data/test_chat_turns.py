@@ -253,11 +253,12 @@ def test_a_long_conversation_is_truncated_dropped_refused_or_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_tokenizer(tmp_path / "model")
-    rows = [{"messages": pair("a", "b")}] * 5 + [{"messages": pair("a", "xyz " * 60)}]
+    rows = [{"messages": pair("a", "b")}] * 12 + [{"messages": pair("a", "xyz " * 60)}]
     source = write_rows(tmp_path / "in.jsonl", rows)
     counted, trained = {}, {}
     for how in ("truncate", "drop", "split"):
-        out = prepare(folder, source, tmp_path / how, "--sequence-length", 64, "--on-long", how)
+        flags = ("--sequence-length", 64, "--val-fraction", 0.5, "--on-long", how)
+        out = prepare(folder, source, tmp_path / how, *flags)
         chat = load_meta(out).chat
         assert chat is not None and chat.on_long == how
         counted[how] = (
