@@ -15,7 +15,6 @@ import pytest
 
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.data.__main__ import main as data
-from payload.data.reading.packed_blocks import TRAINED
 from payload.data.rows.conversation import Conversation
 from payload.data.tasks.trained_tokens import in_spans
 from payload.data.templates.chat_template import ChatTemplate, read_chat_template
@@ -266,24 +265,15 @@ def test_a_long_conversation_is_truncated_dropped_refused_or_split(
             chat.long_dropped_conversations,
             chat.split_conversations,
         )
-        trained[how] = sum(text.count("xyz") for text in trained_texts(folder, out))
-    assert trained == {"truncate": trained["truncate"], "drop": 0, "split": 60}
-    assert 0 < trained["truncate"] < 60
+        trained[how] = chat.train_trained_tokens + chat.val_trained_tokens
+    whole = load_meta(prepare(folder, source, tmp_path / "whole")).chat
+    assert whole is not None
+    assert trained["split"] == whole.train_trained_tokens + whole.val_trained_tokens
+    assert 12 * 2 == trained["drop"] < trained["truncate"] < trained["split"]
     assert counted == {"truncate": (1, 0, 0), "drop": (0, 1, 0), "split": (0, 0, 1)}
     words = prepare_words(folder, source, tmp_path / "no", "--on-long", "refuse")
     assert data([*words, "--sequence-length", "64"]) == ExitCode.CONFIG
     assert "more than --sequence-length 64" in capsys.readouterr().err
-
-
-def trained_texts(tokenizer: Path, out: Path) -> list[str]:
-    """Return the trained text of the training and the validation blocks."""
-    loaded, _ = load_hf_tokenizer(str(tokenizer))
-    found = []
-    for split in ("train", "val"):
-        tokens = np.fromfile(out / f"{split}.bin", dtype=np.uint16)
-        marks = np.fromfile(out / f"{split}.marks.bin", dtype=np.uint8)
-        found.append(loaded.decode(tokens[(marks & TRAINED) != 0].tolist()))
-    return found
 
 
 def test_another_choice_of_what_is_trained_is_other_data(

@@ -170,4 +170,6 @@ def _prompt_only(prompt: str | None, answered: str) -> str:
 def num_common(one: str, other: str) -> int:
     """Return the number of leading characters that two texts share."""
     size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size
     return next((n for n in range(size) if one[n] != other[n]), size)
