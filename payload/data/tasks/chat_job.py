@@ -166,7 +166,7 @@ class _Sample:
     """Key of the split: the group's number, or the row's number without groups."""
     rendered: RenderedSample
     is_added: bool
-    """True for all but one sample of a row."""
+    """True except for one sample of a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def require_rendered(
             raise complain(
                 index,
                 thought_key,
-                "Train without thoughts with --thoughts drop, or use a template that has them.",
+                "Train without thoughts with --thoughts drop, or use a template with thoughts.",
             )
         bare = without_thoughts(message) if is_turn else message
         if (
@@ -134,7 +134,7 @@ def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the descriptions of tools, or one text that is nowhere if a tool has none."""
+    """Return the descriptions of tools, or one text that is nowhere if a tool lacks it."""
     functions = [each.get("function", each) for each in tools]
     found = [each.get("description") for each in functions if isinstance(each, Mapping)]
     return [str(each) if each else "\0" for each in found]

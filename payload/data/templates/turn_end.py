@@ -23,7 +23,7 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens: those of the model, or the template's own if it has none of these.
+    """Stop tokens: those of the model, or the template's own token if it writes no such.
 
     Empty if the template writes none before a message of this role.
     """
