@@ -16,12 +16,14 @@ from payload.core.printable_text import shown
 from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.rows.conversations import (
     BadConversationError,
+    UntrainedRowError,
     columns_of,
     conversation_of,
     unread_columns,
 )
+from payload.data.rows.open_rows import open_rows
 from payload.data.rows.packing import best_fit
-from payload.data.rows.rows import Row, Rows, in_batches, open_rows
+from payload.data.rows.rows import Row, Rows, in_batches
 from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     ON_LONG,
@@ -35,11 +37,11 @@ from payload.data.tasks.arguments import (
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import (
-    TEMPLATE_FILE,
     ChatTemplate,
     load_chat_template,
     read_chat_template,
 )
+from payload.data.templates.template_files import TEMPLATE_FILE
 from payload.data.templates.turns import RenderedSample, SampleOptions
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
@@ -139,9 +141,19 @@ class Groups:
         """Return the columns that define groups."""
         return () if self._column is None else (self._column,)
 
-    def count(self, rows: Rows) -> int:
-        """Return the number of groups, or the number of rows without groups."""
-        return rows.num_rows if self._column is None else len(self._numbers)
+    def survey(self, rows: Rows) -> Survey:
+        """Return the number of groups, or of rows without groups, after all rows were read.
+
+        Raises UsageError for groups in files that are named for training and validation.
+        """
+        if self._column is None:
+            return rows.survey()
+        if rows.first_val is not None:
+            raise UsageError(
+                "--group-column cannot be used: the names of the files declare the validation "
+                "data. Leave it out, or pass only the training files."
+            )
+        return Survey(documents=len(self._numbers), text_bytes=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +166,7 @@ class _Sample:
     """Key of the split: the group's number, or the row's number without groups."""
     rendered: RenderedSample
     is_added: bool
-    """True for all but one sample of a row."""
+    """True except for one sample of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +198,7 @@ class ChatJob:
     def make(self) -> PreparedData:
         """Read, render, tokenize and pack all rows. Raises DataError."""
         documents = self._documents()
-        count = self.groups.count(self.rows)
-        split = self.settings.split(Survey(documents=count, text_bytes=None))
+        split = self.settings.split(self.groups.survey(self.rows))
         is_val = split.val_mask(np.array([each.group for each in documents], dtype=np.int64))
         files: dict[str, npt.NDArray[Any]] = {}
         counts: dict[str, int] = {}
@@ -243,6 +254,9 @@ class ChatJob:
         try:
             conversation = conversation_of(row.values)
             samples = self.template.samples(conversation, self.options)
+        except UntrainedRowError as error:
+            self.rows.leave_out(str(error))
+            return []
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return []

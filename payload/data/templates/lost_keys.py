@@ -1,7 +1,8 @@
 """Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
 
 A value whose text is in the rendered text is not lost. For other values, the conversation is
-rendered again without the value: if the text is equal, the template does not read it.
+rendered again without the value, or with another one: if the text is equal, the template does not
+read it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Probe = Callable[[Sequence[Message], Any], str | None]
 _UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
 """Keys that the format needs or that only name a message."""
 _OTHER_CONTENT = "Quxd3z"
+_LONG_ENOUGH = 4
+"""Characters of a text that is not in another one by chance."""
 
 
 def require_rendered(
@@ -67,7 +70,7 @@ def require_rendered(
             raise complain(
                 index,
                 thought_key,
-                "Train without thoughts with --thoughts drop, or use a template that has them.",
+                "Train without thoughts with --thoughts drop, or use a template with thoughts.",
             )
         bare = without_thoughts(message) if is_turn else message
         if (
@@ -79,15 +82,15 @@ def require_rendered(
         for key, value in bare.items():
             if key in _UNCHECKED_KEYS or key in ignored or not value:
                 continue
-            if key in THOUGHT_KEYS or _is_in(_texts(value), own):
+            if key in THOUGHT_KEYS or _is_surely_in(_texts(value), own):
                 continue
             if is_lost({name: each for name, each in message.items() if name != key}, index):
                 raise complain(index, key, "Use another template with --chat-template.")
     if (
         tools
         and "tools" not in ignored
-        and not _is_in(_descriptions(tools), text)
-        and render(shown, tools) == render(shown, None)
+        and not _is_surely_in(_descriptions(tools), text)
+        and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
             f"{where}: the template leaves out the tools, so training would lose them. Use a "
@@ -99,27 +102,39 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
     return all(each in text or json.dumps(each)[1:-1] in text for each in texts)
 
 
+def _is_surely_in(texts: Sequence[str], text: str) -> bool:
+    """Return True if the texts are in the text, and are not all so short that this is chance."""
+    return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
+
+
 def _texts(value: object) -> list[str]:
-    return [each.strip() for each in _leaves(value)]
+    return [each.strip() for each in leaves(value)]
 
 
-def _leaves(value: object) -> Iterator[str]:
+def leaves(value: object) -> Iterator[str]:
     """Yield the texts and numbers of a JSON value, without the kinds and numbers of calls."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             if key not in ("type", "id"):
-                yield from _leaves(each)
+                yield from leaves(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif isinstance(value, str):
         yield value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield json.dumps(value)
 
 
+def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        return {**tool, "function": _renamed(function)}
+    return {**tool, "name": _OTHER_CONTENT, "description": _OTHER_CONTENT}
+
+
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the descriptions of tools, or one text that is nowhere if a tool has none."""
+    """Return the descriptions of tools, or one text that is nowhere if a tool lacks it."""
     functions = [each.get("function", each) for each in tools]
     found = [each.get("description") for each in functions if isinstance(each, Mapping)]
     return [str(each) if each else "\0" for each in found]

@@ -11,7 +11,7 @@ from typing import Any
 
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
-from payload.data.tokenizers.special_tokens import read_tokenizer_config, special_tokens
+from payload.data.tokenizers.special_tokens import class_tokens, named_tokens, read_tokenizer_config
 from payload.formats.hf_folder import CONFIG_FILE
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
@@ -36,7 +36,8 @@ def known_tokens(folder: Path) -> KnownTokens:
 
     Raises DataError for a damaged tokenizer_config.json.
     """
-    eos = special_tokens(read_tokenizer_config(folder)).get("eos_token")
+    config = read_tokenizer_config(folder)
+    eos = {**class_tokens(config), **named_tokens(config)}.get("eos_token")
     raw = _read(folder / TOKENIZER_FILE)
     entries = [each for each in raw.get("added_tokens") or () if isinstance(each, Mapping)]
     texts = {each.get("id"): str(each.get("content")) for each in entries}
@@ -59,11 +60,11 @@ def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, i
     return None if place < 0 else (place, place - size)
 
 
-_MARKER = re.compile(r"<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]")
+_MARKER = re.compile(r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>")
 
 
 def first_marker(text: str) -> str | None:
-    """Return the first text in angle or square brackets, such as <|user|>."""
+    """Return the first text in the form of a special token, such as <|user|>."""
     found = _MARKER.search(text)
     return None if found is None else found.group()
 

@@ -1,9 +1,10 @@
-"""Thoughts of the assistant: where messages have them, and whether a prompt opens their block."""
+"""Thoughts of the assistant: in messages, and at the end of a prompt."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from payload.data.rows.conversation import Message
@@ -11,30 +12,56 @@ from payload.data.rows.conversation import Message
 KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with a thought, in the order in which transformers reads them."""
 
-# Marks such as <think>, <thinking>, <seed:think>, <thought>, [THINK], <|START_THINKING|> and
-# ◁think▷; the mark that closes a block is the same with a slash, or with END in place of START.
-_WORD = r"(?:[\w:]*think(?:ing)?|thought|reasoning|start_thinking)"
-_OPEN = re.compile(
-    rf"(?P<mark><\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7)\s*\Z", re.IGNORECASE
+# Marks such as <think>, <seed:think>, <thought>, [THINK], <|START_THINKING|>, ◁think▷ and
+# <|open|>think<|sep|>, and <|channel>thought. The mark that closes a block is the same with a
+# slash, or with END for START and close for open, or <channel|>.
+_WORD = r"(?:[\w:]*think(?:ing)?(?::\w+)?|thought|reasoning|start_thinking)"
+_OPEN = rf"<\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7|<\|open\|>{_WORD}<\|sep\|>"
+_OPEN += rf"|<\|channel>{_WORD}"
+_CLOSE = (
+    rf"</{_WORD}>|<\|end_thinking\|>|<\|/{_WORD}\|>|\[/{_WORD}\]|\u25c1/{_WORD}\u25b7"
+    rf"|<\|close\|>{_WORD}<\|sep\|>|<channel\|>"
 )
-_IN_CONTENT = re.compile(
-    rf"\s*(?P<mark><\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7)", re.IGNORECASE
-)
+_TAIL = re.compile(rf"(?:(?:(?P<open>{_OPEN})|{_CLOSE})\s*)+\Z", re.IGNORECASE)
+_EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
+_IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
+_TAIL_CHARS = 128
 
 
-def open_block(prompt: str) -> tuple[str, str] | None:
-    """Return the open mark at the end of a prompt with the space after it, and its closing mark.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTail:
+    """The marks of thoughts at the end of a prompt."""
 
-    Returns None if the prompt does not end inside a block of thoughts.
-    """
-    found = _OPEN.search(prompt[-64:])
-    return None if found is None else (found.group(), _closing(found["mark"]))
+    text: str
+    """The marks with the white space after them."""
+    closing: str | None
+    """The mark that closes the block in which the prompt ends; None if it ends outside of one."""
+
+
+def prompt_tail(prompt: str) -> PromptTail | None:
+    """Return the marks of thoughts at the end of a prompt, or None without any."""
+    found = _TAIL.search(prompt[-_TAIL_CHARS:])
+    if found is None:
+        return None
+    mark = found["open"]
+    is_open = mark is not None and found.group().rstrip().endswith(mark)
+    return PromptTail(text=found.group(), closing=_closing(mark) if is_open else None)
+
+
+def end_of_empty_thought(text: str, start: int) -> int:
+    """Return where the text continues behind an empty block of thoughts at `start`, if any."""
+    found = _EMPTY.match(text, start)
+    return start if found is None else found.end()
 
 
 def _closing(mark: str) -> str:
-    if "START" in mark:
-        return mark.replace("START", "END")
-    return f"{mark[0]}/{mark[1:]}"
+    for begin, end in (("START", "END"), ("<|open|>", "<|close|>")):
+        if begin in mark:
+            return mark.replace(begin, end)
+    if mark.startswith("<|channel>"):
+        return "<channel|>"
+    size = 2 if mark.startswith("<|") else 1
+    return f"{mark[:size]}/{mark[size:]}"
 
 
 def thought_of(message: Message) -> str | None:
@@ -58,7 +85,7 @@ def _split(content: object) -> tuple[str, str] | None:
     if not isinstance(content, str):
         return None
     begin = _IN_CONTENT.match(content)
-    # Models whose prompt opens the block write only its end.
+    # Models whose prompt opens the block write only the closing mark.
     close = _closing(begin["mark"]) if begin is not None else "</think>"
     start = 0 if begin is None else begin.end()
     end = content.find(close, start)

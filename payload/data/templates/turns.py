@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from payload.core.errors import DataError
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates.control_tokens import Span, take_marks, without_marks
-from payload.data.templates.lost_keys import require_rendered
+from payload.data.templates.lost_keys import leaves, require_rendered
 from payload.data.templates.stop_tokens import first_of
-from payload.data.templates.thoughts import open_block, thought_of, without_thoughts
+from payload.data.templates.thoughts import (
+    end_of_empty_thought,
+    prompt_tail,
+    thought_of,
+    without_thoughts,
+)
 from payload.data.templates.turn_end import Part, TurnEnd, num_common
 from payload.formats.data_folder import Thoughts
 
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 TrainOn = Literal["all", "last"]
 
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
-_ANCHOR_CHARS = 24
+_LEAST_COMMON_CHARS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +83,26 @@ def render_samples(
     Raises DataError for a conversation that the template rejects, a key that the template leaves
     out, and a turn without a stop token.
     """
-    row = _Row(template, conversation, options)
-    whole, turns = row.marked_turns() if template.process.is_marked else row.added_turns()
+    try:
+        whole, turns = _Row(template, conversation, options).turns()
+    except _RejectedError:
+        # Some templates take the arguments of calls only as JSON text.
+        changed = _with_text_arguments(conversation)
+        if changed is None:
+            raise
+        whole, turns = _Row(template, changed, options).turns()
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):
             texts.append((whole, []))
         for text, spans in texts:
-            if (end := _end_of_same(text, turn)) is not None:
-                spans[:0] = [(start, min(stop, end)) for start, stop in turn.spans]
+            if text.startswith(turn.text[: turn.through]):
+                same = num_common(text, turn.text)
+                spans[:0] = [
+                    (start, end if end <= same else turn.through)
+                    for start, end in turn.spans
+                    if end <= same or start < turn.through
+                ]
                 break
         else:
             texts.append((turn.text, list(turn.spans)))
@@ -99,12 +115,38 @@ def render_samples(
     return samples
 
 
-def _end_of_same(text: str, turn: _Turn) -> int | None:
-    """Return up to where the turn is part of a text; None if not up to its stop token."""
-    last = turn.spans[-1][1]
-    if text.startswith(turn.text[:last]):
-        return last
-    return turn.through if text.startswith(turn.text[: turn.through]) else None
+def _overlap(ending: str, text: str, start: int) -> int:
+    """Return the length of the longest end of `ending` with which `text` continues at `start`.
+
+    A short one is there by chance, if it is not white space.
+    """
+    for index in range(len(ending)):
+        common = ending[index:]
+        if len(common) < _LEAST_COMMON_CHARS and not common.isspace():
+            break
+        if text.startswith(common, start):
+            return len(common)
+    return 0
+
+
+class _RejectedError(DataError):
+    """The template rejects the conversation."""
+
+
+def _with_text_arguments(conversation: Conversation) -> Conversation | None:
+    """Return the conversation with the arguments of calls as JSON text; None without such calls."""
+    messages: list[Message] = []
+    for message in conversation.messages:
+        calls = [dict(each) for each in message.get("tool_calls") or ()]
+        for call in calls:
+            function = call.get("function")
+            if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+                text = json.dumps(function["arguments"], ensure_ascii=False)
+                call["function"] = {**function, "arguments": text}
+        messages.append({**message, "tool_calls": calls} if calls else message)
+    if messages == list(conversation.messages):
+        return None
+    return replace(conversation, messages=tuple(messages))
 
 
 class _Row:
@@ -162,12 +204,16 @@ class _Row:
             if "error" in each:
                 # A conversation that begins with an answer has an empty prompt.
                 if count:
-                    raise self._template.error(each["error"])
+                    raise _RejectedError(str(self._template.error(each["error"])))
                 each = {"text": "", "blocks": []}
             texts.append((each["text"], [(start, end) for start, end in each.get("blocks", ())]))
         return texts
 
-    def added_turns(self) -> tuple[str, list[_Turn]]:
+    def turns(self) -> tuple[str, list[_Turn]]:
+        """Return the whole text, and the trained turns in order."""
+        return self._marked_turns() if self._template.process.is_marked else self._added_turns()
+
+    def _added_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template without blocks."""
         size = len(self._messages)
         parts: list[Part] = [(size, False)]
@@ -197,7 +243,7 @@ class _Row:
             return False
         return first_of(end.stops, content) is None
 
-    def marked_turns(self) -> tuple[str, list[_Turn]]:
+    def _marked_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template with `{% generation %}` blocks.
 
         All of a block is trained, as the template's author wrote it.
@@ -232,96 +278,112 @@ class _Row:
         return _Turn(text=found, spans=blocks, through=end)
 
     def _located(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
-        """Return the text of a turn with its prompt, and where the trained part begins."""
-        message, opened = self._messages[number], open_block(prompt)
-        has_thought = thought_of(message) is not None
-        head = prompt
-        if opened is not None:
-            mark, close = opened
-            if not has_thought:
-                return self._without_thought(number, prompt, answered, mark, close)
-            head = prompt.rstrip()
-        elif end := self._end(number):
-            head = prompt.removesuffix(end.prompt_only) if end.prompt_only else prompt
+        """Return the text of a turn with its prompt, and where the trained part begins.
+
+        `answered` is the text with the turn as the last message. The text of a turn can begin
+        before the end of its prompt, if the prompt ends with marks of thoughts.
+        """
+        tail, end = prompt_tail(prompt), self._end(number)
+        has_thought = thought_of(self._messages[number]) is not None
+        head = prompt.removesuffix(tail.text if tail else end.prompt_only if end else "")
         if answered.startswith(prompt):
-            return answered, len(prompt)
-        if answered.startswith(head):
-            if has_thought and opened is None:
-                # The prompt has an empty block of thoughts, the turn has its own.
-                return answered, len(head)
-            rest = answered[len(head) :]
-            return prompt + (rest.lstrip() if opened else rest), len(prompt)
-        return self._behind_anchor(number, prompt, answered)
-
-    def _without_thought(
-        self, number: int, prompt: str, answered: str, mark: str, close: str
-    ) -> tuple[str, int]:
-        """Locate a turn without a thought whose prompt opens a block of thoughts."""
-        thoughts = self._options.thoughts
-        if thoughts == "refuse":
-            raise DataError(
-                f"message {number + 1}: the template's prompt opens a block of thoughts "
-                f"({mark.strip()}), and the message has none. Add reasoning_content, or set "
-                "--thoughts empty to train the end of the block."
-            )
-        head = prompt[: len(prompt) - len(mark)]
-        if answered.startswith(prompt.rstrip()) and close in answered[len(prompt.rstrip()) :]:
-            closed = answered.index(close, len(prompt.rstrip())) + len(close)
-            start = closed + len(answered[closed:]) - len(answered[closed:].lstrip())
-            if thoughts != "empty":
-                return answered, start
-            if answered.startswith(prompt):
-                return answered, len(prompt)
+            start = len(prompt)
         elif answered.startswith(head):
-            start = len(head)
-            if thoughts != "empty":
-                return answered, start
+            is_continued = has_thought and tail is not None and tail.closing is not None
+            start = num_common(prompt, answered) if is_continued else len(head)
+            if tail is None and end is not None:
+                start += _overlap(end.prompt_only, answered, start)
         else:
-            return self._behind_anchor(number, prompt, answered)
-        line = "\n" if prompt.endswith("\n") else ""
-        return f"{prompt}{line}{close}\n\n{answered[start:]}", len(prompt)
-
-    def _behind_anchor(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
-        """Locate the text behind the last characters of the prompt, if earlier text differs."""
-        content = self._messages[number].get("content")
-        limit = answered.rfind(content.strip()) if isinstance(content, str) else -1
-        anchor = prompt[-_ANCHOR_CHARS:]
-        place = answered.rfind(anchor, 0, limit if limit >= 0 else len(answered))
-        if place < 0 or not anchor.strip():
-            raise DataError(
-                f"message {number + 1} of {len(self._messages)}: {self._template.where} renders "
-                "the messages before it differently once it follows, so the assistant's text "
-                "cannot be located. Put {% generation %} and {% endgeneration %} around that text "
-                "in the template, and pass the file with --chat-template."
+            start = self._behind(head, number, answered)
+        if tail is None or has_thought:
+            return answered, start
+        after = end_of_empty_thought(answered, start)
+        if tail.closing is None or self._options.thoughts in ("keep", "drop"):
+            return answered, after
+        if self._options.thoughts == "refuse":
+            raise self._error(
+                number,
+                f"the prompt opens a block of thoughts ({tail.text.strip()}), and the message "
+                "lacks one. Add reasoning_content, or train the end of the block with "
+                "--thoughts empty.",
             )
-        return prompt + answered[place + len(anchor) :], len(prompt)
+        if after > start == len(prompt):
+            return answered, start
+        closing = answered.find(tail.closing, start, after)
+        line = "\n" if prompt.endswith("\n") else ""
+        rest = f"{tail.closing}\n\n{answered[after:]}" if closing < 0 else answered[closing:]
+        return prompt + line + rest, len(prompt)
+
+    def _behind(self, head: str, number: int, answered: str) -> int:
+        """Return where the end of a prompt is, in a text that renders earlier messages otherwise.
+
+        That is the place behind the longest end of `head` that the text has before the answer.
+        """
+        message = self._messages[number]
+        names = [each.get("function", each).get("name") for each in message.get("tool_calls") or ()]
+        values = [message.get("content"), thought_of(message), *names]
+        places = [answered.rfind(each.strip()) for each in values if isinstance(each, str)]
+        limit = min((each for each in places if each >= 0), default=len(answered))
+        same = num_common(head, answered)
+        low, high = 0, len(head)
+        found = -1
+        while low < high:
+            size = (low + high + 1) // 2
+            place = answered.rfind(head[-size:], 0, limit)
+            if place >= 0 and place + size > same:
+                low, found = size, place + size
+            else:
+                high = size - 1
+        return found if found >= 0 else min(same, limit)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
         """Return the text of a turn, completed by its stop token if needed, and its end."""
-        stops = self._stops(number)
-        found = first_of(stops, text, self._end_of_content(text, start, number, stops))
-        if found is not None:
-            return text, found[1]
+        if (found := self._stop_in(text, start, number)) is not None:
+            return text, found
         end = self._end(number)
-        if end is None:
+        if end is None or not end.stops:
             raise self._no_stop(number)
+        size = len(self._messages)
+        if number + 1 < size:
+            # The stop token comes with the next message.
+            ((after, _),) = self._render([(number + 2, False)])
+            # That message can drop a thought of this turn; then only the stop token is the same.
+            is_same = after.startswith(text[: self._end_of_values(text, start, number)])
+            if is_same and (found := self._stop_in(after, start, number)) is not None:
+                return after[:found], found
         same = num_common(end.last, end.next)
         if not text.endswith(end.last[same:]):
             raise self._no_stop(number)
         text = text.removesuffix(end.last[same:]) + end.next[same:]
         return text, len(text)
 
-    def _end_of_content(self, text: str, start: int, number: int, stops: tuple[str, ...]) -> int:
-        """Return where the stop token can begin: behind the content, if that has such a token."""
-        content = self._messages[number].get("content")
-        if not isinstance(content, str) or first_of(stops, content) is None:
-            return start
-        content = content.strip()
-        # Many data sets have the stop token at the end of the content.
-        for stop in stops:
-            content = content.removesuffix(stop)
-        place = text.rfind(content, start)
-        return start if place < 0 else place + len(content)
+    def _stop_in(self, text: str, start: int, number: int) -> int | None:
+        """Return the end of the turn's stop token, or None if another turn begins before it."""
+        behind = self._end_of_values(text, start, number)
+        found = first_of(self._stops(number), text, behind)
+        end = self._end(number)
+        if found is None or (end and end.opener and end.opener in text[behind : found[0]]):
+            return None
+        return found[1]
+
+    def _end_of_values(self, text: str, start: int, number: int) -> int:
+        """Return where the values of a message end in its text, or a place before that.
+
+        A value can have a stop token itself.
+        """
+        message = self._messages[number]
+        ends = [start]
+        for value in (thought_of(message), message.get("content"), message.get("tool_calls")):
+            place = start
+            for leaf in leaves(value):
+                # Many data sets have the stop token at the end of the content.
+                short = leaf.strip()
+                for stop in self._stops(number):
+                    short = short.removesuffix(stop)
+                found = text.find(short, place)
+                place = found + len(short) if found >= 0 else place
+            ends.append(place)
+        return max(ends)
 
     def _end(self, number: int) -> TurnEnd | None:
         following = self._messages[number + 1 : number + 2]
@@ -334,7 +396,7 @@ class _Row:
 
     def _stops(self, number: int) -> tuple[str, ...]:
         end = self._end(number)
-        return self._template.known_tokens().stops if end is None else end.stops
+        return (end and end.stops) or self._template.known_tokens().stops
 
     def _require_rendered(self, number: int, text: str, start: int) -> None:
         require_rendered(
