@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from tests.chat_templates.conversations import ROWS
 
@@ -82,18 +83,19 @@ def _renderings(template: str) -> list[str]:
     """Return what the template makes of the rows and of their beginnings."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    found = []
+    found: list[str] = []
     for row in ROWS.values():
         for count in range(1, len(row["messages"]) + 1):
             for is_prompt in (False, True):
                 # A template may refuse a beginning, with any error.
                 with contextlib.suppress(Exception):
-                    texts, _ = render_jinja_template(
+                    rendered: Any = render_jinja_template(
                         [row["messages"][:count]],
                         tools=row.get("tools"),
                         chat_template=template,
                         add_generation_prompt=is_prompt,
-                        **{"bos_token": "<s>", "eos_token": "</s>"},
+                        bos_token="<s>",
+                        eos_token="</s>",
                     )
-                    found += texts
+                    found += rendered[0]
     return found
