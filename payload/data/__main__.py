@@ -21,6 +21,7 @@ from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
 from payload.data.sources.documents import MIB
+from payload.data.sources.row_flags import add_row_flags
 from payload.data.sources.source_flags import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
@@ -44,13 +45,17 @@ more examples:
       --tokenizer MODEL --out data/pairs
 
 sources:
+  auto         files or folders; the content of each file decides: JSON Lines,
+               JSON, CSV (delimiter and encoding are detected), parquet, Arrow
+               or text, also compressed. Files named train, valid (validation,
+               val, dev, eval) and test are splits
   stdlib       Python's standard library, 31 MB; needs no network
   openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text;
                --input FOLDER: a local copy
   text         files or folders, one document a file; a single file is split
                at form feeds, otherwise at blank lines, or at line ends or
                spaces if blank lines are far apart
-  jsonl        files or folders, one JSON object a line (also .gz)
+  jsonl        files or folders, one JSON object a line (also compressed)
   parquet      files or folders, one document a row
   hf           a dataset of the Hugging Face hub, or a folder in its formats
 
@@ -166,9 +171,9 @@ def _add_source_flags(parser: CommandParser) -> None:
     add(
         "--source",
         choices=SOURCE_KINDS,
-        required=True,
+        default="auto",
         metavar="KIND",
-        help="kind of source: " + ", ".join(SOURCE_KINDS),
+        help="kind of source: " + ", ".join(SOURCE_KINDS) + " (default: auto, by content)",
     )
     add(
         "--input",
@@ -184,6 +189,7 @@ def _add_source_flags(parser: CommandParser) -> None:
         metavar="NAME",
         help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN})",
     )
+    add_row_flags(more)
     more("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
     more("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
     more("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")

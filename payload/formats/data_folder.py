@@ -52,6 +52,14 @@ HASH_DIGITS = 32
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
 TokenDtype = Literal["uint16", "uint32"]
+OnLong = Literal["truncate", "drop", "refuse", "split"]
+Thoughts = Literal["keep", "drop", "empty", "refuse"]
+"""How thoughts of the assistant are trained.
+
+`keep`: as the row has them. `drop`: without them. `empty`: as the row has them; if a prompt opens a
+block of thoughts and the row has none, the end of the block is trained with the answer. `refuse`:
+rejects such a row. `keep` and `drop` train only the answer there.
+"""
 
 _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
 _FILES: dict[TaskKind, frozenset[str]] = {
@@ -80,10 +88,10 @@ class DataFile:
 class SplitRecord:
     """How documents were selected for validation."""
 
-    method: Literal["permutation", "hash", "stratified"]
+    method: Literal["permutation", "hash", "stratified", "files"]
     """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
     the document's number, if the number of documents was not known in advance. `stratified`: the
-    same share of each label's texts."""
+    same share of each label's texts. `files`: those of the files that are named for validation."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 
@@ -107,6 +115,23 @@ class ChatRecord:
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
     """Conversations without a trained token, for example because truncation removed it."""
+    on_long: OnLong = "truncate"
+    """What was done with conversations longer than a block."""
+    long_dropped_conversations: int = checked(0, low=0)
+    """Conversations longer than a block, which were left out."""
+    split_conversations: int = checked(0, low=0)
+    """Conversations longer than a block, which continue in further blocks."""
+    thoughts: Thoughts = "keep"
+    """How thoughts of the assistant were trained."""
+    added_samples: int = checked(0, low=0)
+    """Samples beyond one a conversation: a template that renders earlier turns differently once
+    others follow needs several."""
+    added_tokens: int = checked(0, low=0)
+    """Tokens of these samples."""
+    literal_samples: int = checked(0, low=0)
+    """Samples with a special token in a row's text, which was encoded as text."""
+    unescaped_samples: int = checked(0, low=0)
+    """Samples in which the tokenizer makes the special token from its text nevertheless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +167,12 @@ class PreferenceRecord:
     truncated_tokens: int = checked(low=0)
     pad_token: int = checked(low=0)
     """Token that pads the shorter conversations of a batch."""
+    thoughts: Thoughts = "keep"
+    """How thoughts of the assistant were trained."""
+    literal_samples: int = checked(0, low=0)
+    """Conversations with a special token in a row's text, which was encoded as text."""
+    unescaped_samples: int = checked(0, low=0)
+    """Conversations in which the tokenizer makes the special token from its text nevertheless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,12 +78,12 @@ def expected(messages: Sequence[dict[str, str]]) -> list[tuple[str, bool]]:
     held = ""
     for message in messages:
         held += f"<|im_start|>{message['role']}\n"
-        said = f"{message['content']}{END}\n"
+        said = f"{message['content']}{END}"
         if message["role"] == "assistant":
             parts += [(held, False), (said, True)]
-            held = ""
+            held = "\n"
         else:
-            held += said
+            held += f"{said}\n"
     return [*parts, (held, False)] if held else parts
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from payload.core.errors import DataError, ExitCode
 from payload.data.__main__ import main
+from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates import template_process
 from payload.data.templates.chat_template import ChatTemplate, load_chat_template
 from tests.support.chat_data import make_tokenizer, prepare_words, write_rows
@@ -19,6 +21,15 @@ MESSAGES = [
     {"role": "user", "content": "two and two"},
     {"role": "assistant", "content": " four "},
 ]
+
+
+def conversation(messages: Sequence[Message]) -> Conversation:
+    return Conversation(
+        messages=tuple(messages), trained=tuple(each["role"] == "assistant" for each in messages)
+    )
+
+
+CONVERSATION = conversation(MESSAGES)
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
@@ -28,6 +39,11 @@ MARKED = (
 AROUND = MARKED.replace("{% generation %}", "{% set part %}{% generation %}").replace(
     "{% endgeneration %}", "{% endgeneration %}{% endset %}{{ HERE }}"
 )
+
+
+def trained(made: ChatTemplate, messages: Sequence[Message] = MESSAGES) -> list[str]:
+    (sample,) = made.samples(conversation(messages))
+    return [sample.text[start:end] for start, end in sample.spans]
 
 
 def template(tmp_path: Path, source: str) -> ChatTemplate:
@@ -56,7 +72,7 @@ def template(tmp_path: Path, source: str) -> ChatTemplate:
 )
 def test_a_template_that_fails_in_its_own_way_is_one_line(source: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
-        template(tmp_path, source + "{{ messages[9].content + 1 }}").render_for_training(MESSAGES)
+        template(tmp_path, source + "{{ messages[9].content + 1 }}").samples(CONVERSATION)
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -95,13 +111,13 @@ def test_after_a_conversation_that_ended_the_process_the_next_one_is_rendered(
 )
 def test_a_template_that_changes_its_marked_part_is_refused(change: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"changes the text of its \{% generation %\} blocks"):
-        template(tmp_path, AROUND.replace("HERE", change)).render_for_training(MESSAGES)
+        template(tmp_path, AROUND.replace("HERE", change)).samples(CONVERSATION)
 
 
 def test_a_block_in_a_block_is_refused(tmp_path: Path) -> None:
     nested = MARKED.replace("{{ m.content }}", "{% generation %}a{% endgeneration %}", 1)
     with pytest.raises(DataError, match="or nests them"):
-        template(tmp_path, nested).render_for_training(MESSAGES)
+        template(tmp_path, nested).samples(CONVERSATION)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +127,14 @@ def test_every_way_of_writing_the_block_marks_the_assistants_part(
     mark: str, tmp_path: Path
 ) -> None:
     made = template(tmp_path, MARKED.replace("{% generation %}", mark))
-    text, spans = made.render_for_training(MESSAGES)
-    assert [text[start:end] for start, end in spans] == [" four "]
+    assert trained(made) == [" four <user>"]
     assert "trained text: its {% generation %} blocks" in made.how_trained()
 
 
 def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
     quoted = "{% raw %}{% generation %}{% endraw %}{# {% generation %} #}"
     made = template(tmp_path, quoted + PLAIN)
-    text, spans = made.render_for_training(MESSAGES)
-    assert [text[start:end] for start, end in spans] == ["<assistant> four "]
+    assert trained(made) == ["<assistant> four <user>"]
 
 
 def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
@@ -128,7 +142,7 @@ def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"it renders 30 characters of messages to 62,914,\d\d\d characters"
     ):
-        made.render_for_training(MESSAGES)
+        made.samples(CONVERSATION)
     long = [{"role": "user", "content": "x" * 2**20}]
     eight = template(tmp_path, "{{ messages[0].content * 8 }}")
     assert len(eight.render(long, add_generation_prompt=False)) == 2**23
@@ -152,11 +166,12 @@ def test_consecutive_rows_that_end_the_process_are_one_error(
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED, AROUND.replace("HERE", "part")])
 def test_the_assistants_part_is_found(source: str, tmp_path: Path) -> None:
-    messages = [*MESSAGES, *MESSAGES]
-    text, spans = template(tmp_path, source).render_for_training(messages)
-    assert text == "<user>two and two<assistant> four " * 2
-    parts = [text[start:end] for start, end in spans]
-    assert parts == (["<assistant> four "] * 2 if source == PLAIN else [" four "] * 2)
+    made = template(tmp_path, source)
+    (sample,) = made.samples(conversation([*MESSAGES, *MESSAGES]))
+    # The tokenizer has no stop token, so the mark of the next message ends a turn.
+    assert sample.text == "<user>two and two<assistant> four " * 2 + "<user>"
+    parts = trained(made, [*MESSAGES, *MESSAGES])
+    assert parts == (["<assistant> four <user>"] if source == PLAIN else [" four <user>"]) * 2
 
 
 def test_a_fork_starts_a_separate_process(tmp_path: Path) -> None:

@@ -203,9 +203,9 @@ BAD_CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "not a list of messages"),
     ({"messages": "hello"}, "messages is 'hello', not a list of messages"),
     ({"messages": [{"role": "user"}]}, "A message needs the keys 'role' and 'content'"),
-    ({"messages": [{"role": "user", "content": None}]}, "content is None, not text"),
+    ({"messages": [{"role": "user", "content": 7}]}, "content is 7, not text"),
     ({"conversations": [{"from": "pope", "value": "a"}]}, "unknown role 'pope'"),
-    ({"prompt": "a", "completion": 7}, "completion is 7, not a list of messages"),
+    ({"prompt": "a", "completion": 7}, "completion is 7, not text and not a list"),
     ({"instruction": None, "output": "a"}, "instruction is None, not text"),
     ({"text": "a"}, "no conversation in the columns 'text'. Formats: messages"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "the template"),
@@ -217,8 +217,8 @@ BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"question": "a", "good": "b"}, "no chosen and no rejected in the columns 'question'"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
     ({"chosen": "b", "rejected": "c"}, "plain texts without a prompt"),
-    ({"prompt": 7, "chosen": "b", "rejected": "c"}, "prompt is 7, not a list of messages"),
-    ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen is [], not a list of messages"),
+    ({"prompt": 7, "chosen": "b", "rejected": "c"}, "prompt is 7, not text and not a list"),
+    ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen is [], not text and not a list"),
     (
         {"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "b"}, ANSWER]},
         "do not begin with the same message",
@@ -296,7 +296,7 @@ REWRITING = PLAIN_TEMPLATE.replace(
     "message['content']", "(message['content'] if loop.last else 'x')"
 )
 """It omits earlier answers when later messages follow."""
-EMPTY_ANSWERS = MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>' + '\n'", "'' + ''", 1)
+EMPTY_ANSWERS = MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>'", "'' + ''", 1)
 NO_MARKS = (
     "{% for m in messages %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     "{{ m['content'] }}{% endfor %}"
@@ -306,9 +306,9 @@ NO_MARKS = (
 @pytest.mark.parametrize(
     ("task", "template", "complaint"),
     [
-        (CHAT, REWRITING, "renders message 2 of 4 differently when more messages follow"),
-        (CHAT, EMPTY_ANSWERS, "no conversation with trained tokens"),
-        (PREFERENCE, NO_MARKS, "the template renders no text of the assistant"),
+        (CHAT, REWRITING, "message 1 of 4: the template leaves out its content"),
+        (CHAT, EMPTY_ANSWERS, "message 2 of 4: it is in no {% generation %} block"),
+        (PREFERENCE, NO_MARKS, "no stop token follows the assistant's turns"),
         *((task, None, "the model has no chat template") for task in TASKS.values()),
         (CHAT, "{% for x in %}", "is not a valid template"),
         (PREFERENCE, "{{ messages", "is not a valid template"),

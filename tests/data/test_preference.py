@@ -122,7 +122,7 @@ def test_the_loss_covers_the_answers_and_nothing_before_or_behind(
             assert before[0] == before[1] and "blue add<|im_end|>" in before[0]
             asked = before[0].rpartition("user\n")[2].partition("<|im_end|>")[0]
             (row,) = [each for each in ROWS if each["prompt"] == asked][:1]
-            assert found == [f"{row[name]}<|im_end|>\n" for name in ("chosen", "rejected")]
+            assert found == [f"{row[name]}<|im_end|>" for name in ("chosen", "rejected")]
 
 
 def test_a_batch_has_the_better_answers_first_and_padding_alone(folder: Path) -> None:

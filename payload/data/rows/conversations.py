@@ -1,234 +1,253 @@
-"""Converts rows of instruction data, in its common formats, to messages with roles."""
+"""Converts rows of instruction data, in its common formats, to conversations."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
 from payload.core.printable_text import shown
+from payload.data.rows.columns import (
+    CONTEXT,
+    DOCUMENTS,
+    HISTORY,
+    LABEL,
+    SYSTEM,
+    TOOLS,
+    TRAIN_KEYS,
+    VARIABLES,
+    RowFormat,
+    chat_formats,
+    format_of,
+    is_absent,
+    present,
+    texts_in,
+)
 from payload.data.rows.conversation import Conversation
+from payload.data.rows.messages import (
+    ASSISTANT,
+    MessageList,
+    clean,
+    number_of,
+    parsed,
+    read_messages,
+    require_text,
+    text_message,
+    tool_list,
+)
+from payload.data.rows.messages import BadConversationError as BadConversationError
 
-Messages = list[dict[str, str]]
-"""Each message has `role` (system, user or assistant) and `content`."""
-
-ROLES = ("system", "user", "assistant")
-FORMATS = "messages; conversations (ShareGPT); prompt, completion; instruction, output (Alpaca)"
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-}
+Messages = list[dict[str, Any]]
+"""Messages in the form of transformers' chat templates."""
 _KEYS_SHOWN = 6
-_SYSTEM_COLUMN = "system"
-"""Column that holds the system message in any format."""
-_COLUMNS = (
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("instruction", "output", "input"),
-)
-"""Columns that each format reads; a row has the first format that matches.
-
-The third column of a format is optional.
-"""
-_METADATA_KEYS = re.compile(
-    r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
-    r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
-    r"|timestamp|date|time|created|updated|lang|language|country)"
-)
-"""Keys with metadata of a message, which templates do not render.
-
-A key with a part about training, such as `no_train_id`, never matches.
-"""
-_TRAIN_KEYS = ("weight", "train")
-"""Keys that mark whether a message is trained."""
 
 
-class BadConversationError(ValueError):
-    """Raised for a row that is not a valid conversation; the text describes the fault."""
+class UntrainedRowError(BadConversationError):
+    """Raised for a row that its own data excludes from training, such as `label` false."""
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
-    """Return the row's conversation. Raises BadConversationError."""
+    """Return the row's conversation.
+
+    Raises BadConversationError, and UntrainedRowError for a row that is left out.
+    """
     require_trained(row)
-    columns = columns_of(row)
-    if columns and _is_negative(row.get("label")):
-        raise BadConversationError(
-            f"label = {shown(row['label'])} marks a bad answer, which would be trained as a good "
-            "one. Remove such rows, or make pairs of chosen and rejected. If the label means "
-            "something other than quality, remove the column."
-        )
-    if columns == ("messages",):
-        messages = _message_list(
-            row["messages"], "messages", role="role", content="content", names=None
-        )
-    elif columns == ("conversations",):
-        messages = _message_list(
-            row["conversations"],
-            "conversations",
-            role="from",
-            content="value",
-            names=_SHAREGPT_ROLES,
-        )
-    elif columns[:1] == ("prompt",):
-        messages = messages_of(row, "prompt", "user")
-        messages += messages_of(row, "completion", "assistant")
-    elif columns:
-        messages = _alpaca(row)
-    else:
+    form = format_of(row)
+    if form is None:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
-        raise BadConversationError(f"no conversation in the columns {keys}. Formats: {FORMATS}.")
-    if not any(message["role"] == "assistant" for message in messages):
+        raise BadConversationError(
+            f"no conversation in the columns {keys}. Formats: {chat_formats()}. Name your columns "
+            "with --columns, such as --columns QUESTION=user,ANSWER=assistant."
+        )
+    _require_good(row.get(LABEL))
+    found = (
+        read_messages(row[form.question], form.question)
+        if form.answer is None
+        else (_question_and_answer(row, form, form.answer))
+    )
+    if not any(message["role"] == ASSISTANT for message in found.messages):
         raise BadConversationError(
             "no message of the assistant, so nothing to train on. Add the assistant's answer."
         )
-    messages = with_system(row, messages)
+    if not any(found.trained):
+        raise UntrainedRowError("every message of the assistant is excluded by weight or train")
+    found = with_system(row, found)
     return Conversation(
-        messages=tuple(messages),
-        trained=tuple(each["role"] == "assistant" for each in messages),
+        messages=tuple(found.messages),
+        trained=tuple(found.trained),
+        tools=tools_of(row, found),
+        documents=documents_of(row),
+        variables=variables_of(row),
     )
 
 
 def require_trained(row: Mapping[str, Any]) -> None:
-    """Raise BadConversationError for a row that is marked as not trained."""
-    for key in _TRAIN_KEYS:
-        value = row.get(key)
-        if _is_negative(value):
-            raise BadConversationError(
-                f"{key} = {shown(value)} excludes the row from training, which is not supported. "
-                "Remove the row."
-            )
+    """Raise UntrainedRowError for a row that is marked as not trained.
 
-
-def _is_negative(value: object) -> bool:
-    """Return True for false and for numbers up to 0, also as text from a CSV file."""
-    if isinstance(value, str) and value.strip().lower() == "false":
-        return True
-    if not isinstance(value, (str, bool, int, float, Decimal)):
-        return False
-    try:
-        return not float(value) > 0
-    except (ValueError, OverflowError):
-        return False
-
-
-def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the row's non-empty columns, except `system` and those in `read`."""
-    return [
-        name
-        for name, value in row.items()
-        if name not in read and name != _SYSTEM_COLUMN and not _is_absent(value)
-    ]
-
-
-def with_system(row: Mapping[str, Any], messages: Messages) -> Messages:
-    """Prepend the message of the column `system`, unless the messages begin with a system message.
-
-    Raises BadConversationError.
+    Raises BadConversationError for a weight other than 0 and 1.
     """
-    given = row.get(_SYSTEM_COLUMN)
-    if _is_absent(given) or messages[0]["role"] == "system":
-        return messages
-    text = _require_text(given, _SYSTEM_COLUMN)
-    return [{"role": "system", "content": text}, *messages] if text.strip() else messages
+    for key in TRAIN_KEYS:
+        weight = number_of(row.get(key))
+        if weight is None or weight == 1:
+            continue
+        if weight == 0:
+            raise UntrainedRowError(f"{key} = {shown(row[key])}")
+        raise BadConversationError(
+            f"{key} = {shown(row[key])} is not supported. Use 0 or 1, or ignore it with "
+            f"--ignore-key {key}."
+        )
+
+
+def _require_good(label: object) -> None:
+    """Raise UntrainedRowError for a bad answer of KTO data.
+
+    Raises BadConversationError for a number up to 0, which may also be the number of a class.
+    """
+    if label is False or (isinstance(label, str) and label.strip().lower() == "false"):
+        raise UntrainedRowError(f"{LABEL} = {shown(label)} marks a bad answer")
+    number = number_of(label)
+    if number is not None and not number > 0:
+        raise BadConversationError(
+            f"{LABEL} = {shown(label)} may mark a bad answer, which would be trained as a good "
+            f"one. Write true and false, or, if the label means something other than quality, "
+            f"ignore it with --ignore-key {LABEL}."
+        )
 
 
 def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the row's format; empty if the row matches no format."""
-    for columns in _COLUMNS:
-        is_one = len(columns) == 1
-        if row.get(columns[0]) is not None if is_one else all(each in row for each in columns[:2]):
-            return columns
-    return ()
+    """Return the columns that `conversation_of` reads; empty if the row matches no format."""
+    form = format_of(row)
+    if form is None:
+        return ()
+    found = [*form.required(), *SYSTEM, *TOOLS, DOCUMENTS, VARIABLES, *TRAIN_KEYS]
+    if form.answer is not None:
+        found.append(HISTORY)
+        if (context := _context(row, form)) is not None:
+            found.append(context)
+    if number_of(row.get(LABEL)) == 1 or row.get(LABEL) is False:
+        found.append(LABEL)
+    return tuple(found)
 
 
-def _is_absent(value: object) -> bool:
-    """Return True for a null or empty value, which means the same as an absent key."""
-    return value is None or (isinstance(value, (str, Sequence, Mapping)) and not value)
+def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
+    """Return the row's non-empty columns that are neither in `read` nor repeat its texts."""
+    found = [name for name, value in row.items() if name not in read and not is_absent(value)]
+    if not any(isinstance(row[name], str) for name in found):
+        return found
+    texts = {text for name in read for text in texts_in(row.get(name))}
+    return [name for name in found if not isinstance(row[name], str) or row[name] not in texts]
 
 
-def _alpaca(row: Mapping[str, Any]) -> Messages:
-    question = _require_text(row["instruction"], "instruction")
-    if row.get("input") not in (None, ""):
-        question += "\n\n" + _require_text(row["input"], "input")
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": _require_text(row["output"], "output")},
-    ]
+def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
+    """Prepend the message of the column `system`.
+
+    Raises BadConversationError if the messages begin with another system message.
+    """
+    column = present(row, SYSTEM)
+    if column is None:
+        return found
+    text = require_text(row[column], column)
+    if not text.strip():
+        return found
+    first = found.messages[0]
+    if first["role"] not in ("system", "developer"):
+        return MessageList(
+            [{"role": "system", "content": text}, *found.messages],
+            [False, *found.trained],
+            found.tools,
+        )
+    if first["content"] != text:
+        raise BadConversationError(
+            f"{column} is {shown(text)}, but the messages begin with another system message, "
+            f"{shown(first['content'])}. Remove one of them, or use --ignore-key {column}."
+        )
+    return found
 
 
-def messages_of(row: Mapping[str, Any], column: str, role: str) -> Messages:
+def _context(row: Mapping[str, Any], form: RowFormat) -> str | None:
+    names = tuple(each for each in CONTEXT if each != form.question)
+    return present(row, names) if isinstance(row[form.question], str) else None
+
+
+def _question_and_answer(row: Mapping[str, Any], form: RowFormat, answer: str) -> MessageList:
+    """Return the messages of two columns; only those of the answer are trained, and of history."""
+    found = _history(row.get(HISTORY))
+    prompt = messages_of(row, form.question, "user").untrained()
+    context = _context(row, form)
+    if context is not None:
+        message = prompt.messages[-1]
+        message["content"] += "\n\n" + require_text(row[context], context)
+    found += prompt
+    found += messages_of(row, answer, ASSISTANT)
+    return found
+
+
+def _history(given: object) -> MessageList:
+    """Return the earlier turns: a list of pairs of question and answer, or of messages."""
+    found = MessageList()
+    given = parsed(given)
+    if is_absent(given):
+        return found
+    if not isinstance(given, (list, tuple)):
+        raise BadConversationError(
+            f"{HISTORY} is {shown(given)}, not a list. Write [[QUESTION, ANSWER], ...]."
+        )
+    if all(isinstance(each, Mapping) for each in given):
+        return read_messages(given, HISTORY)
+    for number, pair in enumerate(given):
+        where = f"{HISTORY}[{number}]"
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise BadConversationError(
+                f"{where} is {shown(pair)}, not a pair. Write [QUESTION, ANSWER]."
+            )
+        found += text_message(pair[0], where, "user")
+        found += text_message(pair[1], where, ASSISTANT)
+    return found
+
+
+def messages_of(row: Mapping[str, Any], column: str, role: str) -> MessageList:
     """Return a column as messages; a text becomes one message of `role`.
 
     Raises BadConversationError.
     """
-    if isinstance(row[column], str):
-        return [{"role": role, "content": row[column]}]
-    return _message_list(row[column], column, role="role", content="content", names=None)
-
-
-def _message_list(
-    given: Any, column: str, *, role: str, content: str, names: Mapping[str, str] | None
-) -> Messages:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    given = row[column]
+    if isinstance(given, (list, tuple, Mapping)) and given:
+        return read_messages(given, column)
+    if not isinstance(given, str):
         raise BadConversationError(
-            f"{column} is {shown(given)}, not a list of messages. Write "
-            f'[{{"{role}": ..., "{content}": ...}}, ...].'
+            f"{column} is {shown(given)}, not text and not a list of messages."
         )
-    return [
-        _message(each, f"{column}[{number}]", role=role, content=content, names=names)
-        for number, each in enumerate(given)
-    ]
+    return text_message(given, column, role)
 
 
-def _message(
-    given: Any, where: str, *, role: str, content: str, names: Mapping[str, str] | None
-) -> dict[str, str]:
-    if not isinstance(given, Mapping) or role not in given or content not in given:
+def tools_of(row: Mapping[str, Any], found: MessageList) -> tuple[Mapping[str, Any], ...]:
+    """Return the functions of the row and of its messages. Raises BadConversationError."""
+    tools = list(found.tools)
+    for column in TOOLS:
+        if not is_absent(row.get(column)):
+            tools += tool_list(row[column], column)
+    return tuple(tools)
+
+
+def documents_of(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the documents for templates with retrieval. Raises BadConversationError."""
+    given = parsed(row.get(DOCUMENTS))
+    if is_absent(given):
+        return ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(each, Mapping) for each in given):
         raise BadConversationError(
-            f"{where} is {shown(given)}. A message needs the keys {role!r} and {content!r}."
+            f"{DOCUMENTS} is {shown(given)}, not a list of objects. Write "
+            '[{"title": ..., "text": ...}].'
         )
-    given_role = given[role]
-    known = dict(zip(ROLES, ROLES, strict=True)) if names is None else names
-    if not isinstance(given_role, str) or given_role not in known:
+    return tuple(clean(given))
+
+
+def variables_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the variables of the template that the row sets. Raises BadConversationError."""
+    given = parsed(row.get(VARIABLES))
+    if is_absent(given):
+        return {}
+    if not isinstance(given, Mapping):
         raise BadConversationError(
-            f"{where}: unknown role {shown(given_role)}. Use one of: {', '.join(known)}."
+            f'{VARIABLES} is {shown(given)}, not an object. Write {{"NAME": VALUE}}.'
         )
-    for key, value in given.items():
-        _require_supported_key(key, value, where, role=known[given_role], read=(role, content))
-    return {
-        "role": known[given_role],
-        "content": _require_text(given[content], f"{where} {content}"),
-    }
-
-
-def _require_supported_key(
-    key: str, value: object, where: str, *, role: str, read: tuple[str, str]
-) -> None:
-    """Raise BadConversationError for a key that is not read, although it would change training."""
-    if key in read or _is_absent(value) or _METADATA_KEYS.fullmatch(key):
-        return
-    if key in _TRAIN_KEYS and isinstance(value, (bool, int, float)):
-        if value == (role == "assistant"):
-            return
-        done = "is trained" if role == "assistant" else "is not trained"
-        raise BadConversationError(
-            f"{where}: {key} = {shown(value)} is not supported: a message of role {role!r} "
-            f"{done}. Remove the key."
-        )
-    raise BadConversationError(
-        f"{where}: the key {shown(key)} ({shown(value)}) is not supported, and training would "
-        "lose it. Remove the key."
-    )
-
-
-def _require_text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise BadConversationError(f"{where} is {shown(value)}, not text.")
-    # A lone surrogate from a \u escape cannot be encoded; replaced as tokenizers does.
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return dict(clean(given))

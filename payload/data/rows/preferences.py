@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from payload.core.printable_text import shown
+from payload.data.rows.columns import ANSWERS as ANSWERS
+from payload.data.rows.columns import (
+    OPENAI_ANSWERS,
+    OPENAI_PROMPT,
+    PREFERENCE_PROMPTS,
+    preference_columns,
+    present,
+)
 from payload.data.rows.conversations import (
-    BadConversationError,
     Messages,
+    documents_of,
     messages_of,
     require_trained,
+    tools_of,
+    variables_of,
     with_system,
 )
+from payload.data.rows.messages import BadConversationError, MessageList
 
 FORMATS = (
-    "prompt, chosen, rejected; chosen, rejected (two conversations that begin with the same prompt)"
+    "prompt, chosen, rejected; chosen, rejected (two conversations that begin with the same "
+    "prompt); input, preferred_output, non_preferred_output (OpenAI)"
 )
-ANSWERS = ("chosen", "rejected")
-COLUMNS = ("prompt", *ANSWERS)
+COLUMNS = preference_columns()
 _KEYS_SHOWN = 6
 
 
@@ -30,20 +41,33 @@ class Preference:
     prompt: Messages
     chosen: Messages
     rejected: Messages
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the functions that the assistant can call."""
+    documents: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template that this row sets."""
 
 
 def preference_of(row: Mapping[str, Any]) -> Preference:
-    """Return the row's pair. Raises BadConversationError."""
+    """Return the row's pair.
+
+    Raises BadConversationError, and UntrainedRowError for a row that is left out.
+    """
     require_trained(row)
+    row = _from_openai(row)
     missing = [name for name in ANSWERS if row.get(name) is None]
     if missing:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
         raise BadConversationError(
-            f"no {' and no '.join(missing)} in the columns {keys}. Formats: {FORMATS}."
+            f"no {' and no '.join(missing)} in the columns {keys}. Formats: {FORMATS}. Name your "
+            "columns with --columns, such as --columns GOOD=chosen,BAD=rejected."
         )
-    chosen, rejected = (messages_of(row, name, "assistant") for name in ANSWERS)
-    if row.get("prompt") is not None:
-        prompt = messages_of(row, "prompt", "user")
+    lists = [messages_of(row, name, "assistant") for name in ANSWERS]
+    chosen, rejected = (each.messages for each in lists)
+    column = present(row, PREFERENCE_PROMPTS)
+    if column is not None:
+        lists.insert(0, messages_of(row, column, "user"))
+        prompt = lists[0].messages
         chosen, rejected = (
             _without_prompt(prompt, each, name)
             for each, name in zip((chosen, rejected), ANSWERS, strict=True)
@@ -57,8 +81,25 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
         count = _num_common_messages(chosen, rejected)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
     _require_answers(prompt, chosen, rejected)
-    prompt = with_system(row, prompt)
-    return Preference(prompt=prompt, chosen=chosen, rejected=rejected)
+    whole = with_system(row, MessageList(prompt, [False] * len(prompt), lists[0].tools))
+    return Preference(
+        prompt=whole.messages,
+        chosen=chosen,
+        rejected=rejected,
+        tools=tools_of(row, whole),
+        documents=documents_of(row),
+        variables=variables_of(row),
+    )
+
+
+def _from_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row in the format of OpenAI's preference tuning with our columns' names."""
+    given = row.get(OPENAI_PROMPT)
+    if not isinstance(given, Mapping) or not all(name in row for name in OPENAI_ANSWERS):
+        return row
+    answers = {name: row[other] for name, other in zip(ANSWERS, OPENAI_ANSWERS, strict=True)}
+    rest = {key: value for key, value in given.items() if key != "messages"}
+    return {**rest, "prompt": given.get("messages"), **answers}
 
 
 def _without_prompt(prompt: Messages, given: Messages, column: str) -> Messages:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import csv
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from payload.core.errors import DataError, UsageError
+from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
-from payload.data.sources.jsonl import convert_gzip_errors, open_jsonl, parse_line, read_lines
-from payload.data.sources.source_flags import SourceRequest, check_flags
-from payload.data.sources.text_files import ColumnFiles, missing_shards
+from payload.data.rows.columns import METADATA, without_nulls
+from payload.data.rows.named_columns import NamedColumns
+from payload.data.sources.documents import Survey
+from payload.data.sources.source_flags import SourceRequest, check_flags, resolve_source
+from payload.data.sources.split import FileSplit
 
-_GLOBS = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "csv": "*.csv"}
-_FIELD_BYTES = 2**26
 _BATCH_CHARS = 2**22
 _COLUMNS_SHOWN = 8
+_EARLY_ROWS = 10_000
+"""Rows after which keys that nothing reads are reported, although more rows follow."""
 _SKIP = "Correct it, or skip such rows with --skip-bad."
 
 _T = TypeVar("_T")
@@ -48,7 +49,12 @@ class Rows(ABC):
         """One message for each skipped row."""
         self.num_rows = 0
         """Rows read so far, including bad rows."""
+        self.first_val: int | None = None
+        """Number of the first row of the files for validation; None without such files."""
+        self._columns = NamedColumns(request.columns, request.ignored_keys)
+        self._metadata: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -57,9 +63,35 @@ class Rows(ABC):
         Raises DataError if the source is missing.
         """
 
-    @abstractmethod
+    def identity_of_columns(self) -> list[Any]:
+        """Return the part of `identity` that the renamed columns and ignored keys decide."""
+        return self._columns.identity()
+
     def read(self) -> Iterator[Row]:
-        """Yield every row; call `identity` first. Raises DataError for a bad row."""
+        """Yield every row; call `identity` first.
+
+        Raises DataError for a bad row, and for keys that nothing reads.
+        """
+        for row in self._read():
+            if row.number == _EARLY_ROWS:
+                self.require_read()
+            yield replace(row, values=self._columns.convert(row.values))
+        self.require_read()
+
+    @abstractmethod
+    def _read(self) -> Iterator[Row]:
+        """Yield every row as the source has it."""
+
+    def recognised(self) -> list[str]:
+        """Return lines about what was detected; call `identity` first."""
+        return []
+
+    def survey(self, documents: int | None) -> Survey:
+        """Return the size of the source, with the split of its files, after all rows were read."""
+        split = None
+        if self.first_val is not None and documents:
+            split = FileSplit.of(first_val=self.first_val, documents=self.num_rows)
+        return Survey(documents=documents, text_bytes=None, split=split)
 
     def skip(self, where: str, complaint: str) -> None:
         """Skip a bad row. Raises DataError unless the user allowed skipping."""
@@ -68,23 +100,36 @@ class Rows(ABC):
             raise DataError(f"{message} {_SKIP}")
         self.skipped.append(message.encode("utf-8", "backslashreplace").decode("utf-8"))
 
+    def leave_out(self, reason: str) -> None:
+        """Count a row that its own data excludes from training."""
+        self._left_out[reason] += 1
+
     def note_unread(self, columns: Iterable[str]) -> None:
         """Count columns of a row that the task does not read."""
-        self._unread.update(columns)
+        for name in columns:
+            (self._metadata if METADATA.fullmatch(name) else self._unread)[name] += 1
+
+    def require_read(self) -> None:
+        """Raise DataError for keys that nothing reads, which training would lose."""
+        self._columns.require_found()
+        if not self._unread:
+            return
+        first = self._unread.most_common(1)[0][0]
+        raise DataError(
+            f"{self.label}: nothing reads {_counted(self._unread)} of the first "
+            f"{self.num_rows:,} rows, so training would lose them. Name the columns with "
+            f"--columns, or ignore them with --ignore-key {printable_line(first)}."
+        )
 
     def notes(self) -> list[str]:
         """Return notes for the user about the rows that were read."""
         shards = self.missing_shards()
-        found = [] if shards is None else [f"note: {shards}"]
-        if not self._unread:
-            return found
-        names = [
-            f"{shown(name)} ({count:,} rows)"
-            for name, count in self._unread.most_common(_COLUMNS_SHOWN)
-        ]
-        more = len(self._unread) - len(names)
-        rest = f" and {more} more columns" if more else ""
-        return [*found, f"note: ignored columns: {', '.join(names)}{rest}"]
+        found = [] if shards is None else [shards]
+        found += [f"left out {count:,} rows: {why}" for why, count in self._left_out.items()]
+        found += self._columns.notes()
+        if self._metadata:
+            found.append(f"ignored columns: {_counted(self._metadata)}")
+        return [f"note: {each}" for each in found]
 
     def missing_shards(self) -> str | None:
         """Return a note about missing files of the source, if any."""
@@ -114,7 +159,8 @@ class Rows(ABC):
                 self.num_rows += len(table)
                 continue
             for values in table:
-                yield from self._row(f"{where} row {self.num_rows + 1}", values)
+                given = {name: without_nulls(value) for name, value in values.items()}
+                yield from self._row(f"{where} row {self.num_rows + 1}", given)
 
 
 def in_batches(
@@ -144,81 +190,27 @@ def open_rows(request: SourceRequest) -> Rows:
 
     Raises UsageError for flags that the source does not support.
     """
+    from payload.data.rows.file_rows import GLOBS, FileRows
+
+    request = resolve_source(request)
     check_flags(request)
     if request.kind == "hf":
         return _HubRows(request)
-    if request.kind not in _GLOBS:
+    if request.kind not in GLOBS:
         raise UsageError(
             f"--source {request.kind} has no columns. For this task use one of "
-            f"{', '.join([*_GLOBS, 'hf'])}."
+            f"{', '.join([*GLOBS, 'hf'])}."
         )
-    return _FileRows(request)
+    return FileRows(request)
 
 
-class _FileRows(Rows):
-    """Rows of jsonl, parquet or csv files."""
-
-    def __init__(self, request: SourceRequest) -> None:
-        super().__init__(request)
-        given = [Path(each) for each in request.inputs]
-        kind = request.kind
-        self._files = _Files(kind, given, glob=_GLOBS[kind], request=request)
-        self.label = self._files.label
-        self._read = {"jsonl": self._jsonl, "parquet": self._parquet, "csv": self._csv}[kind]
-
-    def identity(self) -> list[Any]:
-        return self._files.identity()
-
-    def read(self) -> Iterator[Row]:
-        for path in self._files.paths():
-            yield from self._read(path)
-
-    def missing_shards(self) -> str | None:
-        return missing_shards(self._files.paths())
-
-    def _jsonl(self, path: Path) -> Iterator[Row]:
-        with open_jsonl(path) as file, convert_gzip_errors(path):
-            for number, (line, _) in enumerate(read_lines(file), 1):
-                if not line.isspace():
-                    example = '{"COLUMN": ...}'
-                    yield from self._row(f"{path} line {number}", parse_line(line, example=example))
-
-    def _parquet(self, path: Path) -> Iterator[Row]:
-        from payload.data.sources.parquet import ParquetReader
-
-        with ParquetReader(None) as reader:
-            yield from self._tables(reader.read_rows(str(path)), where=str(path))
-
-    def _csv(self, path: Path) -> Iterator[Row]:
-        """Yield the rows after the header line, with quoting as in RFC 4180."""
-        csv.field_size_limit(_FIELD_BYTES)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            header: list[str] | None = None
-            while True:
-                line = reader.line_num + 1
-                try:
-                    fields = next(reader, None)
-                except (csv.Error, UnicodeDecodeError) as error:
-                    # After broken quotes the remaining rows cannot be separated.
-                    raise DataError(
-                        f"{path} line {line}: not CSV in UTF-8: {error}. Correct its quotes: put a "
-                        'field with commas or line ends in "...", and write " inside it as "".'
-                    ) from None
-                if fields is None:
-                    return
-                if header is None:
-                    header = _header(fields, path)
-                elif fields:
-                    yield from self._row(f"{path} line {line}", _by_column(fields, header))
-
-
-class _Files(ColumnFiles):
-    """Finds files in the same way as the text sources."""
-
-    def paths(self) -> list[Path]:
-        """Return the files that `identity` found."""
-        return self._files
+def _counted(counts: Counter[str]) -> str:
+    """Return names with their numbers of rows, the most frequent first."""
+    names = [
+        f"{shown(name)} ({count:,} rows)" for name, count in counts.most_common(_COLUMNS_SHOWN)
+    ]
+    more = len(counts) - len(names)
+    return ", ".join(names) + (f" and {more} more columns" if more else "")
 
 
 class _HubRows(Rows):
@@ -234,26 +226,10 @@ class _HubRows(Rows):
     def identity(self) -> list[Any]:
         found = self._hub.identity()
         self.revision = self._hub.revision
-        return found
+        return [*found, *self.identity_of_columns()]
 
-    def read(self) -> Iterator[Row]:
+    def _read(self) -> Iterator[Row]:
         yield from self._tables(self._hub.rows(), where=self.label)
 
     def missing_shards(self) -> str | None:
         return self._hub.note()
-
-
-def _header(fields: Sequence[str], path: Path) -> list[str]:
-    names = [name.strip() for name in fields]
-    if len(set(names)) < len(names) or not all(names):
-        raise DataError(
-            f"{path} line 1: {', '.join(map(repr, names[:8]))}: column names are missing or "
-            "repeated. Begin the file with a line of unique column names."
-        )
-    return names
-
-
-def _by_column(fields: Sequence[str], header: Sequence[str]) -> dict[str, str] | str:
-    if len(fields) != len(header):
-        return f"{len(fields)} fields, but {len(header)} columns ({', '.join(header[:8])})."
-    return dict(zip(header, fields, strict=True))

@@ -10,9 +10,12 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 from payload.core.errors import DataError
+
+if TYPE_CHECKING:
+    from payload.data.sources.split import Split
 
 Cursor = dict[str, Any]
 """Position to resume at: JSON that only the source reads and writes. {} is the start."""
@@ -55,6 +58,8 @@ class Survey:
     bytes_are_exact: bool = False
     note: str | None = None
     """A note for the user about how the documents were found."""
+    split: Split | None = None
+    """The split that the names of the files declare."""
 
 
 class Source(Protocol):

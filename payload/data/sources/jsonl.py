@@ -1,19 +1,16 @@
-"""JSON Lines: one object a line, with the text under one key. `.gz` files are decompressed."""
+"""JSON Lines: one object a line, with the text under one key. Files may be compressed."""
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from payload.core.errors import DataError
 from payload.core.printable_text import shown
+from payload.data.sources.compressed import compression_of, convert_errors, open_decompressed
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_files import ColumnFiles, missing_shards
@@ -32,7 +29,7 @@ class JsonlSource(ColumnFiles):
     def survey(self) -> Survey:
         """Count the lines, unless a file is compressed."""
         size = sum(path.stat().st_size for path in self._files)
-        if any(_is_compressed(path) for path in self._files):
+        if any(compression_of(path) for path in self._files):
             return Survey(documents=None, text_bytes=None, note=missing_shards(self._files))
         note = missing_shards(self._files)
         return Survey(documents=sum(map(_count_lines, self._files)), text_bytes=size, note=note)
@@ -44,7 +41,7 @@ class JsonlSource(ColumnFiles):
         offset = cursor.get("offset", 0)
         for index in range(cursor.get("file", 0), len(self._files)):
             path = self._files[index]
-            with open_jsonl(path) as file, convert_gzip_errors(path):
+            with open_decompressed(path) as file, convert_errors(path):
                 file.seek(offset)
                 for line, read in read_lines(file):
                     line_number += 1
@@ -79,7 +76,7 @@ def _parse_text(line: bytes, column: str) -> bytes | None:
     if len(line) > LINE_BYTES:
         return None
     try:
-        text = json.loads(line, object_pairs_hook=_object)[column]
+        text = json.loads(line, object_pairs_hook=object_of_pairs)[column]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if not isinstance(text, str):
@@ -106,7 +103,7 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     if len(line) > LINE_BYTES:
         return f"longer than {LINE_BYTES // MIB} MiB."
     try:
-        value = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=_object)
+        value = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=object_of_pairs)
     except UnicodeDecodeError as error:
         return f"byte {error.start} of the line (0x{line[error.start]:02x}) is not UTF-8."
     except RecursionError:
@@ -119,7 +116,7 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -139,24 +136,6 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         yield line, read
 
 
-@contextmanager
-def convert_gzip_errors(path: Path) -> Iterator[None]:
-    """Convert the errors of a damaged .gz file to a DataError."""
-    try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged gzip file: {error}. Copy it again.") from None
-
-
 def _count_lines(path: Path) -> int:
     with path.open("rb") as file:
         return sum(1 for line, _ in read_lines(file) if not line.isspace())
-
-
-def _is_compressed(path: Path) -> bool:
-    return path.suffix == ".gz"
-
-
-def open_jsonl(path: Path) -> BinaryIO:
-    """Open a file for reading, decompressed."""
-    return cast(BinaryIO, gzip.open(path, "rb")) if _is_compressed(path) else path.open("rb")

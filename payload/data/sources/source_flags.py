@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from payload.core.errors import UsageError
+from payload.core.regular_files import home_path
+from payload.formats.hub_names import HubName
 
-SourceKind = Literal["openwebtext", "text", "jsonl", "parquet", "csv", "hf", "stdlib"]
+SourceKind = Literal["auto", "openwebtext", "text", "jsonl", "parquet", "csv", "hf", "stdlib"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
-_FILE_KINDS = ("text", "jsonl", "parquet", "csv")
+_FILE_KINDS = ("auto", "text", "jsonl", "parquet", "csv")
 DEFAULT_TEXT_COLUMN = "text"
 DEFAULT_SPLIT = "train"
+_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")
+"""Suffixes of files, which the name of a dataset on the hub seldom has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,10 @@ class SourceRequest:
     split: str | None = None
     """`hf`: split; None means `DEFAULT_SPLIT`."""
     skip_bad: bool = False
+    columns: tuple[tuple[str, str], ...] = ()
+    """Columns of the source, each with the name that it is read as."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of rows and messages that are left out."""
 
     def column(self) -> str:
         """Return the key or column with the text."""
@@ -41,6 +49,26 @@ class SourceRequest:
     def chosen_split(self) -> str:
         """Return the split, for `hf`."""
         return DEFAULT_SPLIT if self.split is None else self.split
+
+
+def resolve_source(request: SourceRequest) -> SourceRequest:
+    """Return the request with `hf` instead of `auto` for the name of a dataset on the hub.
+
+    Raises UsageError for a file or folder that does not exist.
+    """
+    if request.kind != "auto" or not request.inputs:
+        return request
+    given = request.inputs[0]
+    if len(request.inputs) > 1 or home_path(given).exists():
+        inputs = tuple(str(home_path(each)) for each in request.inputs)
+        return replace(request, inputs=inputs)
+    is_path = given.startswith(("/", "./", "../", "~")) or Path(given).suffix.lower() in _SUFFIXES
+    if is_path or "/" not in given or HubName.parse(given) is None:
+        raise UsageError(
+            f"--input {given}: file or folder not found. Correct the path, or use a dataset of the "
+            "hub, OWNER/NAME."
+        )
+    return replace(request, kind="hf")
 
 
 def check_flags(request: SourceRequest) -> None:

@@ -66,6 +66,33 @@ class HashSplit:
         return (hashed >> np.uint64(11)).astype(np.float64) < self.record.val_fraction * 2.0**53
 
 
+@dataclass(frozen=True, slots=True)
+class FileSplit:
+    """Chooses the documents of the files that are named for validation, which come last."""
+
+    record: SplitRecord
+    first_val: int
+
+    @classmethod
+    def of(cls, *, first_val: int, documents: int) -> FileSplit:
+        """Return the split of `documents` documents of which the first one for validation is known.
+
+        Raises DataError if one of the two parts is empty.
+        """
+        if not 0 < first_val < documents:
+            part = "training" if first_val <= 0 else "validation"
+            raise DataError(
+                f"the files that are named for {part} have no rows. Add some, or pass only the "
+                "other files with --input."
+            )
+        fraction = (documents - first_val) / documents
+        return cls(SplitRecord(method="files", val_fraction=fraction, seed=0), first_val)
+
+    def val_mask(self, numbers: Numbers) -> Mask:
+        """Return the mask of the validation documents among `numbers`."""
+        return numbers >= self.first_val
+
+
 def default_val_fraction(documents: int | None) -> float:
     """Return the share for validation of a source with `documents` documents (None: unknown).
 

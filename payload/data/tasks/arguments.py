@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from payload.data.sources.documents import MIB
 from payload.data.sources.source_flags import SourceRequest
 
 if TYPE_CHECKING:
+    from payload.data.templates.turns import SampleOptions, TrainOn
     from payload.data.tokenizers.base import TextTokenizer
     from payload.data.writing.plan import PrepareSettings
     from payload.data.writing.tokenizer_check import TokenizerCheck
+    from payload.formats.data_folder import OnLong, Thoughts
 
 
 PACKINGS = ("best-fit", "none")
+ON_LONG: tuple[OnLong, ...] = ("truncate", "drop", "refuse", "split")
+THOUGHTS: tuple[Thoughts, ...] = ("keep", "drop", "empty", "refuse")
+TRAIN_ON: tuple[TrainOn, ...] = ("all", "last")
+RENDERING_FLAGS = ("--chat-template", "--template-var", "--thoughts", "--train-on")
+"""Flags of every task with a chat template."""
+_RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 SEQUENCE_LENGTH = 1024
 DEFAULT_LABEL_COLUMN = "label"
 
@@ -30,6 +39,8 @@ def source_request(args: argparse.Namespace) -> SourceRequest:
         revision=args.revision,
         split=args.split,
         skip_bad=args.skip_bad,
+        columns=args.columns or (),
+        ignored_keys=tuple(args.ignore_key or ()),
     )
 
 
@@ -67,6 +78,32 @@ def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck
         allow_odd=settings.allow_odd_tokenizer,
         log=Reporter(quiet=quiet).log,
     )
+
+
+def sample_options(args: argparse.Namespace) -> SampleOptions:
+    """Return what the flags train of each conversation."""
+    from payload.data.templates.turns import SampleOptions
+
+    return SampleOptions(
+        thoughts=args.thoughts or THOUGHTS[0],
+        train_on=args.train_on or TRAIN_ON[0],
+        variables=dict(args.template_var or ()),
+        ignored_keys=frozenset(getattr(args, "ignore_key", None) or ()),
+    )
+
+
+def template_variable(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE; a value that is not JSON is a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier() or name in _RESERVED_VARIABLES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE with the name of a template's variable, such as "
+            "enable_thinking=false"
+        )
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def positive_int(text: str) -> int:

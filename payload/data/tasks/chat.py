@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from payload.core.tasks import TaskKind
-from payload.data.tasks.arguments import PACKINGS, SEQUENCE_LENGTH, positive_int
+from payload.data.tasks.arguments import (
+    ON_LONG,
+    PACKINGS,
+    RENDERING_FLAGS,
+    SEQUENCE_LENGTH,
+    THOUGHTS,
+    TRAIN_ON,
+    positive_int,
+    template_variable,
+)
 from payload.data.tasks.base import AddFlag, Task
 from payload.formats.data_folder import DataMeta
 
@@ -21,7 +30,10 @@ class ChatTask(Task):
 
     kind: ClassVar[TaskKind] = "chat"
     summary = "the assistant's tokens of conversations"
-    flags = ("--sequence-length", "--packing", "--chat-template", "--group-column")
+    flags = (
+        *("--sequence-length", "--packing", "--on-long", "--group-column"),
+        *RENDERING_FLAGS,
+    )
 
     def add_flags(self, add: AddFlag) -> None:
         """Declare `flags`."""
@@ -43,6 +55,36 @@ class ChatTask(Task):
             type=Path,
             metavar="FILE",
             help="Jinja file instead of the tokenizer's template",
+        )
+        add(
+            "--template-var",
+            type=template_variable,
+            action="append",
+            metavar="NAME=VALUE",
+            help="variable of the template, such as enable_thinking=false; the value is JSON, "
+            "otherwise text (repeatable)",
+        )
+        add(
+            "--thoughts",
+            choices=THOUGHTS,
+            metavar="HOW",
+            help="keep: train thoughts as the rows have them; drop: without thoughts; empty: where "
+            "a prompt opens a block of thoughts and the row has none, train the end of the block, "
+            f"too; refuse: reject such rows (default: {THOUGHTS[0]})",
+        )
+        add(
+            "--train-on",
+            choices=TRAIN_ON,
+            metavar="TURNS",
+            help="all: train every turn of the assistant; last: only the last one "
+            f"(default: {TRAIN_ON[0]})",
+        )
+        add(
+            "--on-long",
+            choices=ON_LONG,
+            metavar="HOW",
+            help="conversation longer than a block: truncate, drop or refuse it, or split it into "
+            f"several blocks (default: {ON_LONG[0]})",
         )
         add(
             "--group-column",
@@ -74,7 +116,7 @@ class ChatTask(Task):
         chat = meta.chat
         assert chat is not None
         padding = chat.train_padding_tokens / meta.train_tokens
-        return [
+        lines = [
             f"blocks of {chat.sequence_length} tokens, packing {chat.packing}: {padding:.1%} "
             f"padding; trained tokens: {chat.train_trained_tokens:,} for training, "
             f"{chat.val_trained_tokens:,} for validation",
@@ -82,3 +124,24 @@ class ChatTask(Task):
             f"{chat.truncated_tokens:,} tokens; dropped without a trained token: "
             f"{chat.dropped_conversations:,}",
         ]
+        if chat.on_long != "truncate":
+            lines.append(
+                f"longer than a block (--on-long {chat.on_long}): "
+                f"{chat.long_dropped_conversations:,} conversations left out, "
+                f"{chat.split_conversations:,} split"
+            )
+        if chat.added_samples:
+            lines.append(
+                "the template renders earlier turns differently once others follow: "
+                f"{chat.added_samples:,} further samples with {chat.added_tokens:,} tokens"
+            )
+        if chat.literal_samples:
+            lines.append(
+                f"special tokens in the rows' text, encoded as text: {chat.literal_samples:,} rows"
+            )
+        if chat.unescaped_samples:
+            lines.append(
+                "special tokens in the rows' text that could not be encoded as text: "
+                f"{chat.unescaped_samples:,} rows"
+            )
+        return lines

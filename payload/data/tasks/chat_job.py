@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -23,33 +24,41 @@ from payload.data.rows.packing import best_fit
 from payload.data.rows.rows import Row, Rows, in_batches, open_rows
 from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
+    ON_LONG,
     PACKINGS,
     SEQUENCE_LENGTH,
     prepare_settings,
+    sample_options,
     source_request,
     tokenizer_check,
 )
+from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,
-    Span,
     load_chat_template,
     read_chat_template,
 )
+from payload.data.templates.turns import RenderedSample, SampleOptions
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data.writing.plan import PrepareSettings
-from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.formats.data_folder import (
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
     VAL_MARKS_NAME,
     VAL_NAME,
     ChatRecord,
+    OnLong,
 )
 
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
+_COUNTED = (
+    *("truncated_conversations", "truncated_tokens", "long_dropped_conversations"),
+    *("split_conversations", "dropped_conversations", "added_samples", "added_tokens"),
+)
+"""Fields of the record that this job counts."""
 _BATCH_SIZE = 256
 """Number of conversations that are tokenized together."""
 
@@ -66,6 +75,8 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
     tokenizer, template = load_tokenizer_and_template(args)
     length = args.sequence_length or SEQUENCE_LENGTH
     packing = args.packing or PACKINGS[0]
+    options = sample_options(args)
+    on_long: OnLong = args.on_long or ON_LONG[0]
     shaping: tuple[str, ...] = (
         "chat",
         args.source,
@@ -73,17 +84,20 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
         packing,
         template.sha256(),
         str(args.skip_bad),
+        on_long,
+        *options.shaping(),
     )
     shaping += (args.group_column,) if args.group_column is not None else ()
     settings = prepare_settings(args, tokenizer, val_fraction=None, shaping=shaping)
     return ChatJob(
         rows,
         settings,
-        tokenizer,
         template,
-        tokenizer_check(settings, quiet=args.quiet),
+        SampleTokenizer(tokenizer, tokenizer_check(settings, quiet=args.quiet)),
+        options,
         length=length,
         packing=packing,
+        on_long=on_long,
         groups=Groups(args.group_column),
     )
 
@@ -131,8 +145,21 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sample:
+    """A rendered text of a row."""
+
+    where: str
+    """File and line of the row."""
+    group: int
+    """Key of the split: the group's number, or the row's number without groups."""
+    rendered: RenderedSample
+    is_added: bool
+    """True for all but one sample of a row."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Document:
-    """The tokens of a conversation, each with True if it is trained; the first token never is."""
+    """The tokens of a sample, each with True if it is trained; the first token never is."""
 
     group: int
     """Key of the split: the group's number, or the row's number without groups."""
@@ -146,16 +173,15 @@ class ChatJob:
 
     rows: Rows
     settings: PrepareSettings
-    tokenizer: HfTokenizer
     template: ChatTemplate
-    check: TokenizerCheck
+    tokenizer: SampleTokenizer
+    options: SampleOptions
     length: int = field(kw_only=True)
     packing: Any = field(kw_only=True)
+    on_long: OnLong = field(kw_only=True)
     groups: Groups = field(kw_only=True)
-    truncated: int = 0
-    truncated_tokens: int = 0
-    dropped: int = 0
-    text_bytes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counts of the record, by the name of its field."""
 
     def make(self) -> PreparedData:
         """Read, render, tokenize and pack all rows. Raises DataError."""
@@ -181,66 +207,97 @@ class ChatJob:
             sequence_length=self.length,
             packing=self.packing,
             template_sha256=self.template.sha256(),
-            truncated_conversations=self.truncated,
-            truncated_tokens=self.truncated_tokens,
-            dropped_conversations=self.dropped,
+            thoughts=self.options.thoughts,
+            on_long=self.on_long,
+            **{name: self.counts[name] for name in _COUNTED},
+            literal_samples=self.tokenizer.literal_samples,
+            unescaped_samples=self.tokenizer.unescaped_samples,
             **record,
         )
-        fields = {**counts, "text_bytes": self.text_bytes, "task": "chat", "chat": chat}
-        return PreparedData(
-            files=files, split=split, fields=fields, encoder=self.tokenizer.reference_name
-        )
+        fields = {**counts, "text_bytes": self.tokenizer.text_bytes, "task": "chat", "chat": chat}
+        encoder = self.tokenizer.tokenizer.reference_name
+        return PreparedData(files=files, split=split, fields=fields, encoder=encoder)
 
     def _documents(self) -> list[_Document]:
-        """Return every conversation with trained tokens, truncated to the block length."""
+        """Return every sample with trained tokens, in pieces of at most the block length."""
+        self.template.require_stop(self.options.variables)
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Document] = []
-        rendered = map(self._render, rows)
-        for batch in in_batches(rendered, count=_BATCH_SIZE, chars=lambda each: len(each[1])):
+        samples = chain.from_iterable(map(self._render, rows))
+        for batch in in_batches(
+            samples, count=_BATCH_SIZE, chars=lambda each: len(each.rendered.text)
+        ):
             found += self._tokenize(batch)
-        self.check.finish()
+        self.tokenizer.check.finish()
         if not found:
             self.rows.require_some()
             raise DataError(
                 f"no conversation with trained tokens in {self.rows.label}: {self.rows.num_rows:,} "
-                f"rows, {len(self.rows.skipped):,} bad, {self.dropped:,} with empty answers or "
-                "answers beyond --sequence-length. Check the columns, or raise --sequence-length."
+                f"rows, {len(self.rows.skipped):,} bad, {self.counts['dropped_conversations']:,} "
+                "with empty answers or answers beyond --sequence-length. Check the columns, or "
+                "raise --sequence-length."
             )
         return found
 
-    def _render(self, row: Row) -> tuple[int, str, list[Span]] | None:
+    def _render(self, row: Row) -> list[_Sample]:
         try:
             conversation = conversation_of(row.values)
-            text, spans = self.template.render_for_training(conversation.messages)
+            samples = self.template.samples(conversation, self.options)
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
-            return None
+            return []
         self.rows.note_unread(
             unread_columns(row.values, [*columns_of(row.values), *self.groups.columns()])
         )
-        return self.groups.number_of(row), text, spans
+        group = self.groups.number_of(row)
+        last = len(samples) - 1
+        return [
+            _Sample(row.where, group, each, is_added=number < last)
+            for number, each in enumerate(samples)
+        ]
 
-    def _tokenize(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:
-        texts = [text for _, text, _ in rendered]
-        found = []
-        encoded = self.tokenizer.encodings(texts)
-        rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
-        self.check.add_rows([text.encode() for text in texts], rows)
-        for (group, text, spans), each in zip(rendered, encoded, strict=True):
-            self.text_bytes += len(text.encode())
-            tokens = np.array(each.ids, dtype=np.uint32)
-            trained = in_spans(token_starts(each.offsets), spans)
+    def _tokenize(self, samples: list[_Sample]) -> list[_Document]:
+        found: list[_Document] = []
+        tokenized = self.tokenizer.tokens([each.rendered for each in samples])
+        for sample, (tokens, trained) in zip(samples, tokenized, strict=True):
+            if sample.is_added:
+                self.counts["added_samples"] += 1
+                self.counts["added_tokens"] += len(tokens)
+            pieces = [(tokens, trained)]
             if len(tokens) > self.length:
-                self.truncated += 1
-                self.truncated_tokens += len(tokens) - self.length
-                tokens, trained = tokens[: self.length], trained[: self.length]
-            # No earlier token predicts the first token.
-            trained[:1] = False
-            if trained.any():
-                found.append(_Document(group, tokens, trained))
-            else:
-                self.dropped += 1
+                pieces = self._shortened(sample.where, tokens, trained)
+            kept = [_Document(sample.group, *each) for each in pieces if each[1].any()]
+            self.counts["dropped_conversations"] += bool(pieces) and not kept
+            found += kept
         return found
+
+    def _shortened(
+        self, where: str, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_]
+    ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Return the pieces of a sample that is longer than a block, as --on-long says."""
+        length = self.length
+        if self.on_long == "refuse":
+            self.rows.skip(
+                where,
+                f"the conversation has {len(tokens):,} tokens, more than --sequence-length "
+                f"{length}. Raise it, or choose another --on-long.",
+            )
+            return []
+        if self.on_long == "drop":
+            self.counts["long_dropped_conversations"] += 1
+            return []
+        if self.on_long == "truncate":
+            self.counts["truncated_conversations"] += 1
+            self.counts["truncated_tokens"] += len(tokens) - length
+            return [(tokens[:length], trained[:length])]
+        self.counts["split_conversations"] += 1
+        pieces = []
+        # A piece begins with the last token of the piece before, which predicts the next token.
+        for start in range(0, len(tokens) - 1, length - 1):
+            marks = trained[start : start + length].copy()
+            marks[0] = False
+            pieces.append((tokens[start : start + length], marks))
+        return pieces
 
     def _pack(self, documents: list[_Document]) -> tuple[npt.NDArray[Any], Marks]:
         """Return the tokens and marks of the blocks, (number of blocks, length) each."""
@@ -249,37 +306,19 @@ class ChatJob:
         else:
             blocks = best_fit([len(each.tokens) for each in documents], capacity=self.length)
         size = (len(blocks), self.length)
-        tokens = np.full(size, self.tokenizer.end[-1], dtype=self.settings.dtype())
+        end = self.tokenizer.tokenizer.end[-1]
+        tokens = np.full(size, end, dtype=self.settings.dtype())
         # Each padding token is a separate document, so attention does no work for it.
         marks = np.full(size, PADDING | FIRST, dtype=np.uint8)
         for row, block in enumerate(blocks):
             index = 0
             for document in (documents[number] for number in block):
-                end = index + len(document.tokens)
-                tokens[row, index:end] = document.tokens
-                marks[row, index:end] = document.trained * np.uint8(TRAINED)
+                after = index + len(document.tokens)
+                tokens[row, index:after] = document.tokens
+                marks[row, index:after] = document.trained * np.uint8(TRAINED)
                 marks[row, index] |= FIRST
-                index = end
+                index = after
         return tokens, marks
-
-
-def token_starts(offsets: list[Span]) -> npt.NDArray[np.int64]:
-    """Return the index of the first character of each token.
-
-    A byte-level tokenizer trims white space from offsets, so a token of only white space has an
-    empty span. Such a token starts where the previous token ends.
-    """
-    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    before = np.concatenate(([0], ends[:-1]))
-    return np.where(ends > starts, starts, before)
-
-
-def in_spans(starts: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np.bool_]:
-    """Return for each token whether its first character is in one of the spans."""
-    found = np.zeros(len(starts), dtype=np.bool_)
-    for start, end in spans:
-        found |= (starts >= start) & (starts < end)
-    return found
 
 
 def _count_marks(marks: Marks, prefix: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, ClassVar
 
 from payload.core.tasks import TaskKind
+from payload.data.tasks.arguments import RENDERING_FLAGS
 from payload.data.tasks.base import AddFlag, Task
 from payload.formats.data_folder import DataMeta
 
@@ -19,7 +20,7 @@ class PreferenceTask(Task):
 
     kind: ClassVar[TaskKind] = "preference"
     summary = "pairs of a better and a worse answer (DPO), with the options of chat"
-    flags = ("--sequence-length", "--chat-template", "--group-column")
+    flags = ("--sequence-length", "--group-column", *RENDERING_FLAGS)
 
     def add_flags(self, add: AddFlag) -> None:
         """Declare no flags: the task `chat` declares the same ones."""

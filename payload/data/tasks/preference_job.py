@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -12,28 +13,28 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
 from payload.data.reading.packed_blocks import TRAINED
-from payload.data.rows.conversations import BadConversationError, Messages, unread_columns
+from payload.data.rows.conversation import Conversation, Message
+from payload.data.rows.conversations import BadConversationError, unread_columns
 from payload.data.rows.preferences import ANSWERS, COLUMNS, preference_of
 from payload.data.rows.rows import Row, Rows, in_batches, open_rows
 from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     SEQUENCE_LENGTH,
     prepare_settings,
+    sample_options,
     source_request,
     tokenizer_check,
 )
 from payload.data.tasks.chat_job import (
     Groups,
-    in_spans,
     load_tokenizer_and_template,
-    token_starts,
 )
 from payload.data.tasks.classify_job import pad_token
+from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
-from payload.data.templates.chat_template import ChatTemplate, Span
-from payload.data.tokenizers.hf import HfTokenizer
+from payload.data.templates.chat_template import ChatTemplate
+from payload.data.templates.turns import RenderedSample, SampleOptions
 from payload.data.writing.plan import PrepareSettings
-from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.formats.data_folder import (
     PAIRS_NAMES,
     TRAIN_MARKS_NAME,
@@ -60,14 +61,16 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     tokenizer, template = load_tokenizer_and_template(args)
     length = args.sequence_length or SEQUENCE_LENGTH
     group = args.group_column
+    options = sample_options(args)
     shaping = [args.source, str(length), template.sha256(), str(args.skip_bad)]
+    shaping += options.shaping()
     shaping += [group] if group is not None else []
     settings = prepare_settings(
         args, tokenizer, val_fraction=None, shaping=("preference", *shaping)
     )
-    check = tokenizer_check(settings, quiet=args.quiet)
+    tokens = SampleTokenizer(tokenizer, tokenizer_check(settings, quiet=args.quiet))
     return PreferenceJob(
-        rows, settings, tokenizer, template, check, length=length, groups=Groups(group)
+        rows, settings, template, tokens, options, length=length, groups=Groups(group)
     )
 
 
@@ -77,8 +80,7 @@ class _Rendered:
 
     row: Row
     group: int
-    texts: tuple[str, ...]
-    spans: tuple[list[Span], ...]
+    both: tuple[RenderedSample, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,13 @@ class PreferenceJob:
 
     rows: Rows
     settings: PrepareSettings
-    tokenizer: HfTokenizer
     template: ChatTemplate
-    check: TokenizerCheck
+    tokenizer: SampleTokenizer
+    options: SampleOptions
     length: int = field(kw_only=True)
     groups: Groups = field(kw_only=True)
     truncated: int = 0
     truncated_tokens: int = 0
-    text_bytes: int = 0
 
     def make(self) -> PreparedData:
         """Read, render and tokenize all rows. Raises DataError."""
@@ -113,7 +114,7 @@ class PreferenceJob:
         split = self.settings.split(Survey(documents=count, text_bytes=None))
         is_val = split.val_mask(np.array([each.group for each in pairs], dtype=np.int64))
         files: dict[str, npt.NDArray[Any]] = {}
-        fields: dict[str, Any] = {"text_bytes": self.text_bytes, "task": "preference"}
+        fields: dict[str, Any] = {"text_bytes": self.tokenizer.text_bytes, "task": "preference"}
         trained: dict[str, int] = {}
         for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
             mine = [pairs[index] for index in np.flatnonzero(chosen)]
@@ -135,23 +136,26 @@ class PreferenceJob:
             template_sha256=self.template.sha256(),
             truncated_answers=self.truncated,
             truncated_tokens=self.truncated_tokens,
-            pad_token=pad_token(self.tokenizer),
+            pad_token=pad_token(self.tokenizer.tokenizer),
+            thoughts=self.options.thoughts,
+            literal_samples=self.tokenizer.literal_samples,
+            unescaped_samples=self.tokenizer.unescaped_samples,
             **trained,
         )
-        return PreparedData(
-            files=files, split=split, fields=fields, encoder=self.tokenizer.reference_name
-        )
+        encoder = self.tokenizer.tokenizer.reference_name
+        return PreparedData(files=files, split=split, fields=fields, encoder=encoder)
 
     def _pairs(self) -> list[_Pair]:
         """Return every pair, truncated to the sequence length."""
+        self.template.require_stop(self.options.variables)
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Pair] = []
         rendered = map(self._render, rows)
         for batch in in_batches(
-            rendered, count=_BATCH_SIZE, chars=lambda each: sum(map(len, each.texts))
+            rendered, count=_BATCH_SIZE, chars=lambda each: sum(len(one.text) for one in each.both)
         ):
             found += self._tokenize(batch)
-        self.check.finish()
+        self.tokenizer.check.finish()
         if not found:
             self.rows.require_some()
             raise DataError(
@@ -164,43 +168,42 @@ class PreferenceJob:
     def _render(self, row: Row) -> _Rendered | None:
         try:
             pair = preference_of(row.values)
-            before = len(self.template.render_for_training(pair.prompt)[1])
-            both = [
-                self._answer(pair.prompt, each, before) for each in (pair.chosen, pair.rejected)
-            ]
+            both = tuple(
+                self._answer(pair.prompt, each, name)
+                for name, each in zip(ANSWERS, (pair.chosen, pair.rejected), strict=True)
+            )
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None
         self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
-        texts, spans = zip(*both, strict=True)
-        return _Rendered(row, self.groups.number_of(row), texts, spans)
+        return _Rendered(row, self.groups.number_of(row), both)
 
-    def _answer(self, prompt: Messages, answer: Messages, before: int) -> tuple[str, list[Span]]:
-        """Return a whole conversation, and the spans of the assistant's text in the answer.
-
-        `before` is the number of such spans in the prompt.
-        """
-        text, spans = self.template.render_for_training([*prompt, *answer])
-        return text, spans[before:]
+    def _answer(
+        self, prompt: Sequence[Message], answer: Sequence[Message], name: str
+    ) -> RenderedSample:
+        """Return a whole conversation, whose spans are the assistant's text in the answer."""
+        trained = [each["role"] == "assistant" for each in answer]
+        conversation = Conversation(
+            messages=(*prompt, *answer), trained=(*[False] * len(prompt), *trained)
+        )
+        samples = self.template.samples(conversation, self.options)
+        if len(samples) > 1:
+            raise DataError(
+                f"{name} has {len(samples)} turns that the template renders differently once "
+                "others follow, so a pair cannot hold them. Train the last with --train-on last."
+            )
+        return samples[0]
 
     def _tokenize(self, rendered: list[_Rendered]) -> list[_Pair]:
-        texts = [text for each in rendered for text in each.texts]
-        encoded = self.tokenizer.encodings(texts)
-        rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
-        self.check.add_rows([text.encode() for text in texts], rows)
-        encodings = iter(encoded)
+        samples = [each for row in rendered for each in row.both]
+        tokenized = iter(self.tokenizer.tokens(samples))
         found = []
         for each in rendered:
-            tokens, trained = [], []
-            for spans in each.spans:
-                encoding = next(encodings)
-                tokens.append(np.array(encoding.ids, dtype=np.uint32))
-                trained.append(in_spans(token_starts(encoding.offsets), spans))
-                # No earlier token predicts the first token.
-                trained[-1][:1] = False
-            pair = _Pair(each.group, tuple(tokens), tuple(trained))
+            both = next(tokenized), next(tokenized)
+            pair = _Pair(
+                each.group, tuple(tokens for tokens, _ in both), tuple(marks for _, marks in both)
+            )
             if self._is_comparable(pair, each.row):
-                self.text_bytes += sum(len(text.encode()) for text in each.texts)
                 found.append(self._truncate(pair))
         return found
 

@@ -65,6 +65,7 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
     """Return the label of the source and exact sizes; does all the work except writing."""
     job.rows.identity()
     made = job.make()
+    job.rows.require_read()
     return job.rows.label, Estimate(
         documents=made.fields["train_documents"] + made.fields["val_documents"],
         text_bytes=made.fields["text_bytes"],
@@ -86,10 +87,14 @@ def prepare_whole(
     started_s = time.monotonic()
     try:
         identity = rows.identity()
+        for line in rows.recognised():
+            reporter.log(line)
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
             ready = check_folder(settings, identity)
             if ready is None:
-                meta = _write_all(rows, settings, fingerprint_of(identity, settings), make())
+                made = make()
+                rows.require_read()
+                meta = _write_all(rows, settings, fingerprint_of(identity, settings), made)
                 for note in rows.notes():
                     reporter.log(note)
                 warn_if_few(meta, reporter)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from payload.core.errors import ConfigError, DataError
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
-from payload.data.rows.conversation import Message
+from payload.data.rows.conversation import Conversation, Message
+from payload.data.templates.control_tokens import ControlTokens
+from payload.data.templates.stop_tokens import KnownTokens, known_tokens
 from payload.data.templates.template_process import (
     TemplateFailedError,
     TemplateProcess,
     TemplateUnusableError,
 )
+from payload.data.templates.turn_end import Part, TurnEnd, turn_ends
+from payload.data.templates.turns import RenderedSample, SampleOptions, render_samples
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
     MAP_FILE,
@@ -37,9 +41,6 @@ _FIX = (
     "leave --chat out (generate)."
 )
 
-Span = tuple[int, int]
-"""Range of characters of a text: the first one, and the end (exclusive)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
@@ -49,6 +50,10 @@ class ChatTemplate:
     source: str
     """Text of the Jinja program."""
     process: TemplateProcess
+    tokenizer: Path
+    """Folder of the tokenizer, whose files define stop tokens and special tokens."""
+    _found: dict[str, Any] = field(default_factory=dict)
+    """Results of `known_tokens`, `control_tokens` and `turn_ends`."""
 
     def sha256(self) -> str:
         """Return the hash of the program."""
@@ -60,25 +65,118 @@ class ChatTemplate:
             return "trained text: its {% generation %} blocks"
         return "trained text: the text that each answer adds"
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Return the conversation as text, up to where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of transformers' `apply_chat_template`.
 
         Raises DataError with the template's message if it rejects the conversation.
         """
-        text: str = self._call(
-            "render", messages=_as_dicts(messages), add_generation_prompt=add_generation_prompt
+        (found,) = self.parts(
+            messages,
+            [(len(messages), add_generation_prompt)],
+            tools=tools,
+            documents=documents,
+            variables=variables or {},
         )
-        return text
+        if "error" in found:
+            raise self.error(found["error"])
+        return str(found["text"])
 
-    def render_for_training(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return the conversation as text, and the spans that the assistant wrote.
+    def samples(
+        self, conversation: Conversation, options: SampleOptions | None = None
+    ) -> list[RenderedSample]:
+        """Return the texts to train on, with the spans of the trained turns.
 
-        The spans are the template's `{% generation %}` blocks. A template without such blocks is
-        rendered up to and including each answer; the text that an answer adds is its span. Raises
-        DataError if an answer changes the text before it.
+        The spans come from the template's `{% generation %}` blocks. Without blocks, a span is the
+        text that an answer adds to its prompt, up to the stop token. Raises DataError if the
+        template rejects the conversation, leaves out one of its values, or gives a trained turn no
+        stop token.
         """
-        text, spans = self._call("render_for_training", messages=_as_dicts(messages))
-        return text, [(start, end) for start, end in spans]
+        return render_samples(self, conversation, options or SampleOptions())
+
+    def parts(
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[Part],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any],
+        with_blocks: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Return the result of the worker's `render`: a `text` or an `error` for each part.
+
+        Raises DataError if the process fails.
+        """
+        found: list[dict[str, Any]] = self._call(
+            "render",
+            messages=[dict(message) for message in messages],
+            tools=tools,
+            documents=documents,
+            variables=variables,
+            parts=parts,
+            with_blocks=with_blocks,
+        )
+        return found
+
+    def error(self, reason: str) -> DataError:
+        """Return the error for a conversation that the template rejects."""
+        return DataError(f"{self.where}: {one_line(reason)} {_FIX}")
+
+    def known_tokens(self) -> KnownTokens:
+        """Return the stop tokens and special tokens of the tokenizer. Raises DataError."""
+        if "tokens" not in self._found:
+            self._found["tokens"] = known_tokens(self.tokenizer)
+        tokens: KnownTokens = self._found["tokens"]
+        return tokens
+
+    def control_tokens(self) -> ControlTokens:
+        """Return the finder of special tokens in values of rows. Raises DataError."""
+        if "control" not in self._found:
+            self._found["control"] = ControlTokens(self.known_tokens().special)
+        control: ControlTokens = self._found["control"]
+        return control
+
+    def turn_ends(self, variables: Mapping[str, Any]) -> Mapping[str, TurnEnd]:
+        """Return how a turn ends, by the role of the next message. Raises DataError."""
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._found:
+
+            def render(parts: Sequence[Part], **given: Any) -> Sequence[str | None]:
+                try:
+                    found = self.parts(**given, parts=parts, variables=variables)
+                except DataError:
+                    return [None] * len(parts)
+                return [each.get("text") for each in found]
+
+            self._found[key] = turn_ends(render, self.known_tokens())
+        ends: Mapping[str, TurnEnd] = self._found[key]
+        return ends
+
+    def require_stop(self, variables: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the template ends no turn of the assistant with a stop token."""
+        if not self.turn_ends(variables) and self._is_rendered(variables):
+            raise ConfigError(
+                f"{self.where}: no stop token follows the assistant's turns, so the model would "
+                "not learn to stop. Add {{ eos_token }} after the assistant's text in the "
+                "template, and pass the file with --chat-template."
+            )
+
+    def _is_rendered(self, variables: Mapping[str, Any]) -> bool:
+        """Return whether the text of a plain conversation has the answer; otherwise rows decide."""
+        messages = [{"role": role, "content": f"qux {role}"} for role in ("user", "assistant")]
+        try:
+            (found,) = self.parts(messages, [(2, False)], variables=variables)
+        except DataError:
+            return False
+        return "qux assistant" in found.get("text", "")
 
     def _call(self, method: str, **request: object) -> Any:
         try:
@@ -156,8 +254,4 @@ def _chat_template(
             f"{path}: it uses {unknown[0]}, which is missing in {CONFIG_FILE} and {MAP_FILE} of "
             f"{tokenizer}. Add it to {CONFIG_FILE}, or null for a model without this token."
         )
-    return ChatTemplate(where=str(path), source=text, process=process)
-
-
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [dict(message) for message in messages]
+    return ChatTemplate(where=str(path), source=text, process=process, tokenizer=tokenizer)

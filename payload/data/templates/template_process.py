@@ -53,6 +53,8 @@ class TemplateProcess:
     """True if the template has `{% generation %}` blocks."""
     named_tokens: list[str]
     """Names like `bos_token` that the template reads but does not set."""
+    is_sequential: bool
+    """True if later messages certainly never change the text of a message."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         """Compile `source`, a Jinja program that can use the special tokens `tokens`."""
@@ -74,6 +76,7 @@ class TemplateProcess:
         weakref.finalize(self, _end_owned, self._worker, self._owner)
         found = self._exchange({"do": "compile", **self._template})
         self.is_marked, self.named_tokens = found["is_marked"], found["named_tokens"]
+        self.is_sequential = found["is_sequential"]
 
     def call(self, method: str, **request: object) -> Any:
         """Return the result of the worker's `method`."""
@@ -100,7 +103,7 @@ class TemplateProcess:
         assert worker is not None and worker.stdin is not None and worker.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(request).encode() + b"\n")
+                worker.stdin.write(json.dumps(request, default=_placeholder).encode() + b"\n")
                 worker.stdin.flush()
             content = worker.stdout.readline(_MAX_ANSWER_BYTES)
             if not content:
@@ -121,6 +124,11 @@ class TemplateProcess:
         worker, self._worker = self._worker, None
         if worker is not None:
             _end_owned(worker, self._owner)
+
+
+def _placeholder(value: object) -> str:
+    """Return what transformers passes to a template for a value of another type than JSON's."""
+    return f"<{type(value).__name__}>"
 
 
 def _describe_exit(status: int) -> str:

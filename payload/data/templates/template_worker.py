@@ -6,6 +6,9 @@ separate process with limits. This file is run as a script and has no imports fr
 
 Requests and responses are JSON lines on stdin and stdout. The first request has the template, and
 every later request has a conversation. A response has `error` if the template failed.
+
+The environment of a template is that of transformers' `apply_chat_template`. Source:
+transformers 5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
     from jinja2.ext import Extension
+    from jinja2.nodes import Node
 
 _MAX_CHARS = 64 * 2**20
 # Allowance for the template's system prompt and for delimiters around every message.
 _TEMPLATE_CHARS = 2**20
 _CHARS_PER_CHAR = 32
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+_LOOP_ATTRIBUTES = {"index", "index0", "first", "previtem", "depth", "depth0", "changed", "cycle"}
+"""Attributes of Jinja's `loop` that do not depend on later items."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -51,20 +58,24 @@ def main() -> None:
     methods: dict[str, Callable[..., Any]] = {
         "compile": program.compile,
         "render": program.render,
-        "render_for_training": program.render_for_training,
     }
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"answer": methods[request.pop("do")](**request)}
+        except MemoryError:
+            return {"error": f"it needs over {memory_bytes >> 20} MiB of memory."}
+        except Exception as error:
+            return {"error": _reason(error)}
+
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
             # SIGPROF has no handler, so it ends this process even in the middle of one operation.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            answer = {"answer": methods[request.pop("do")](**request)}
-            content = json.dumps(answer)
+            content = json.dumps(answer(request))
         except MemoryError:
             content = json.dumps({"error": f"it needs over {memory_bytes >> 20} MiB of memory."})
-        except Exception as error:
-            reason = str(error) or type(error).__name__
-            content = json.dumps({"error": reason[:2000]})
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(content + "\n")
@@ -82,22 +93,13 @@ class Program:
     def compile(self, source: str, tokens: Mapping[str, str]) -> dict[str, Any]:
         """Compile the Jinja program `source`; `tokens` holds `bos_token` and other special tokens.
 
-        Returns whether the template has `{% generation %}` blocks, and the token names that it
-        uses.
+        Returns whether the template has `{% generation %}` blocks, the token names that it uses,
+        and whether the text of a message never depends on later messages.
         """
-        from jinja2.ext import loopcontrols
         from jinja2.meta import find_undeclared_variables
         from jinja2.nodes import CallBlock, ExtensionAttribute
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[loopcontrols, _generation_extension(lambda: self._marks)],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: self._now.strftime(form)
+        environment = _environment(lambda: self._marks, lambda form: self._now.strftime(form))
         self._template: Template = environment.from_string(source)
         self._tokens = tokens
         parsed = environment.parse(source)
@@ -107,29 +109,58 @@ class Program:
         )
         names = find_undeclared_variables(parsed)
         named = sorted(name for name in names if name.endswith("_token"))
-        return {"is_marked": self._is_marked, "named_tokens": named}
+        return {
+            "is_marked": self._is_marked,
+            "named_tokens": named,
+            "is_sequential": _is_sequential(parsed),
+        }
 
-    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """Return the conversation as text."""
-        self._now = datetime.datetime.now()
-        return self._text(messages, add_generation_prompt=add_generation_prompt)
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        parts: Sequence[tuple[int, bool]],
+        with_blocks: bool,
+    ) -> list[dict[str, Any]]:
+        """Return the text of each part: a number of leading messages, and whether it is a prompt.
 
-    def render_for_training(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, and the spans that the assistant wrote.
-
-        The spans are the `{% generation %}` blocks, or without these the text that each answer
-        adds.
+        Each result has `text`, or `error` if the template rejects the messages. `with_blocks` adds
+        `blocks`, the ranges of characters of the `{% generation %}` blocks.
         """
         self._now = datetime.datetime.now()
-        whole = self._text(messages, add_generation_prompt=False)
-        return whole, (self._marked if self._is_marked else self._added)(messages, whole)
+        values = {
+            **self._tokens,
+            **variables,
+            "messages": [_as_transformers_passes(message) for message in messages],
+            "tools": tools,
+            "documents": documents,
+        }
+        given = sum(map(_num_chars, (messages, tools, documents, variables)))
+        return [self._part(values, given, *part, with_blocks=with_blocks) for part in parts]
 
-    def _marked(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
+    def _part(
+        self, values: Mapping[str, Any], given: int, count: int, prompt: bool, *, with_blocks: bool
+    ) -> dict[str, Any]:
+        chosen = {**values, "messages": values["messages"][:count]}
+        chosen["add_generation_prompt"] = prompt
+        try:
+            text = self._text(chosen, given)
+            if not with_blocks:
+                return {"text": text}
+            return {"text": text, "blocks": self._blocks(chosen, given, text)}
+        except MemoryError:
+            raise
+        except Exception as error:
+            return {"error": _reason(error)}
+
+    def _blocks(self, values: Mapping[str, Any], given: int, whole: str) -> list[tuple[int, int]]:
         # The delimiters are random, so that no message can contain them.
         name = secrets.token_hex(8)
         begin, end = self._marks = (f"\x02{name}\x02", f"\x03{name}\x03")
         try:
-            text = self._text(messages, add_generation_prompt=False)
+            text = self._text(values, given)
         finally:
             self._marks = ("", "")
         spans, length = [], 0
@@ -147,30 +178,8 @@ class Program:
             )
         return spans
 
-    def _added(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:number], add_generation_prompt=True)
-            after = self._text(messages[: number + 1], add_generation_prompt=False)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise TemplateFailureError(
-                    f"it renders message {number + 1} of {len(messages)} differently when more "
-                    "messages follow, so the assistant's text cannot be located. Put {% generation "
-                    "%} and {% endgeneration %} around that text in the template, and pass the "
-                    "file with --chat-template."
-                )
-            spans.append((len(before), len(after)))
-        return spans
-
-    def _text(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        text = self._template.render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            **self._tokens,
-        )
-        given = sum(len(str(value)) for message in messages for value in message.values())
+    def _text(self, values: Mapping[str, Any], given: int) -> str:
+        text = self._template.render(values)
         if len(text) > min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given):
             raise TemplateFailureError(
                 f"it renders {given:,} characters of messages to {len(text):,} characters."
@@ -180,6 +189,58 @@ class Program:
         except UnicodeEncodeError:
             raise TemplateFailureError("its text has a lone surrogate.") from None
         return text
+
+
+def _environment(
+    marks: Callable[[], tuple[str, str]], strftime: Callable[[str], str]
+) -> Environment:
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class PlainNamespace(Namespace):
+        """Jinja's `namespace` without names that begin with an underscore."""
+
+        def __init__(*given: Any, **named: Any) -> None:
+            self, *values = given
+            found = dict(*values, **named)
+            for name in found:
+                PlainNamespace.check_name(name)
+            Namespace.__init__(self, found)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            PlainNamespace.check_name(name)
+            Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def check_name(name: object) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace cannot have the attribute {name!r}.")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _generation_extension(marks)],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": strftime,
+        "dict": _Dict(),
+        "namespace": PlainNamespace,
+    }
+    return environment
+
+
+class _Dict:
+    """Jinja's `dict` without access to the type."""
+
+    def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*values, **named)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*values)
 
 
 def _generation_extension(marks: Callable[[], tuple[str, str]]) -> type[Extension]:
@@ -204,15 +265,107 @@ def _generation_extension(marks: Callable[[], tuple[str, str]]) -> type[Extensio
     return Generation
 
 
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
+def _to_json(
+    x: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Return JSON like transformers' filter: Jinja's filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:
     from jinja2 import TemplateError
 
-    raise TemplateError(str(message))
+    raise TemplateError(message)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:2000]
+
+
+def _as_transformers_passes(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without null values, and with its thoughts under each usual name."""
+    found = {key: value for key, value in message.items() if value is not None}
+    thought = next((found[key] for key in _THOUGHT_KEYS if key in found), None)
+    if thought is not None:
+        found = {"thinking": thought, **found, "reasoning_content": thought}
+    return found
+
+
+def _num_chars(value: object) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    if isinstance(value, list):
+        return sum(map(_num_chars, value))
+    return 0 if value is None else len(str(value))
+
+
+def _is_sequential(program: Node) -> bool:
+    """Return True if later messages never change the text of a message.
+
+    True only for programs with one loop over the messages, which read nothing else of them than the
+    first message, and no attribute of the loop that depends on later messages. False may be wrong.
+    """
+    from jinja2 import nodes
+
+    lists = {"messages"}
+    num_loops = 0
+
+    def is_list(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            part = node.arg
+            start = part.start
+            is_rest = part.stop is None and part.step is None
+            is_rest &= start is None or (isinstance(start, nodes.Const) and start.value in (0, 1))
+            return is_rest and is_list(node.node)
+        return isinstance(node, nodes.Name) and node.name in lists
+
+    def is_prompt_only(node: nodes.Node) -> bool:
+        return isinstance(node, nodes.And) and any(
+            isinstance(each, nodes.Name) and each.name == "add_generation_prompt"
+            for each in (node.left, node.right)
+        )
+
+    def is_independent(node: nodes.Node, *, loop: bool, nested: bool) -> bool:
+        """`loop` is True directly in the loop over the messages, `nested` anywhere in a loop."""
+        nonlocal num_loops
+        if isinstance(node, nodes.Assign) and is_list(node.node):
+            if not isinstance(node.target, nodes.Name):
+                return False
+            lists.add(node.target.name)
+            return True
+        if isinstance(node, nodes.For):
+            is_messages = is_list(node.iter)
+            num_loops += is_messages
+            if is_messages and (nested or num_loops > 1 or node.recursive):
+                return False
+            head = is_messages or is_independent(node.iter, loop=loop, nested=nested)
+            body = [*node.body, *node.else_, *([node.test] if node.test else [])]
+            return head and all(
+                is_independent(each, loop=is_messages, nested=True) for each in body
+            )
+        if isinstance(node, nodes.Getitem) and is_list(node.node):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == 0
+        if loop and isinstance(node, nodes.Getattr) and _is_named(node.node, "loop"):
+            return node.attr in _LOOP_ATTRIBUTES
+        if is_prompt_only(node):
+            return True
+        if isinstance(node, nodes.Name) and node.ctx == "load":
+            return node.name not in lists and not (loop and node.name == "loop")
+        return all(
+            is_independent(each, loop=loop, nested=nested) for each in node.iter_child_nodes()
+        )
+
+    return is_independent(program, loop=False, nested=False)
+
+
+def _is_named(node: Node, name: str) -> bool:
+    return getattr(node, "name", None) == name
 
 
 if __name__ == "__main__":

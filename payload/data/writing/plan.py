@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from payload.core.errors import DataError
+from payload.core.errors import DataError, UsageError
 from payload.core.files import free_bytes
 from payload.core.printable_text import shown
 from payload.data.sources.documents import MIB, Batch, Source, Survey
@@ -80,6 +80,13 @@ class PrepareSettings:
 
     def split(self, survey: Survey) -> Split:
         """Return the split of the documents into training and validation. Raises DataError."""
+        if survey.split is not None:
+            if self.val_fraction is not None:
+                raise UsageError(
+                    "--val-fraction cannot be used: the names of the files declare the validation "
+                    "data. Leave it out, or pass only the training files with --input."
+                )
+            return survey.split
         fraction = self.val_fraction
         if fraction is None:
             fraction = default_val_fraction(survey.documents)
@@ -142,7 +149,7 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
     assert survey.documents is not None
     share = max_documents / survey.documents
     text_bytes = None if survey.text_bytes is None else int(survey.text_bytes * share)
-    return Survey(documents=max_documents, text_bytes=text_bytes, note=survey.note)
+    return replace(survey, documents=max_documents, text_bytes=text_bytes)
 
 
 def expected_tokens(

@@ -1,0 +1,143 @@
+"""The names of columns and keys that rows of conversations and pairs may have.
+
+Docs and messages are made from these tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SYSTEM = ("system", "system_prompt")
+"""Columns with the system message, in any format."""
+HISTORY = "history"
+"""Column with the earlier turns of a question: pairs of question and answer, or messages."""
+CONTEXT = ("input", "context")
+"""Columns with a text that follows the question after an empty line."""
+TOOLS = ("tools", "functions")
+"""Columns with the functions that the assistant can call: a list, or JSON text of a list."""
+DOCUMENTS = "documents"
+VARIABLES = "chat_template_kwargs"
+"""Column with variables of the template, such as `enable_thinking`."""
+LABEL = "label"
+"""Column of KTO data: false marks a bad answer."""
+TRAIN_KEYS = ("weight", "train")
+"""Keys of a row or message: 0 or false excludes it from training."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The columns of one format of conversations."""
+
+    question: str
+    """Column with the messages, or with the question if there is a column `answer`."""
+    answer: str | None = None
+
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Return True if a row has this format."""
+        if self.answer is None:
+            return row.get(self.question) is not None
+        return self.question in row and self.answer in row
+
+    def required(self) -> tuple[str, ...]:
+        """Return the columns that every row of the format has."""
+        return (self.question,) if self.answer is None else (self.question, self.answer)
+
+
+CHAT_FORMATS = (
+    RowFormat("messages"),
+    RowFormat("conversations"),
+    RowFormat("conversation"),
+    RowFormat("prompt", "completion"),
+    RowFormat("instruction", "output"),
+    RowFormat("instruction", "response"),
+    RowFormat("question", "answer"),
+    RowFormat("question", "response"),
+    RowFormat("query", "response"),
+    RowFormat("query", "answer"),
+    RowFormat("prompt", "response"),
+    RowFormat("problem", "solution"),
+    RowFormat("user", "assistant"),
+    RowFormat("input", "output"),
+)
+"""Formats of conversations; a row has the first one that matches."""
+
+ANSWERS = ("chosen", "rejected")
+PREFERENCE_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
+"""Columns with the prompt of a pair; a row has the first one that is not empty."""
+OPENAI_PROMPT = "input"
+"""Column with the object that holds `messages` and `tools` in OpenAI's preference tuning."""
+OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
+
+METADATA = re.compile(
+    r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
+    r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip|model)"
+    r"|timestamp|date|time|created|updated|lang|language|country"
+    r"|source|sources|dataset|origin|url|license|author|split|domain|category|subcategory|topic"
+    r"|tag|tags|metadata|meta|hash|(?:num|n)_.*|.*_(?:count|hash|score|rating)|score_.*"
+    r"|temperature|top_p|max_tokens|max_completion_tokens|stream|tool_choice|parallel_tool_calls)"
+)
+"""Keys and columns with metadata or settings of a request, which no template renders.
+
+A key with a part about training, such as `no_train_id`, never matches.
+"""
+
+
+def chat_columns() -> tuple[str, ...]:
+    """Return the name of every column that the task `chat` can read."""
+    named = (name for each in CHAT_FORMATS for name in each.required())
+    more = (*SYSTEM, HISTORY, *CONTEXT, *TOOLS, DOCUMENTS, VARIABLES, LABEL, *TRAIN_KEYS)
+    return tuple(dict.fromkeys((*named, *more)))
+
+
+def preference_columns() -> tuple[str, ...]:
+    """Return the name of every column that the task `preference` can read."""
+    more = (*SYSTEM, *TOOLS, DOCUMENTS, VARIABLES, *TRAIN_KEYS)
+    named = (*PREFERENCE_PROMPTS, *ANSWERS, OPENAI_PROMPT, *OPENAI_ANSWERS)
+    return tuple(dict.fromkeys((*named, *more)))
+
+
+def chat_formats() -> str:
+    """Return the formats of conversations as a list for messages."""
+    return "; ".join(", ".join(each.required()) for each in CHAT_FORMATS)
+
+
+def format_of(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a row of conversations, or None."""
+    return next((each for each in CHAT_FORMATS if each.matches(row)), None)
+
+
+def is_absent(value: object) -> bool:
+    """Return True for a null or empty value, which means the same as an absent key."""
+    return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
+
+
+def present(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return the first of these columns that has a value in the row."""
+    return next((name for name in names if not is_absent(row.get(name))), None)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield every text within a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from texts_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from texts_in(each)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the null keys of its objects.
+
+    A table adds them: all objects of a column have the same keys.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(each) for each in value]
+    return value

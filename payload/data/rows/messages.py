@@ -1,0 +1,310 @@
+"""Converts the messages of a row to the form that transformers' chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from payload.core.printable_text import shown
+from payload.data.rows.columns import METADATA, TOOLS, TRAIN_KEYS, is_absent
+
+ASSISTANT = "assistant"
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": ASSISTANT,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "bot": ASSISTANT,
+    "model": ASSISTANT,
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "ipython": "ipython",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+}
+"""Role that a template knows for each role of a row.
+
+`function_call` becomes a message of the assistant with `tool_calls`.
+"""
+_FORMS = (("role", "content"), ("from", "value"))
+"""Keys with the role and the text, of OpenAI and of ShareGPT."""
+_CALLS = "tool_calls"
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+_NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
+"""Keys that allow a message without content."""
+_RENDERED_METADATA = ("name", "tool_call_id")
+"""Keys that look like metadata, but that templates render."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that are text, in OpenAI's and in Anthropic's messages."""
+_CHANNELS = ("analysis", "commentary", "final")
+"""Channels of Harmony, the format of gpt-oss."""
+_FUNCTIONS = "functions."
+
+
+class BadConversationError(ValueError):
+    """Raised for a row that is not a valid conversation; the text describes the fault."""
+
+
+@dataclass(slots=True)
+class MessageList:
+    """Messages, and for each message True if training covers it."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Functions that a message itself lists, as some data sets do in the system message."""
+
+    def __iadd__(self, other: MessageList) -> MessageList:
+        self.messages += other.messages
+        self.trained += other.trained
+        self.tools += other.tools
+        return self
+
+    def untrained(self) -> MessageList:
+        """Return the messages without training on any of them."""
+        return MessageList(self.messages, [False] * len(self.messages), self.tools)
+
+
+def text_message(text: object, where: str, role: str) -> MessageList:
+    """Return one message. Raises BadConversationError."""
+    message = {"role": role, "content": require_text(text, where)}
+    return MessageList([message], [role == ASSISTANT])
+
+
+def read_messages(given: object, column: str) -> MessageList:
+    """Return the messages of a list. Raises BadConversationError."""
+    if isinstance(given, Mapping):
+        given = [given]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise BadConversationError(
+            f"{column} is {shown(given)}, not a list of messages. Write "
+            '[{"role": ..., "content": ...}, ...].'
+        )
+    found = MessageList()
+    thoughts: list[str] = []
+    for number, each in enumerate(given):
+        where = f"{column}[{number}]"
+        message, is_trained = _message(each, where, found.tools)
+        channel, recipient = message.get("channel"), message.get("recipient")
+        if message["role"] == ASSISTANT and channel in _CHANNELS:
+            del message["channel"]
+            if channel == "analysis":
+                thoughts.append(require_text(message["content"], f"{where} content"))
+                continue
+            if channel == "commentary" and isinstance(recipient, str):
+                del message["recipient"]
+                name = recipient.removeprefix(_FUNCTIONS)
+                call = {"name": name, "arguments": message["content"]}
+                message |= {"content": "", _CALLS: [_tool_call(call, where)]}
+        if thoughts:
+            if message["role"] != ASSISTANT:
+                raise BadConversationError(
+                    f"{where}: a message of the channel analysis precedes a message of role "
+                    f"{message['role']!r}. Put the answer or the tool call after it."
+                )
+            # The name of the key in the template of gpt-oss.
+            message["thinking"] = "\n".join(thoughts)
+            thoughts = []
+        found.messages.append(message)
+        found.trained.append(is_trained)
+    if thoughts:
+        raise BadConversationError(
+            f"{column} ends with a message of the channel analysis. Add the final answer."
+        )
+    return found
+
+
+def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Return a message and True if it is trained; adds its list of functions to `tools`."""
+    role_key, content_key = _form(given, where)
+    assert isinstance(given, Mapping)
+    role = ROLES.get(given[role_key]) if isinstance(given[role_key], str) else None
+    if role is None:
+        raise BadConversationError(
+            f"{where}: unknown role {shown(given[role_key])}. Use one of: {', '.join(ROLES)}."
+        )
+    content = given.get(content_key)
+    found: dict[str, Any] = {"role": role, "content": _content(content, f"{where} {content_key}")}
+    is_trained = role in (ASSISTANT, "function_call")
+    for key, value in given.items():
+        if key in (role_key, content_key) or is_absent(value):
+            continue
+        if key in TRAIN_KEYS and (weight := number_of(value)) is not None:
+            is_trained = _is_trained(key, weight, where, role=role, is_trained=is_trained)
+        elif key in TOOLS and role in ("system", "developer"):
+            tools += tool_list(value, f"{where} {key}")
+        elif key in _RENDERED_METADATA or not METADATA.fullmatch(key):
+            found[key] = clean(value)
+    _convert_calls(found, where)
+    if "reasoning" in found and isinstance(found["reasoning"], str):
+        found["reasoning_content"] = found.pop("reasoning")
+    return found, is_trained
+
+
+def _form(given: object, where: str) -> tuple[str, str]:
+    """Return the names of the keys with role and content. Raises BadConversationError."""
+    if isinstance(given, Mapping):
+        for role, content in _FORMS:
+            has_content = content in given or any(given.get(key) for key in _NO_CONTENT_KEYS)
+            if role in given and has_content:
+                return role, content
+    raise BadConversationError(
+        f"{where} is {shown(given)}. A message needs the keys 'role' and 'content'."
+    )
+
+
+def _content(value: object, where: str) -> str | None:
+    """Return the text of a message. Raises BadConversationError for a part that is not text."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        # The result of a function as an object: templates print text.
+        return json.dumps(clean(value), ensure_ascii=False)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return require_text(value, where)
+    texts = []
+    for number, part in enumerate(value):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or kind not in _TEXT_PARTS or "text" not in part:
+            raise BadConversationError(
+                f"{where}[{number}] is a part of type {shown(kind)}, and only text can be trained. "
+                "Remove the part, or the row."
+            )
+        texts.append(require_text(part["text"], f"{where}[{number}]"))
+    # Templates that take parts print one directly after the other.
+    return require_text("".join(texts), where)
+
+
+def _is_trained(key: str, weight: float, where: str, *, role: str, is_trained: bool) -> bool:
+    if weight in (0, 1) and (is_trained or weight == 0):
+        return bool(weight)
+    if weight not in (0, 1):
+        raise BadConversationError(
+            f"{where}: {key} = {weight:g} is not supported. Use 0 or 1, or ignore it with "
+            f"--ignore-key {key}."
+        )
+    raise BadConversationError(
+        f"{where}: {key} = {weight:g} is not supported: a message of role {role!r} is not "
+        f"trained. Remove the key, or ignore it with --ignore-key {key}."
+    )
+
+
+def number_of(value: object) -> float | None:
+    """Return a boolean or number, also as text from a CSV file; None for another value."""
+    if isinstance(value, str):
+        value = {"true": 1, "false": 0}.get(value.strip().lower(), value)
+    if isinstance(value, (Mapping, list, tuple)):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]  # a failure means None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _convert_calls(message: dict[str, Any], where: str) -> None:
+    """Convert each form of function calls to `tool_calls`. Raises BadConversationError."""
+    if message["role"] == "function_call":
+        message["role"] = ASSISTANT
+        value = parsed(message["content"])
+        message |= {"content": "", _CALLS: value if isinstance(value, list) else [value]}
+    if isinstance(message.get("function_call"), Mapping) and _CALLS not in message:
+        message[_CALLS] = [message.pop("function_call")]
+    if _CALLS not in message:
+        return
+    calls = parsed(message[_CALLS])
+    if not isinstance(calls, list):
+        raise BadConversationError(
+            f"{where} {_CALLS} is {shown(calls)}, not a list of function calls."
+        )
+    message[_CALLS] = [
+        _tool_call(call, f"{where} {_CALLS}[{number}]") for number, call in enumerate(calls)
+    ]
+
+
+def _tool_call(given: object, where: str) -> dict[str, Any]:
+    """Return a call as `{"type": "function", "function": {"name", "arguments"}}`.
+
+    Arguments in JSON text, OpenAI's form, become an object: templates print them with `tojson`,
+    which would quote a text a second time.
+    """
+    if not isinstance(given, Mapping):
+        raise BadConversationError(f'{where} is {shown(given)}. Write {{"name": ..., ...}}.')
+    nested = given.get("function")
+    function = dict(nested) if isinstance(nested, Mapping) else dict(given)
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadConversationError(f"{where} is {shown(given)}, a function call without a name.")
+    if not isinstance(nested, Mapping):
+        outer = {key: function.pop(key) for key in ("id", "type") if key in function}
+        return {**outer, "type": "function", "function": _with_arguments(function)}
+    return {**given, "type": given.get("type", "function"), "function": _with_arguments(function)}
+
+
+def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = parsed(function.get("arguments", function.pop("parameters", {})))
+    return {**function, "arguments": {} if arguments is None else arguments}
+
+
+def parsed(value: object) -> object:
+    """Return the object or list in a JSON text; another value is returned unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def tool_list(value: object, where: str) -> list[dict[str, Any]]:
+    """Return functions as `{"type": "function", "function": ...}`, from a list or JSON text.
+
+    Raises BadConversationError.
+    """
+    given = parsed(value)
+    given = [given] if isinstance(given, Mapping) else given
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        raise BadConversationError(
+            f"{where} is {shown(value)}, not a list of functions. Write "
+            '[{"type": "function", "function": {"name": ..., "parameters": ...}}].'
+        )
+    return [
+        clean(each) if "function" in each or "name" not in each else _wrapped(each)
+        for each in given
+    ]
+
+
+def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function's schema in the form of `tools`; OpenAI's `functions` lack the wrapper."""
+    inner = {key: value for key, value in clean(function).items() if key != "type"}
+    return {"type": "function", "function": inner}
+
+
+def require_text(value: object, where: str) -> str:
+    """Return a text. Raises BadConversationError for another type."""
+    if not isinstance(value, str):
+        raise BadConversationError(f"{where} is {shown(value)}, not text.")
+    return str(clean(value))
+
+
+def clean(value: Any) -> Any:
+    """Replace lone surrogates, which cannot be encoded, as tokenizers does."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value
+    if isinstance(value, Mapping):
+        return {clean(key): clean(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(each) for each in value]
+    return value

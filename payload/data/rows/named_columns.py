@@ -1,0 +1,105 @@
+"""The options --columns and --ignore-key: other names for columns, and keys that are left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from payload.core.errors import UsageError
+from payload.core.printable_text import shown
+from payload.data.rows.columns import chat_columns, preference_columns
+
+_ROLES = ("system", "user", "assistant")
+_JOIN = "\n\n"
+
+
+def parse_columns(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of a list such as `question=user,answer=assistant`. Raises UsageError."""
+    known = dict.fromkeys((*_ROLES, *chat_columns(), *preference_columns(), "text"))
+    found = []
+    for entry in text.split(","):
+        column, equals, target = (part.strip() for part in entry.rpartition("="))
+        if not equals or not column:
+            raise UsageError(
+                f"--columns {shown(entry)}: not COLUMN=NAME. Write question=user,answer=assistant."
+            )
+        if target not in known:
+            raise UsageError(
+                f"--columns {shown(entry)}: unknown name {shown(target)}. Use one of: "
+                f"{', '.join(known)}."
+            )
+        found.append((column, target))
+    return tuple(found)
+
+
+class NamedColumns:
+    """Renames the columns of rows, and removes ignored keys from rows and their messages."""
+
+    def __init__(self, columns: Sequence[tuple[str, str]], ignored: Sequence[str]) -> None:
+        self._columns = tuple(columns)
+        self._ignored = frozenset(ignored)
+        self._missing = {name for name, _ in columns}
+        self._removed: Counter[str] = Counter()
+        self._first: list[str] = []
+
+    def identity(self) -> list[Any]:
+        """Return JSON that changes when the options change; empty without options."""
+        named = [["columns", list(map(list, self._columns))]] if self._columns else []
+        return [*named, *([["ignored", sorted(self._ignored)]] if self._ignored else [])]
+
+    def convert(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row with the new names, without ignored keys.
+
+        The texts of several columns with the same new name are joined by empty lines.
+        """
+        if not self._columns and not self._ignored:
+            return row
+        if not self._first:
+            self._first = list(row)
+        if self._ignored:
+            removed: set[str] = set()
+            row = {key: self._without(value, removed) for key, value in row.items()}
+            removed |= self._ignored & row.keys()
+            row = {key: value for key, value in row.items() if key not in self._ignored}
+            self._removed.update(removed)
+        renamed = {key: value for key, value in row.items() if key not in dict(self._columns)}
+        for column, target in self._columns:
+            if column not in row:
+                continue
+            self._missing.discard(column)
+            value, other = row[column], renamed.get(target)
+            if isinstance(value, str) and isinstance(other, str):
+                value = _JOIN.join(filter(None, (other, value)))
+            renamed[target] = value
+        return renamed
+
+    def _without(self, value: Any, removed: set[str]) -> Any:
+        """Return a list of messages without the ignored keys; another value unchanged."""
+        if not isinstance(value, list):
+            return value
+        for each in value:
+            if isinstance(each, Mapping):
+                removed |= self._ignored & each.keys()
+        return [
+            {key: inner for key, inner in each.items() if key not in self._ignored}
+            if isinstance(each, Mapping)
+            else each
+            for each in value
+        ]
+
+    def require_found(self) -> None:
+        """Raise UsageError for a renamed column that no row has."""
+        if self._missing and self._first:
+            columns = ", ".join(map(shown, self._first[:8]))
+            raise UsageError(
+                f"--columns: no row has the column {shown(min(self._missing))}; the columns are "
+                f"{columns}."
+            )
+
+    def notes(self) -> list[str]:
+        """Return notes about the ignored keys."""
+        if not self._ignored:
+            return []
+        counts = [f"{shown(name)} ({self._removed[name]:,} rows)" for name in sorted(self._ignored)]
+        return [f"keys ignored by --ignore-key: {', '.join(counts)}"]

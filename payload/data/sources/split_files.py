@@ -1,0 +1,81 @@
+"""Splits that the names of files declare: train.jsonl, valid.jsonl and test.jsonl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+FileSplitName = Literal["train", "valid", "test"]
+SPLIT_WORDS: dict[str, FileSplitName] = {
+    "train": "train",
+    "training": "train",
+    "valid": "valid",
+    "validation": "valid",
+    "val": "valid",
+    "dev": "valid",
+    "eval": "valid",
+    "test": "test",
+}
+"""Split of each word in the name of a file, or the name of its folder."""
+_SEPARATORS = re.compile(r"[-_. ]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFiles:
+    """The files of a source by their split."""
+
+    train: tuple[Path, ...]
+    valid: tuple[Path, ...] = ()
+    test: tuple[Path, ...] = ()
+    """Files that are left out."""
+
+    def read(self) -> list[Path]:
+        """Return the files to read: those for training, then those for validation."""
+        return [*self.train, *self.valid]
+
+    def note(self) -> str | None:
+        """Return a line about the splits; None if the names declare none."""
+        if not self.valid and not self.test:
+            return None
+        parts = [
+            f"{name} {use}: {_names(files)}"
+            for name, use, files in (
+                ("train", "for training", self.train),
+                ("valid", "for validation", self.valid),
+                ("test", "left out", self.test),
+            )
+            if files
+        ]
+        more = "" if self.valid else "; validation rows are chosen from the training files"
+        return f"splits by file name: {'; '.join(parts)}{more}"
+
+
+def split_files(files: Sequence[Path]) -> SplitFiles:
+    """Return the files by split.
+
+    Without a file for training, no name declares a split: all files are for training.
+    """
+    names = [split_of(path) for path in files]
+    if "train" not in names:
+        return SplitFiles(tuple(files))
+    by_name = {
+        name: tuple(path for path, each in zip(files, names, strict=True) if each in wanted)
+        for name, wanted in (("train", ("train", None)), ("valid", ("valid",)), ("test", ("test",)))
+    }
+    return SplitFiles(by_name["train"], by_name["valid"], by_name["test"])
+
+
+def split_of(path: Path) -> FileSplitName | None:
+    """Return the split that the name of a file or of its folder declares, or None."""
+    words = _SEPARATORS.split(path.name.lower())
+    found = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
+    return found or SPLIT_WORDS.get(path.parent.name.lower())
+
+
+def _names(files: Iterable[Path]) -> str:
+    names = [path.name for path in files]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

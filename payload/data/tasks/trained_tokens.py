@@ -1,0 +1,80 @@
+"""Tokenizes rendered samples, and marks the tokens of their trained spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.data.templates.control_tokens import Span
+from payload.data.templates.turns import RenderedSample
+from payload.data.tokenizers.hf import HfTokenizer
+from payload.data.tokenizers.literal_text import LiteralTextEncoder
+from payload.data.writing.tokenizer_check import TokenizerCheck
+
+_Tokens = npt.NDArray[np.uint32]
+_Trained = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class SampleTokenizer:
+    """Converts samples to tokens with marks, and checks that the tokens represent the text."""
+
+    tokenizer: HfTokenizer
+    check: TokenizerCheck
+    text_bytes: int = 0
+    literal_samples: int = 0
+    """Samples in which a special token of the row was encoded as text."""
+    unescaped_samples: int = 0
+    """Samples in which the tokenizer makes the special token from its text nevertheless."""
+    _literal: LiteralTextEncoder | None = None
+
+    def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:
+        """Return the tokens of each sample, and which are trained. Raises DataError."""
+        texts = [each.text for each in samples]
+        encoded = [
+            (np.array(each.ids, dtype=np.uint32), each.offsets)
+            for each in self.tokenizer.encodings(texts)
+        ]
+        for index, sample in enumerate(samples):
+            if sample.literal:
+                encoded[index] = self._with_literals(sample)
+        found = []
+        for sample, (tokens, offsets) in zip(samples, encoded, strict=True):
+            trained = in_spans(offsets, sample.spans)
+            # No earlier token predicts the first token.
+            trained[:1] = False
+            found.append((tokens, trained))
+        content = [text.encode() for text in texts]
+        self.check.add_rows(content, [tokens for tokens, _ in encoded])
+        self.text_bytes += sum(map(len, content))
+        return found
+
+    def _with_literals(self, sample: RenderedSample) -> tuple[_Tokens, list[Span]]:
+        if self._literal is None:
+            self._literal = LiteralTextEncoder(self.tokenizer)
+        tokens, offsets, is_text = self._literal.encode(sample.text, sample.literal)
+        if is_text:
+            self.literal_samples += 1
+        else:
+            self.unescaped_samples += 1
+        return tokens, offsets
+
+
+def in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> _Trained:
+    """Return for each token whether one of its characters is in one of the spans.
+
+    A byte-level tokenizer trims white space from offsets, so a token of only white space has an
+    empty range. Such a token starts where the previous token ends.
+    """
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    before = np.concatenate(([0], ends[:-1]))
+    is_empty = ends <= starts
+    starts = np.where(is_empty, before, starts)
+    ends = np.where(is_empty, before + 1, ends)
+    found = np.zeros(len(starts), dtype=np.bool_)
+    for start, end in spans:
+        found |= (ends > start) & (starts < end)
+    return found

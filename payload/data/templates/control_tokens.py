@@ -1,0 +1,88 @@
+"""Special tokens inside the text of a row, which are encoded as text.
+
+Only the template writes special tokens. A row that has one in a question, a tool result or a tool's
+description would otherwise end or begin a turn there. The occurrences are enclosed in marks before
+the template renders the row, and the marks are removed from the rendered text. The assistant's own
+messages are unchanged: data sets write calls and thoughts into the answers as special tokens.
+Source of the approach: `sanitize_control_tokens` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from payload.data.rows.conversation import Message
+
+Span = tuple[int, int]
+"""Range of characters of a text: the first one, and the end (exclusive)."""
+
+# Unicode's noncharacters, which no text may contain.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+
+
+class ControlTokens:
+    """Finds and marks a tokenizer's special tokens in the values of rows."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        """`tokens` are the texts of the special tokens."""
+        longest_first = sorted(filter(None, set(tokens)), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def is_in(self, value: object) -> bool:
+        """Return True if a text inside a JSON value has a special token, and no mark."""
+        if isinstance(value, str):
+            return self._pattern.search(value) is not None and _MARKS.search(value) is None
+        if isinstance(value, Mapping):
+            return any(map(self.is_in, value.values()))
+        return isinstance(value, (list, tuple)) and any(map(self.is_in, value))
+
+    def mark(self, value: Any) -> Any:
+        """Return a JSON value with marks around every special token in its texts."""
+        if isinstance(value, str):
+            return self._pattern.sub(f"{_BEGIN}\\g<0>{_END}", value)
+        if isinstance(value, Mapping):
+            return {key: self.mark(each) for key, each in value.items()}
+        return [self.mark(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def mark_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with marks, except the assistant's."""
+        return [
+            message if message["role"] == "assistant" else self.mark(message)
+            for message in messages
+        ]
+
+
+def without_marks(text: str) -> str:
+    """Return a rendered text without marks."""
+    return _MARKS.sub("", text)
+
+
+def take_marks(text: str, spans: Sequence[Span]) -> tuple[str, list[Span], list[Span]]:
+    """Remove the marks of a rendered text.
+
+    Returns the text, `spans` of it, and the spans of the special tokens that are text.
+    """
+    if _BEGIN not in text and _END not in text:
+        return text, list(spans), []
+    kept: list[str] = []
+    marked: list[Span] = []
+    shifts: list[int] = []
+    length = place = begin = 0
+    for found in _MARKS.finditer(text):
+        kept.append(text[place : found.start()])
+        length += found.start() - place
+        place = found.end()
+        shifts.append(found.start())
+        if found.group() == _BEGIN:
+            begin = length
+        else:
+            marked.append((begin, length))
+    kept.append(text[place:])
+
+    def moved(index: int) -> int:
+        return index - sum(each < index for each in shifts)
+
+    return "".join(kept), [(moved(start), moved(end)) for start, end in spans], marked

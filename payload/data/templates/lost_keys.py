@@ -1,0 +1,125 @@
+"""Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
+
+A value whose text is in the rendered text is not lost. For other values, the conversation is
+rendered again without the value: if the text is equal, the template does not read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from payload.core.errors import DataError
+from payload.data.rows.conversation import Message
+from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
+from payload.data.templates.thoughts import thought_of, without_thoughts
+
+Probe = Callable[[Sequence[Message], Any], str | None]
+"""Returns the text of messages with tools, or None if the template rejects them."""
+
+_UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
+"""Keys that the format needs or that only name a message."""
+_OTHER_CONTENT = "Quxd3z"
+
+
+def require_rendered(
+    messages: Sequence[Message],
+    number: int,
+    text: str,
+    *,
+    start: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    ignored: frozenset[str],
+    where: str,
+    render: Probe,
+) -> None:
+    """Raise DataError for a value of message `number`, or before it, that the text does not have.
+
+    `text` ends with the message, whose own text begins at `start`. Thoughts and calls of earlier
+    answers are not checked: many templates leave them out.
+    """
+    shown = list(messages[: number + 1])
+
+    def is_lost(changed: Message, index: int) -> bool:
+        whole = render(shown, tools)
+        return whole == render([*shown[:index], changed, *shown[index + 1 :]], tools)
+
+    def complain(index: int, key: str, fix: str) -> DataError:
+        return DataError(
+            f"{where}: message {index + 1} of {len(messages)}: the template leaves out its {key}, "
+            f"so training would lose it. {fix} Or ignore it with --ignore-key {key}."
+        )
+
+    for index, message in enumerate(shown):
+        is_turn = index == number
+        if message["role"] == "assistant" and not is_turn:
+            continue
+        own = text[start:] if is_turn else text
+        thought = thought_of(message) if is_turn else None
+        thought_key = next((key for key in THOUGHT_KEYS if key in message), "thought")
+        if (
+            thought is not None
+            and thought_key not in ignored
+            and thought.strip() not in own
+            and is_lost(without_thoughts(message), index)
+        ):
+            raise complain(
+                index,
+                thought_key,
+                "Train without thoughts with --thoughts drop, or use a template that has them.",
+            )
+        bare = without_thoughts(message) if is_turn else message
+        if (
+            "content" not in ignored
+            and not _is_in(_texts(bare.get("content")), own)
+            and is_lost({**message, "content": _OTHER_CONTENT}, index)
+        ):
+            raise complain(index, "content", "Use another template with --chat-template.")
+        for key, value in bare.items():
+            if key in _UNCHECKED_KEYS or key in ignored or not value:
+                continue
+            if key in THOUGHT_KEYS or _is_in(_texts(value), own):
+                continue
+            if is_lost({name: each for name, each in message.items() if name != key}, index):
+                raise complain(index, key, "Use another template with --chat-template.")
+    if (
+        tools
+        and "tools" not in ignored
+        and not _is_in(_descriptions(tools), text)
+        and render(shown, tools) == render(shown, None)
+    ):
+        raise DataError(
+            f"{where}: the template leaves out the tools, so training would lose them. Use a "
+            "template with tools by --chat-template, or ignore them with --ignore-key tools."
+        )
+
+
+def _is_in(texts: Sequence[str], text: str) -> bool:
+    return all(each in text or json.dumps(each)[1:-1] in text for each in texts)
+
+
+def _texts(value: object) -> list[str]:
+    return [each.strip() for each in _leaves(value)]
+
+
+def _leaves(value: object) -> Iterator[str]:
+    """Yield the texts and numbers of a JSON value, without the kinds and numbers of calls."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if key not in ("type", "id"):
+                yield from _leaves(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the descriptions of tools, or one text that is nowhere if a tool has none."""
+    functions = [each.get("function", each) for each in tools]
+    found = [each.get("description") for each in functions if isinstance(each, Mapping)]
+    return [str(each) if each else "\0" for each in found]

@@ -1,0 +1,94 @@
+"""The tokens at which a server stops to generate, and those that a template may end a turn with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from payload.core.regular_files import read_bytes
+from payload.core.symlink_safety import inside_folder
+from payload.data.tokenizers.special_tokens import read_tokenizer_config, special_tokens
+from payload.formats.hf_folder import CONFIG_FILE
+from payload.formats.tokenizer_identity import TOKENIZER_FILE
+
+_GENERATION_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTokens:
+    """Texts of a tokenizer's tokens that matter for the end of a turn."""
+
+    stops: tuple[str, ...] = ()
+    """Tokens at which a server stops: those of eos_token_id in generation_config.json and
+    config.json, and the tokenizer's eos_token."""
+    special: tuple[str, ...] = ()
+    """The special tokens."""
+    added: tuple[str, ...] = ()
+    """All added tokens, special or not, except white space."""
+
+
+def known_tokens(folder: Path) -> KnownTokens:
+    """Return the tokens of the model or tokenizer in `folder`; empty without a tokenizer.json.
+
+    Raises DataError for a damaged tokenizer_config.json.
+    """
+    eos = special_tokens(read_tokenizer_config(folder)).get("eos_token")
+    raw = _read(folder / TOKENIZER_FILE)
+    entries = [each for each in raw.get("added_tokens") or () if isinstance(each, Mapping)]
+    texts = {each.get("id"): str(each.get("content")) for each in entries}
+    stops = [eos] if eos else []
+    for name in (_GENERATION_FILE, CONFIG_FILE):
+        for number in _eos_ids(_read(folder / name)):
+            text = texts.get(number) or _in_vocabulary(raw, number)
+            stops += [text] if text else []
+    return KnownTokens(
+        stops=tuple(dict.fromkeys(stops)),
+        special=tuple(texts[each["id"]] for each in entries if each.get("special")),
+        added=tuple(text for text in texts.values() if text.strip()),
+    )
+
+
+def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, int] | None:
+    """Return the range of the first of `tokens` in a text from `start`, the longest at a place."""
+    found = [(text.find(token, start), -len(token)) for token in tokens]
+    place, size = min(((each, size) for each, size in found if each >= 0), default=(-1, 0))
+    return None if place < 0 else (place, place - size)
+
+
+_MARKER = re.compile(r"<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]")
+
+
+def first_marker(text: str) -> str | None:
+    """Return the first text in angle or square brackets, such as <|user|>."""
+    found = _MARKER.search(text)
+    return None if found is None else found.group()
+
+
+def _eos_ids(config: Mapping[str, Any]) -> Iterator[int]:
+    text = config.get("text_config")
+    for each in (config, text if isinstance(text, Mapping) else {}):
+        given = each.get("eos_token_id")
+        yield from (n for n in (given if isinstance(given, list) else [given]) if type(n) is int)
+
+
+def _in_vocabulary(raw: Mapping[str, Any], number: int) -> str | None:
+    """Return a token of the vocabulary by its number; some models stop at such tokens."""
+    vocabulary = (raw.get("model") or {}).get("vocab")
+    if isinstance(vocabulary, Mapping):
+        return next((text for text, each in vocabulary.items() if each == number), None)
+    if isinstance(vocabulary, list) and number < len(vocabulary):
+        return str(vocabulary[number][0])
+    return None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return a JSON file's object; empty if it is missing or damaged, which its reader reports."""
+    try:
+        found = json.loads(read_bytes(inside_folder(path)))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,67 @@
+"""Thoughts of the assistant: where messages have them, and whether a prompt opens their block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from payload.data.rows.conversation import Message
+
+KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message with a thought, in the order in which transformers reads them."""
+
+# Marks such as <think>, <thinking>, <seed:think>, <thought>, [THINK], <|START_THINKING|> and
+# ◁think▷; the mark that closes a block is the same with a slash, or with END in place of START.
+_WORD = r"(?:[\w:]*think(?:ing)?|thought|reasoning|start_thinking)"
+_OPEN = re.compile(
+    rf"(?P<mark><\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7)\s*\Z", re.IGNORECASE
+)
+_IN_CONTENT = re.compile(
+    rf"\s*(?P<mark><\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7)", re.IGNORECASE
+)
+
+
+def open_block(prompt: str) -> tuple[str, str] | None:
+    """Return the open mark at the end of a prompt with the space after it, and its closing mark.
+
+    Returns None if the prompt does not end inside a block of thoughts.
+    """
+    found = _OPEN.search(prompt[-64:])
+    return None if found is None else (found.group(), _closing(found["mark"]))
+
+
+def _closing(mark: str) -> str:
+    if "START" in mark:
+        return mark.replace("START", "END")
+    return f"{mark[0]}/{mark[1:]}"
+
+
+def thought_of(message: Message) -> str | None:
+    """Return the message's thought, or None without one."""
+    given = next((message[key] for key in KEYS if message.get(key) is not None), None)
+    if given is not None:
+        return given if isinstance(given, str) and given.strip() else None
+    found = _split(message.get("content"))
+    return None if found is None or not found[0].strip() else found[0]
+
+
+def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without a thought in its keys or at the beginning of its content."""
+    rest = {key: value for key, value in message.items() if key not in KEYS}
+    found = _split(message.get("content"))
+    return rest if found is None else {**rest, "content": found[1]}
+
+
+def _split(content: object) -> tuple[str, str] | None:
+    """Return the thought and the answer of a text, or None without a block of thoughts."""
+    if not isinstance(content, str):
+        return None
+    begin = _IN_CONTENT.match(content)
+    # Models whose prompt opens the block write only its end.
+    close = _closing(begin["mark"]) if begin is not None else "</think>"
+    start = 0 if begin is None else begin.end()
+    end = content.find(close, start)
+    if end < 0:
+        return None
+    return content[start:end], content[end + len(close) :].lstrip()

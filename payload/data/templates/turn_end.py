@@ -1,0 +1,148 @@
+"""How a template ends the assistant's turn, found by rendering short conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from payload.data.rows.conversation import Message
+from payload.data.templates.stop_tokens import KnownTokens, first_marker, first_of
+
+Part = tuple[int, bool]
+"""A number of leading messages, and whether to add the generation prompt."""
+Render = Callable[..., Sequence[str | None]]
+"""Renders parts of the keyword `messages` with the keyword `tools`; None for a rejected part."""
+
+# Texts that no template changes, and that are in no template.
+_ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """The end of a turn before a message of one role."""
+
+    stops: tuple[str, ...]
+    """Stop tokens: those of the model, or the template's own if it has none of these."""
+    last: str
+    """The text that follows the answer of the last turn."""
+    next: str
+    """The text that follows the answer up to the stop token, if another message follows."""
+    prompt_only: str = ""
+    """End of a generation prompt that is not in the text of an answered turn."""
+
+    @property
+    def is_same(self) -> bool:
+        """True if the turn ends in the same way with and without a next message."""
+        return self.last.startswith(self.next)
+
+
+def turn_ends(render: Render, known: KnownTokens) -> Mapping[str, TurnEnd]:
+    """Return how a turn ends before a message of the user and of a tool, by role.
+
+    A role is missing if the template rejects it, or gives no stop token.
+    """
+    function = {"name": "qux_f", "parameters": {"type": "object", "properties": {}}}
+    function["description"] = "qux"
+    tools = [{"type": "function", "function": function}]
+    arguments: list[Any] = [{"a": _ANSWERED}, f'{{"a": "{_ANSWERED}"}}']
+    candidates: dict[str, list[tuple[list[dict[str, Any]], Any]]] = {
+        "user": [([_message("assistant", _ANSWERED), _message("user", _NEXT)], None)],
+        "tool": [
+            (
+                [
+                    {
+                        **_message("assistant", ""),
+                        "tool_calls": [
+                            {
+                                "id": "qux000000",
+                                "type": "function",
+                                "function": {"name": "qux_f", "arguments": each},
+                            }
+                        ],
+                    },
+                    {
+                        **_message("tool", _NEXT),
+                        "name": "qux_f",
+                        "tool_call_id": "qux000000",
+                    },
+                ],
+                tools,
+            )
+            for each in arguments
+        ],
+    }
+    found: dict[str, TurnEnd] = {}
+    for role, options in candidates.items():
+        for messages, with_tools in options:
+            end = _turn_end(render, known, [_message("user", _ASKED), *messages], with_tools)
+            if end is not None:
+                found[role] = end
+                break
+    return found
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _turn_end(
+    render: Render,
+    known: KnownTokens,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> TurnEnd | None:
+    parts: list[Part] = [(1, True), (2, False), (3, False), (3, True)]
+    prompt, last_text, *followed = render(parts, messages=messages, tools=tools)
+    last = _after(last_text, _ANSWERED)
+    between = [
+        text.partition(_NEXT)[0]
+        for text in (_after(each, _ANSWERED) for each in followed)
+        if text is not None and _NEXT in text
+    ]
+    if last is None or last_text is None:
+        return None
+    next_text = between[0] if between else last
+    stops = _stops(known, (last, next_text))
+    if not stops:
+        return None
+    stop = first_of(stops, next_text) or first_of(stops, last)
+    assert stop is not None
+    source = next_text if first_of(stops, next_text) else last
+    return TurnEnd(
+        stops=stops,
+        last=last,
+        next=source[: stop[1]],
+        prompt_only=_prompt_only(prompt, last_text),
+    )
+
+
+def _stops(known: KnownTokens, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the model's stop tokens if a text has one, otherwise the first token of the texts."""
+    if any(first_of(known.stops, text) for text in texts):
+        return known.stops
+    for tokens in (known.special, known.added):
+        for text in texts:
+            if found := first_of(tokens, text):
+                return (text[slice(*found)],)
+    # A tokenizer may have no token for such a mark, so that several tokens end a turn.
+    marker = next(filter(None, map(first_marker, texts)), None)
+    return () if marker is None else (marker,)
+
+
+def _after(text: str | None, mark: str) -> str | None:
+    return None if text is None or mark not in text else text.rpartition(mark)[2]
+
+
+def _prompt_only(prompt: str | None, answered: str) -> str:
+    if prompt is None or answered.startswith(prompt):
+        return ""
+    size = num_common(prompt, answered)
+    # Earlier text differs, too, if the header is not reached.
+    return prompt[size:] if _ASKED in prompt[:size] else ""
+
+
+def num_common(one: str, other: str) -> int:
+    """Return the number of leading characters that two texts share."""
+    size = min(len(one), len(other))
+    return next((n for n in range(size) if one[n] != other[n]), size)

@@ -1,0 +1,372 @@
+"""Renders a conversation to the texts that are trained: every turn as the model sees it.
+
+A turn is a trained message of the assistant. At inference a server renders the messages before the
+turn with the generation prompt, and the model continues this prompt up to a stop token. So the
+trained text of a turn is what the template adds to the prompt when the turn is the last message.
+Turns whose prompt and text begin a longer rendered text share one sample. Templates that render
+earlier turns in another way, for example without thoughts, need several samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from payload.core.errors import DataError
+from payload.data.rows.conversation import Conversation, Message
+from payload.data.templates.control_tokens import Span, take_marks, without_marks
+from payload.data.templates.lost_keys import require_rendered
+from payload.data.templates.stop_tokens import first_of
+from payload.data.templates.thoughts import open_block, thought_of, without_thoughts
+from payload.data.templates.turn_end import Part, TurnEnd, num_common
+from payload.formats.data_folder import Thoughts
+
+if TYPE_CHECKING:
+    from payload.data.templates.chat_template import ChatTemplate
+
+TrainOn = Literal["all", "last"]
+
+_TOOL_ROLES = ("tool", "function", "ipython", "observation")
+_ANCHOR_CHARS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """What is trained of each conversation."""
+
+    thoughts: Thoughts = "keep"
+    train_on: TrainOn = "all"
+    """`last` trains only the last trained turn."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template; those of a row override them."""
+    ignored_keys: frozenset[str] = frozenset()
+    """Keys of messages, or `tools`, that the template may leave out."""
+
+    def shaping(self) -> tuple[str, ...]:
+        """Return the values that the trained text depends on."""
+        variables = json.dumps(dict(self.variables), sort_keys=True)
+        ignored = json.dumps(sorted(self.ignored_keys))
+        return ("turns", self.thoughts, self.train_on, variables, ignored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedSample:
+    """A text to train on."""
+
+    text: str
+    spans: list[Span]
+    """Ranges of characters that are trained, in order; each ends with a stop token."""
+    literal: list[Span] = field(default_factory=list)
+    """Ranges of special tokens from the row, which are encoded as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    text: str
+    spans: list[Span]
+    through: int
+    """End of the stop token: the model sees and writes the text up to here."""
+
+
+def render_samples(
+    template: ChatTemplate, conversation: Conversation, options: SampleOptions
+) -> list[RenderedSample]:
+    """Return the samples of a conversation, in the order of their last turns.
+
+    Raises DataError for a conversation that the template rejects, a key that the template leaves
+    out, and a turn without a stop token.
+    """
+    row = _Row(template, conversation, options)
+    whole, turns = row.marked_turns() if template.process.is_marked else row.added_turns()
+    texts: list[tuple[str, list[Span]]] = []
+    for turn in reversed(turns):
+        if not texts and whole.startswith(turn.text[: turn.through]):
+            texts.append((whole, []))
+        for text, spans in texts:
+            if (end := _end_of_same(text, turn)) is not None:
+                spans[:0] = [(start, min(stop, end)) for start, stop in turn.spans]
+                break
+        else:
+            texts.append((turn.text, list(turn.spans)))
+    if not turns:
+        texts = [(whole, [])]
+    samples = []
+    for text, spans in reversed(texts):
+        plain, ranges, literal = take_marks(text, spans)
+        samples.append(RenderedSample(text=plain, spans=ranges, literal=literal))
+    return samples
+
+
+def _end_of_same(text: str, turn: _Turn) -> int | None:
+    """Return up to where the turn is part of a text; None if not up to its stop token."""
+    last = turn.spans[-1][1]
+    if text.startswith(turn.text[:last]):
+        return last
+    return turn.through if text.startswith(turn.text[: turn.through]) else None
+
+
+class _Row:
+    """One conversation with its template."""
+
+    def __init__(
+        self, template: ChatTemplate, conversation: Conversation, options: SampleOptions
+    ) -> None:
+        self._template, self._options = template, options
+        messages = list(conversation.messages)
+        if options.thoughts == "drop":
+            messages = [
+                without_thoughts(each) if each["role"] == "assistant" else each for each in messages
+            ]
+        self._messages: list[Message] = messages
+        self._tools: Any = list(conversation.tools) or None
+        self._documents: Any = list(conversation.documents) or None
+        self._variables = {**options.variables, **conversation.variables}
+        self._ends = template.turn_ends(self._variables)
+        numbers = [number for number, trained in enumerate(conversation.trained) if trained]
+        self._numbers = numbers[-1:] if options.train_on == "last" else numbers
+        self._mark_special_tokens()
+
+    def _mark_special_tokens(self) -> None:
+        """Mark the row's special tokens, unless the marks change the rendered text."""
+        control = self._template.control_tokens()
+        given = [each for each in self._messages if each["role"] != "assistant"]
+        if not control.is_in([given, self._tools, self._documents]):
+            return
+        (plain,) = self._render([(len(self._messages), False)])
+        before = self._messages, self._tools, self._documents
+        self._messages = control.mark_messages(self._messages)
+        self._tools, self._documents = control.mark(self._tools), control.mark(self._documents)
+        try:
+            (marked,) = self._render([(len(self._messages), False)])
+            is_same = without_marks(marked[0]) == plain[0]
+        except DataError:
+            is_same = False
+        if not is_same:
+            self._messages, self._tools, self._documents = before
+
+    def _render(
+        self, parts: Sequence[Part], *, with_blocks: bool = False
+    ) -> list[tuple[str, list[Span]]]:
+        found = self._template.parts(
+            self._messages,
+            parts,
+            tools=self._tools,
+            documents=self._documents,
+            variables=self._variables,
+            with_blocks=with_blocks,
+        )
+        texts = []
+        for (count, _), each in zip(parts, found, strict=True):
+            if "error" in each:
+                # A conversation that begins with an answer has an empty prompt.
+                if count:
+                    raise self._template.error(each["error"])
+                each = {"text": "", "blocks": []}
+            texts.append((each["text"], [(start, end) for start, end in each.get("blocks", ())]))
+        return texts
+
+    def added_turns(self) -> tuple[str, list[_Turn]]:
+        """Return the whole text, and the turns of a template without blocks."""
+        size = len(self._messages)
+        parts: list[Part] = [(size, False)]
+        for number in self._numbers:
+            parts.append((number, True))
+            if number + 1 < size and not self._is_in_whole(number):
+                parts.append((number + 1, False))
+        texts = {part: text for part, (text, _) in zip(parts, self._render(parts), strict=True)}
+        whole = texts[size, False]
+        turns = []
+        for number in self._numbers:
+            prompt, answered = texts[number, True], texts.get((number + 1, False), whole)
+            text, start = self._located(number, prompt, answered)
+            text, end = self._ended(text, start, number)
+            self._require_rendered(number, text[:end], start)
+            turns.append(_Turn(text=text, spans=[(start, end)], through=end))
+        return whole, turns
+
+    def _is_in_whole(self, number: int) -> bool:
+        """Return True if a turn certainly is a part of the whole text, up to its stop token."""
+        end = self._ends.get("user")
+        if not self._template.process.is_sequential or end is None or not end.is_same:
+            return False
+        message = self._messages[number]
+        content = message.get("content")
+        if message.get("tool_calls") or not isinstance(content, str) or not content.strip():
+            return False
+        return first_of(end.stops, content) is None
+
+    def marked_turns(self) -> tuple[str, list[_Turn]]:
+        """Return the whole text, and the turns of a template with `{% generation %}` blocks.
+
+        All of a block is trained, as the template's author wrote it.
+        """
+        size = len(self._messages)
+        ((whole, blocks),) = self._render([(size, False)], with_blocks=True)
+        answers = [n for n, each in enumerate(self._messages) if each["role"] == "assistant"]
+        turns = []
+        if self._template.process.is_sequential and len(blocks) == len(answers):
+            by_number = dict(zip(answers, blocks, strict=True))
+            for number in self._numbers:
+                turns.append(self._marked_turn(number, whole, [by_number[number]]))
+            return whole, turns
+        for number in self._numbers:
+            parts: list[Part] = [(number, False), (number + 1, False)]
+            (_, before), (text, found) = self._render(parts, with_blocks=True)
+            turns.append(self._marked_turn(number, text, found[len(before) :]))
+        return whole, turns
+
+    def _marked_turn(self, number: int, text: str, blocks: list[Span]) -> _Turn:
+        blocks = [(start, end) for start, end in blocks if end > start]
+        if not blocks:
+            raise self._error(number, "it is in no {% generation %} block, so it is not trained.")
+        (start, _), (begin, last) = blocks[0], blocks[-1]
+        self._require_rendered(number, text[:last], start)
+        found, end = self._ended(text, start, number)
+        if end > last:
+            # The stop token belongs to the turn, although it is behind the block.
+            if found == text and text[last:end].strip() not in self._stops(number):
+                raise self._no_stop(number)
+            blocks = [*blocks[:-1], (begin, end)]
+        return _Turn(text=found, spans=blocks, through=end)
+
+    def _located(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
+        """Return the text of a turn with its prompt, and where the trained part begins."""
+        message, opened = self._messages[number], open_block(prompt)
+        has_thought = thought_of(message) is not None
+        head = prompt
+        if opened is not None:
+            mark, close = opened
+            if not has_thought:
+                return self._without_thought(number, prompt, answered, mark, close)
+            head = prompt.rstrip()
+        elif end := self._end(number):
+            head = prompt.removesuffix(end.prompt_only) if end.prompt_only else prompt
+        if answered.startswith(prompt):
+            return answered, len(prompt)
+        if answered.startswith(head):
+            if has_thought and opened is None:
+                # The prompt has an empty block of thoughts, the turn has its own.
+                return answered, len(head)
+            rest = answered[len(head) :]
+            return prompt + (rest.lstrip() if opened else rest), len(prompt)
+        return self._behind_anchor(number, prompt, answered)
+
+    def _without_thought(
+        self, number: int, prompt: str, answered: str, mark: str, close: str
+    ) -> tuple[str, int]:
+        """Locate a turn without a thought whose prompt opens a block of thoughts."""
+        thoughts = self._options.thoughts
+        if thoughts == "refuse":
+            raise DataError(
+                f"message {number + 1}: the template's prompt opens a block of thoughts "
+                f"({mark.strip()}), and the message has none. Add reasoning_content, or set "
+                "--thoughts empty to train the end of the block."
+            )
+        head = prompt[: len(prompt) - len(mark)]
+        if answered.startswith(prompt.rstrip()) and close in answered[len(prompt.rstrip()) :]:
+            closed = answered.index(close, len(prompt.rstrip())) + len(close)
+            start = closed + len(answered[closed:]) - len(answered[closed:].lstrip())
+            if thoughts != "empty":
+                return answered, start
+            if answered.startswith(prompt):
+                return answered, len(prompt)
+        elif answered.startswith(head):
+            start = len(head)
+            if thoughts != "empty":
+                return answered, start
+        else:
+            return self._behind_anchor(number, prompt, answered)
+        line = "\n" if prompt.endswith("\n") else ""
+        return f"{prompt}{line}{close}\n\n{answered[start:]}", len(prompt)
+
+    def _behind_anchor(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
+        """Locate the text behind the last characters of the prompt, if earlier text differs."""
+        content = self._messages[number].get("content")
+        limit = answered.rfind(content.strip()) if isinstance(content, str) else -1
+        anchor = prompt[-_ANCHOR_CHARS:]
+        place = answered.rfind(anchor, 0, limit if limit >= 0 else len(answered))
+        if place < 0 or not anchor.strip():
+            raise DataError(
+                f"message {number + 1} of {len(self._messages)}: {self._template.where} renders "
+                "the messages before it differently once it follows, so the assistant's text "
+                "cannot be located. Put {% generation %} and {% endgeneration %} around that text "
+                "in the template, and pass the file with --chat-template."
+            )
+        return prompt + answered[place + len(anchor) :], len(prompt)
+
+    def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
+        """Return the text of a turn, completed by its stop token if needed, and its end."""
+        stops = self._stops(number)
+        found = first_of(stops, text, self._end_of_content(text, start, number, stops))
+        if found is not None:
+            return text, found[1]
+        end = self._end(number)
+        if end is None:
+            raise self._no_stop(number)
+        same = num_common(end.last, end.next)
+        if not text.endswith(end.last[same:]):
+            raise self._no_stop(number)
+        text = text.removesuffix(end.last[same:]) + end.next[same:]
+        return text, len(text)
+
+    def _end_of_content(self, text: str, start: int, number: int, stops: tuple[str, ...]) -> int:
+        """Return where the stop token can begin: behind the content, if that has such a token."""
+        content = self._messages[number].get("content")
+        if not isinstance(content, str) or first_of(stops, content) is None:
+            return start
+        content = content.strip()
+        # Many data sets have the stop token at the end of the content.
+        for stop in stops:
+            content = content.removesuffix(stop)
+        place = text.rfind(content, start)
+        return start if place < 0 else place + len(content)
+
+    def _end(self, number: int) -> TurnEnd | None:
+        following = self._messages[number + 1 : number + 2]
+        is_tool = (
+            following[0]["role"] in _TOOL_ROLES
+            if following
+            else bool(self._messages[number].get("tool_calls"))
+        )
+        return self._ends.get("tool" if is_tool else "user") or self._ends.get("user")
+
+    def _stops(self, number: int) -> tuple[str, ...]:
+        end = self._end(number)
+        return self._template.known_tokens().stops if end is None else end.stops
+
+    def _require_rendered(self, number: int, text: str, start: int) -> None:
+        require_rendered(
+            self._messages,
+            number,
+            without_marks(text),
+            start=len(without_marks(text[:start])),
+            tools=self._tools,
+            ignored=self._options.ignored_keys,
+            where=self._template.where,
+            render=self._probe,
+        )
+
+    def _probe(self, messages: Sequence[Message], tools: Any) -> str | None:
+        """Return the text of changed messages, or None if the template rejects them."""
+        (found,) = self._template.parts(
+            messages,
+            [(len(messages), False)],
+            tools=tools,
+            documents=self._documents,
+            variables=self._variables,
+        )
+        text: str | None = found.get("text")
+        return None if text is None else without_marks(text)
+
+    def _error(self, number: int, reason: str) -> DataError:
+        count = len(self._messages)
+        return DataError(f"{self._template.where}: message {number + 1} of {count}: {reason}")
+
+    def _no_stop(self, number: int) -> DataError:
+        return self._error(
+            number,
+            "no stop token follows it, so the model would not learn to stop. Add {{ eos_token }} "
+            "after the assistant's text in the template, and pass the file with --chat-template.",
+        )
