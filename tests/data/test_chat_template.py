@@ -30,9 +30,9 @@ def conversation(messages: Sequence[Message]) -> Conversation:
 
 
 CONVERSATION = conversation(MESSAGES)
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 MARKED = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "{% endfor %}"
 )
@@ -102,7 +102,7 @@ def test_after_a_conversation_that_ended_the_process_the_next_one_is_rendered(
         with pytest.raises(DataError, match="processor time"):
             slowly = [{"role": "user", "content": "slow", "n": "9"}]
             made.render(slowly, add_generation_prompt=False)
-        assert made.render(MESSAGES, add_generation_prompt=False).startswith("<user>two")
+        assert made.render(MESSAGES, add_generation_prompt=False).startswith("<|user|>two")
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_every_way_of_writing_the_block_marks_the_assistants_part(
     mark: str, tmp_path: Path
 ) -> None:
     made = template(tmp_path, MARKED.replace("{% generation %}", mark))
-    assert trained(made) == [" four <user>"]
+    assert trained(made) == [" four <|user|>"]
     assert "trained text: its {% generation %} blocks" in made.how_trained()
 
 
 def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
     quoted = "{% raw %}{% generation %}{% endraw %}{# {% generation %} #}"
     made = template(tmp_path, quoted + PLAIN)
-    assert trained(made) == ["<assistant> four <user>"]
+    assert trained(made) == ["<|assistant|> four <|user|>"]
 
 
 def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_the_assistants_part_is_found(source: str, tmp_path: Path) -> None:
     made = template(tmp_path, source)
     (sample,) = made.samples(conversation([*MESSAGES, *MESSAGES]))
     # The tokenizer has no stop token, so the mark of the next message ends a turn.
-    assert sample.text == "<user>two and two<assistant> four " * 2 + "<user>"
+    assert sample.text == "<|user|>two and two<|assistant|> four " * 2 + "<|user|>"
     parts = trained(made, [*MESSAGES, *MESSAGES])
-    assert parts == (["<assistant> four <user>"] if source == PLAIN else [" four <user>"]) * 2
+    assert parts == (["<|assistant|> four <|user|>"] if source == PLAIN else [" four <|user|>"]) * 2
 
 
 def test_a_fork_starts_a_separate_process(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_fork_starts_a_separate_process(tmp_path: Path) -> None:
         os.write(write, text.encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(read, 100) == b"<user>child"
+    assert os.read(read, 100) == b"<|user|>child"
     for each in (read, write):
         os.close(each)
-    assert made.render(MESSAGES[:1], add_generation_prompt=False) == "<user>two and two"
+    assert made.render(MESSAGES[:1], add_generation_prompt=False) == "<|user|>two and two"

@@ -86,12 +86,12 @@ class Rows(ABC):
         """Return lines about what was detected; call `identity` first."""
         return []
 
-    def survey(self, documents: int | None) -> Survey:
-        """Return the size of the source, with the split of its files, after all rows were read."""
+    def survey(self) -> Survey:
+        """Return the number of rows and the split of the files, after all rows were read."""
         split = None
-        if self.first_val is not None and documents:
+        if self.first_val is not None:
             split = FileSplit.of(first_val=self.first_val, documents=self.num_rows)
-        return Survey(documents=documents, text_bytes=None, split=split)
+        return Survey(documents=self.num_rows, text_bytes=None, split=split)
 
     def skip(self, where: str, complaint: str) -> None:
         """Skip a bad row. Raises DataError unless the user allowed skipping."""

@@ -13,7 +13,8 @@ from payload.core.printable_text import shown
 from payload.data.sources.compressed import compression_of, convert_errors, open_decompressed
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.source_flags import SourceRequest
-from payload.data.sources.text_files import ColumnFiles, missing_shards
+from payload.data.sources.split import FileSplit
+from payload.data.sources.text_files import ColumnFiles
 
 LINE_BYTES = 64 * MIB
 """Longer lines are rejected: JSON is parsed whole, and needs up to four bytes a character."""
@@ -27,12 +28,18 @@ class JsonlSource(ColumnFiles):
         super().__init__("jsonl", given, glob="*.jsonl*", request=request)
 
     def survey(self) -> Survey:
-        """Count the lines, unless a file is compressed."""
+        """Count the lines, unless a file is compressed and no file's name declares a split."""
         size = sum(path.stat().st_size for path in self._files)
+        if self.splits.valid:
+            first_val = sum(map(_count_lines, self.splits.train))
+            documents = first_val + sum(map(_count_lines, self.splits.valid))
+            split = FileSplit.of(first_val=first_val, documents=documents)
+            text_bytes = None if any(map(compression_of, self._files)) else size
+            return Survey(documents=documents, text_bytes=text_bytes, split=split, note=self.note())
         if any(compression_of(path) for path in self._files):
-            return Survey(documents=None, text_bytes=None, note=missing_shards(self._files))
-        note = missing_shards(self._files)
-        return Survey(documents=sum(map(_count_lines, self._files)), text_bytes=size, note=note)
+            return Survey(documents=None, text_bytes=None, note=self.note())
+        documents = sum(map(_count_lines, self._files))
+        return Survey(documents=documents, text_bytes=size, note=self.note())
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Yield the lines as documents."""
@@ -137,5 +144,5 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _count_lines(path: Path) -> int:
-    with path.open("rb") as file:
+    with open_decompressed(path) as file, convert_errors(path):
         return sum(1 for line, _ in read_lines(file) if not line.isspace())

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,7 +26,8 @@ from payload.data.sources.documents import (
     read_pieces,
 )
 from payload.data.sources.source_flags import SourceRequest
-from payload.data.sources.text_files import ColumnFiles, missing_shards
+from payload.data.sources.split import FileSplit
+from payload.data.sources.text_files import ColumnFiles
 from payload.data.sources.worker_exit import describe_exit, end_worker
 
 if TYPE_CHECKING:
@@ -54,9 +55,16 @@ class ParquetSource(ColumnFiles):
 
         Raises DataError for a damaged file.
         """
-        places = [str(path) for path in self._files]
-        survey = survey_parquet(places, self._column, skip_bad=self._skip_bad)
-        return replace(survey, note=missing_shards(places))
+        train, valid = (
+            survey_parquet(list(map(str, files)), self._column, skip_bad=self._skip_bad)
+            for files in (self.splits.train, self.splits.valid)
+        )
+        assert train.documents is not None and valid.documents is not None
+        documents, split = train.documents + valid.documents, None
+        if self.splits.valid:
+            split = FileSplit.of(first_val=train.documents, documents=documents)
+        text_bytes = (train.text_bytes or 0) + (valid.text_bytes or 0)
+        return Survey(documents=documents, text_bytes=text_bytes, split=split, note=self.note())
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Yield the rows as documents."""

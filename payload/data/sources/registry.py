@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from payload.core.errors import UsageError
 from payload.data.sources.documents import Source
-from payload.data.sources.source_flags import SourceRequest, check_flags
+from payload.data.sources.source_flags import SourceKind, SourceRequest, check_flags, resolve_source
+
+
+def _build_by_content(request: SourceRequest) -> Source:
+    """Return the source for the content of the files. Raises DataError."""
+    from payload.data.sources.recognise import file_kinds, has_rows
+
+    files, kinds = file_kinds(request.inputs, request.glob)
+    if not has_rows(kinds):
+        return build_source(replace(request, kind="text"))
+    if kinds == {"jsonl"} or kinds == {"parquet"}:
+        (kind,) = kinds
+        named: SourceKind = "jsonl" if kind == "jsonl" else "parquet"
+        return build_source(replace(request, kind=named, inputs=tuple(map(str, files)), glob=None))
+    from payload.data.rows.text_rows import TextRows
+
+    return TextRows(request)
 
 
 def build_source(request: SourceRequest) -> Source:
@@ -14,12 +31,17 @@ def build_source(request: SourceRequest) -> Source:
 
     Raises UsageError for flags that do not fit together.
     """
+    request = resolve_source(request)
     check_flags(request)
-    if request.kind == "csv":
+    if request.columns or request.ignored_keys:
         raise UsageError(
-            "--source csv cannot be used with --task text. Convert the file to JSON Lines and use "
-            "--source jsonl, or choose another --task."
+            "--columns and --ignore-key cannot be used with --task text, which reads one column. "
+            "Choose it with --text-column."
         )
+    if request.kind == "csv":
+        from payload.data.rows.text_rows import TextRows
+
+        return TextRows(request)
     if request.kind == "stdlib":
         from payload.data.sources.text_files import stdlib_source
 
@@ -29,6 +51,8 @@ def build_source(request: SourceRequest) -> Source:
 
         return HubSource(request)
     paths = [Path(given) for given in request.inputs]
+    if request.kind == "auto":
+        return _build_by_content(request)
     if request.kind == "text":
         from payload.data.sources.text_files import TextSource
 

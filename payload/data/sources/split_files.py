@@ -53,13 +53,15 @@ class SplitFiles:
         return f"splits by file name: {'; '.join(parts)}{more}"
 
 
-def split_files(files: Sequence[Path]) -> SplitFiles:
+def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
-    Without a file for training, no name declares a split: all files are for training.
+    Without a file for training, no name declares a split: all files are for training. A file whose
+    name declares none is for training, too. Among text files, such as those of a program, every
+    name must declare a split, because words such as test are common.
     """
     names = [split_of(path) for path in files]
-    if "train" not in names:
+    if "train" not in names or (is_text and None in names):
         return SplitFiles(tuple(files))
     by_name = {
         name: tuple(path for path, each in zip(files, names, strict=True) if each in wanted)

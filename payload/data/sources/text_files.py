@@ -19,6 +19,7 @@ from payload.core.one_line import printable_line
 from payload.core.symlink_safety import inside_folder
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.source_flags import SourceRequest
+from payload.data.sources.split import FileSplit
 from payload.data.sources.split_files import SplitFiles, split_files
 from payload.data.sources.text_sections import Division, divide
 
@@ -99,6 +100,11 @@ def missing_shards(files: Sequence[Path | str]) -> str | None:
     return f"files are missing: {', '.join(incomplete[:_NAMES_SHOWN])}" if incomplete else None
 
 
+def join_notes(*notes: str | None) -> str | None:
+    """Return the notes as one, or None without notes."""
+    return "; ".join(filter(None, notes)) or None
+
+
 def file_identity(files: Sequence[Path]) -> list[Any]:
     """Return path, size and time of every file; None replaces a size or time that is unknown."""
     result: list[Any] = []
@@ -152,6 +158,10 @@ class ColumnFiles:
                 raise DataError(f"{path}: {_NOT_REGULAR} Remove it, or exclude it with --glob.")
         return identity
 
+    def note(self) -> str | None:
+        """Return a note about missing shards and about the splits; call `identity` first."""
+        return join_notes(missing_shards(self._files), self.splits.note())
+
 
 def describe_inputs(kind: str, given: Sequence[Path]) -> str:
     """Return the kind and the first three paths, for messages."""
@@ -175,10 +185,12 @@ class TextSource:
         self._files: list[str] = []
         self._size = 0
         self._division: Division | None = None
+        self._splits = SplitFiles(())
 
     def identity(self) -> list[Any]:
         """Return path, size and time of every file. Raises DataError for a missing file."""
-        files = find_files(self._given, glob=self._glob)
+        self._splits = split_files(find_files(self._given, glob=self._glob), is_text=True)
+        files = self._splits.read()
         self._files = list(map(str, files))
         identity = file_identity(files)
         self._size = sum(size or 0 for _, size, _ in identity)
@@ -191,13 +203,19 @@ class TextSource:
             if division.documents > 1:
                 self._division = division
                 return Survey(
-                    documents=division.documents, text_bytes=self._size, note=division.note
+                    documents=division.documents,
+                    text_bytes=self._size,
+                    note=join_notes(division.note, self._splits.note()),
                 )
+        split, count = None, len(self._files)
+        if self._splits.valid:
+            split = FileSplit.of(first_val=len(self._splits.train), documents=count)
         return Survey(
-            documents=len(self._files),
+            documents=count,
             text_bytes=self._size,
             bytes_are_exact=True,
-            note=missing_shards(self._files),
+            split=split,
+            note=join_notes(missing_shards(self._files), self._splits.note()),
         )
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:

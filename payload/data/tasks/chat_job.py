@@ -16,6 +16,7 @@ from payload.core.printable_text import shown
 from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.rows.conversations import (
     BadConversationError,
+    UntrainedRowError,
     columns_of,
     conversation_of,
     unread_columns,
@@ -139,9 +140,19 @@ class Groups:
         """Return the columns that define groups."""
         return () if self._column is None else (self._column,)
 
-    def count(self, rows: Rows) -> int:
-        """Return the number of groups, or the number of rows without groups."""
-        return rows.num_rows if self._column is None else len(self._numbers)
+    def survey(self, rows: Rows) -> Survey:
+        """Return the number of groups, or of rows without groups, after all rows were read.
+
+        Raises UsageError for groups in files that are named for training and validation.
+        """
+        if self._column is None:
+            return rows.survey()
+        if rows.first_val is not None:
+            raise UsageError(
+                "--group-column cannot be used: the names of the files declare the validation "
+                "data. Leave it out, or pass only the training files with --input."
+            )
+        return Survey(documents=len(self._numbers), text_bytes=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +197,7 @@ class ChatJob:
     def make(self) -> PreparedData:
         """Read, render, tokenize and pack all rows. Raises DataError."""
         documents = self._documents()
-        count = self.groups.count(self.rows)
-        split = self.settings.split(Survey(documents=count, text_bytes=None))
+        split = self.settings.split(self.groups.survey(self.rows))
         is_val = split.val_mask(np.array([each.group for each in documents], dtype=np.int64))
         files: dict[str, npt.NDArray[Any]] = {}
         counts: dict[str, int] = {}
@@ -243,6 +253,9 @@ class ChatJob:
         try:
             conversation = conversation_of(row.values)
             samples = self.template.samples(conversation, self.options)
+        except UntrainedRowError as error:
+            self.rows.leave_out(str(error))
+            return []
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,14 +101,15 @@ def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The tokens of one text, and its label."""
+    """The tokens of one text, its label, and the number of its row."""
 
     tokens: Tokens
     label: str
+    number: int
 
 
-class _StratifiedSplit:
-    """A split that was made for each label separately, with the interface of `Split`."""
+class _TextSplit:
+    """A split of the texts, by their index, with the interface of `Split`."""
 
     def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
         self.record = record
@@ -148,8 +149,8 @@ class _ClassifyJob:
         labels = self._labels(texts)
         number_of = {label: number for number, label in enumerate(labels)}
         numbers = np.array([number_of[each.label] for each in texts], dtype=np.int64)
-        fraction, seed = self.settings.val_fraction or _VAL_FRACTION, self.settings.seed
-        is_val = stratified(numbers, val_fraction=fraction, seed=seed)
+        split = self._split(texts, numbers)
+        is_val = split.val_mask(np.arange(len(texts)))
         files: dict[str, npt.NDArray[Any]] = {}
         fields: dict[str, Any] = {"text_bytes": self._text_bytes, "task": "classify"}
         counts: dict[str, tuple[int, ...]] = {}
@@ -167,13 +168,39 @@ class _ClassifyJob:
             label_tokens=label_name_tokens(self.settings.tokenizer, labels),
             **counts,
         )
-        record = SplitRecord(method="stratified", val_fraction=fraction, seed=seed)
         return PreparedData(
             files=files,
-            split=_StratifiedSplit(record, is_val),
+            split=split,
             fields=fields,
             encoder=self.settings.tokenizer.reference_name,
         )
+
+    def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:
+        """Return the split of the files' names, else a share of each label's texts.
+
+        Raises DataError for a label that one of the files lacks.
+        """
+        settings = self.settings
+        survey = self.rows.survey()
+        if survey.split is None:
+            fraction = settings.val_fraction or _VAL_FRACTION
+            record = SplitRecord(method="stratified", val_fraction=fraction, seed=settings.seed)
+            is_val = stratified(labels, val_fraction=fraction, seed=settings.seed)
+            return _TextSplit(record, is_val)
+        is_default = settings.val_fraction == _VAL_FRACTION
+        chosen = replace(settings, val_fraction=None if is_default else settings.val_fraction)
+        split = chosen.split(survey)
+        is_val = split.val_mask(np.array([each.number for each in texts], dtype=np.int64))
+        for part, mask in (("training", ~is_val), ("validation", is_val)):
+            missing = set(labels.tolist()) - set(labels[mask].tolist())
+            if missing:
+                label = texts[int(np.flatnonzero(labels == min(missing))[0])].label
+                raise DataError(
+                    f"{self.rows.label}: no text of the files for {part} has the label {label!r}. "
+                    "Add texts, merge labels with --label-map, or pass only the training files "
+                    "with --input."
+                )
+        return _TextSplit(split.record, is_val)
 
     def _texts(self) -> list[_Text]:
         """Return all labelled texts."""
@@ -181,12 +208,13 @@ class _ClassifyJob:
 
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Text] = []
-        labelled = map(self._pair, rows)
+        labelled = map(self._labelled, rows)
         for pairs in in_batches(labelled, count=_BATCH_SIZE, chars=lambda pair: len(pair[0])):
-            self._text_bytes += sum(len(text) for text, _ in pairs)
-            encoded = self._tokenize([text for text, _ in pairs])
+            self._text_bytes += sum(len(text) for text, _, _ in pairs)
+            encoded = self._tokenize([text for text, _, _ in pairs])
             found += [
-                _Text(tokens, label) for tokens, (_, label) in zip(encoded, pairs, strict=True)
+                _Text(tokens, label, number)
+                for tokens, (_, label, number) in zip(encoded, pairs, strict=True)
             ]
         self._check.finish()
         if not found:
@@ -204,8 +232,8 @@ class _ClassifyJob:
         self._check.add_rows(texts, rows)
         return [with_special_tokens(tokenizer, row) for row in rows]
 
-    def _pair(self, row: Row) -> tuple[bytes, str] | None:
-        """Return the text and label of a row; None for a skipped row."""
+    def _labelled(self, row: Row) -> tuple[bytes, str, int] | None:
+        """Return the text, label and number of a row; None for a skipped row."""
         for column, flag in (
             (self._text_column, "--text-column"),
             (self._label_column, "--label-column"),
@@ -232,7 +260,7 @@ class _ClassifyJob:
             label = self._names[label]
             if not label:
                 return None
-        return text.encode("utf-8", "replace"), label
+        return text.encode("utf-8", "replace"), label, row.number
 
     def _labels(self, texts: Sequence[_Text]) -> tuple[str, ...]:
         """Return the labels in order. Raises DataError if there are too few texts to learn them."""

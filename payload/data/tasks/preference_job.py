@@ -14,10 +14,9 @@ import numpy.typing as npt
 from payload.core.errors import DataError, UsageError
 from payload.data.reading.packed_blocks import TRAINED
 from payload.data.rows.conversation import Conversation, Message
-from payload.data.rows.conversations import BadConversationError, unread_columns
+from payload.data.rows.conversations import BadConversationError, UntrainedRowError, unread_columns
 from payload.data.rows.preferences import ANSWERS, COLUMNS, preference_of
 from payload.data.rows.rows import Row, Rows, in_batches, open_rows
-from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     SEQUENCE_LENGTH,
     prepare_settings,
@@ -110,8 +109,7 @@ class PreferenceJob:
     def make(self) -> PreparedData:
         """Read, render and tokenize all rows. Raises DataError."""
         pairs = self._pairs()
-        count = self.groups.count(self.rows)
-        split = self.settings.split(Survey(documents=count, text_bytes=None))
+        split = self.settings.split(self.groups.survey(self.rows))
         is_val = split.val_mask(np.array([each.group for each in pairs], dtype=np.int64))
         files: dict[str, npt.NDArray[Any]] = {}
         fields: dict[str, Any] = {"text_bytes": self.tokenizer.text_bytes, "task": "preference"}
@@ -172,6 +170,9 @@ class PreferenceJob:
                 self._answer(pair.prompt, each, name)
                 for name, each in zip(ANSWERS, (pair.chosen, pair.rejected), strict=True)
             )
+        except UntrainedRowError as error:
+            self.rows.leave_out(str(error))
+            return None
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None

@@ -59,11 +59,11 @@ def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, i
     return None if place < 0 else (place, place - size)
 
 
-_MARKER = re.compile(r"<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]")
+_MARKER = re.compile(r"<[|\uff5c][^<>\s]{1,40}[|\uff5c]>")
 
 
 def first_marker(text: str) -> str | None:
-    """Return the first text in angle or square brackets, such as <|user|>."""
+    """Return the first text in the form of a special token, such as <|user|>."""
     found = _MARKER.search(text)
     return None if found is None else found.group()
 

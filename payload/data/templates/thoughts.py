@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from payload.data.rows.conversation import Message
@@ -14,27 +15,45 @@ KEYS = ("reasoning_content", "thinking", "reasoning")
 # Marks such as <think>, <thinking>, <seed:think>, <thought>, [THINK], <|START_THINKING|> and
 # ◁think▷; the mark that closes a block is the same with a slash, or with END in place of START.
 _WORD = r"(?:[\w:]*think(?:ing)?|thought|reasoning|start_thinking)"
-_OPEN = re.compile(
-    rf"(?P<mark><\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7)\s*\Z", re.IGNORECASE
-)
-_IN_CONTENT = re.compile(
-    rf"\s*(?P<mark><\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7)", re.IGNORECASE
-)
+_OPEN = rf"<\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7"
+_CLOSE = rf"</{_WORD}>|<\|end_thinking\|>|<\|/{_WORD}\|>|\[/{_WORD}\]|\u25c1/{_WORD}\u25b7"
+_TAIL = re.compile(rf"(?:(?:(?P<open>{_OPEN})|{_CLOSE})\s*)+\Z", re.IGNORECASE)
+_EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
+_IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
+_TAIL_CHARS = 128
 
 
-def open_block(prompt: str) -> tuple[str, str] | None:
-    """Return the open mark at the end of a prompt with the space after it, and its closing mark.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTail:
+    """The marks of thoughts at the end of a prompt."""
 
-    Returns None if the prompt does not end inside a block of thoughts.
-    """
-    found = _OPEN.search(prompt[-64:])
-    return None if found is None else (found.group(), _closing(found["mark"]))
+    text: str
+    """The marks with the white space after them."""
+    closing: str | None
+    """The mark that closes the block in which the prompt ends; None if it ends outside of one."""
+
+
+def prompt_tail(prompt: str) -> PromptTail | None:
+    """Return the marks of thoughts at the end of a prompt, or None without any."""
+    found = _TAIL.search(prompt[-_TAIL_CHARS:])
+    if found is None:
+        return None
+    mark = found["open"]
+    is_open = mark is not None and found.group().rstrip().endswith(mark)
+    return PromptTail(text=found.group(), closing=_closing(mark) if is_open else None)
+
+
+def end_of_empty_thought(text: str, start: int) -> int:
+    """Return where the text continues behind an empty block of thoughts at `start`, if any."""
+    found = _EMPTY.match(text, start)
+    return start if found is None else found.end()
 
 
 def _closing(mark: str) -> str:
     if "START" in mark:
         return mark.replace("START", "END")
-    return f"{mark[0]}/{mark[1:]}"
+    size = 2 if mark.startswith("<|") else 1
+    return f"{mark[:size]}/{mark[size:]}"
 
 
 def thought_of(message: Message) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from payload.core.errors import DataError
@@ -19,7 +19,12 @@ from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates.control_tokens import Span, take_marks, without_marks
 from payload.data.templates.lost_keys import require_rendered
 from payload.data.templates.stop_tokens import first_of
-from payload.data.templates.thoughts import open_block, thought_of, without_thoughts
+from payload.data.templates.thoughts import (
+    end_of_empty_thought,
+    prompt_tail,
+    thought_of,
+    without_thoughts,
+)
 from payload.data.templates.turn_end import Part, TurnEnd, num_common
 from payload.formats.data_folder import Thoughts
 
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 TrainOn = Literal["all", "last"]
 
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
-_ANCHOR_CHARS = 24
+_LEAST_COMMON_CHARS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +83,21 @@ def render_samples(
     Raises DataError for a conversation that the template rejects, a key that the template leaves
     out, and a turn without a stop token.
     """
-    row = _Row(template, conversation, options)
-    whole, turns = row.marked_turns() if template.process.is_marked else row.added_turns()
+    try:
+        whole, turns = _Row(template, conversation, options).turns()
+    except _RejectedError:
+        # Some templates take the arguments of calls only as JSON text.
+        changed = _with_text_arguments(conversation)
+        if changed is None:
+            raise
+        whole, turns = _Row(template, changed, options).turns()
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):
             texts.append((whole, []))
         for text, spans in texts:
             if (end := _end_of_same(text, turn)) is not None:
-                spans[:0] = [(start, min(stop, end)) for start, stop in turn.spans]
+                spans[:0] = [(start, min(stop, end)) for start, stop in turn.spans if start < end]
                 break
         else:
             texts.append((turn.text, list(turn.spans)))
@@ -101,10 +112,30 @@ def render_samples(
 
 def _end_of_same(text: str, turn: _Turn) -> int | None:
     """Return up to where the turn is part of a text; None if not up to its stop token."""
+    if not text.startswith(turn.text[: turn.through]):
+        return None
     last = turn.spans[-1][1]
-    if text.startswith(turn.text[:last]):
-        return last
-    return turn.through if text.startswith(turn.text[: turn.through]) else None
+    return min(last, num_common(text, turn.text))
+
+
+class _RejectedError(DataError):
+    """The template rejects the conversation."""
+
+
+def _with_text_arguments(conversation: Conversation) -> Conversation | None:
+    """Return the conversation with the arguments of calls as JSON text; None without such calls."""
+    messages: list[Message] = []
+    for message in conversation.messages:
+        calls = [dict(each) for each in message.get("tool_calls") or ()]
+        for call in calls:
+            function = call.get("function")
+            if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+                text = json.dumps(function["arguments"], ensure_ascii=False)
+                call["function"] = {**function, "arguments": text}
+        messages.append({**message, "tool_calls": calls} if calls else message)
+    if messages == list(conversation.messages):
+        return None
+    return replace(conversation, messages=tuple(messages))
 
 
 class _Row:
@@ -162,12 +193,16 @@ class _Row:
             if "error" in each:
                 # A conversation that begins with an answer has an empty prompt.
                 if count:
-                    raise self._template.error(each["error"])
+                    raise _RejectedError(str(self._template.error(each["error"])))
                 each = {"text": "", "blocks": []}
             texts.append((each["text"], [(start, end) for start, end in each.get("blocks", ())]))
         return texts
 
-    def added_turns(self) -> tuple[str, list[_Turn]]:
+    def turns(self) -> tuple[str, list[_Turn]]:
+        """Return the whole text, and the trained turns in order."""
+        return self._marked_turns() if self._template.process.is_marked else self._added_turns()
+
+    def _added_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template without blocks."""
         size = len(self._messages)
         parts: list[Part] = [(size, False)]
@@ -197,7 +232,7 @@ class _Row:
             return False
         return first_of(end.stops, content) is None
 
-    def marked_turns(self) -> tuple[str, list[_Turn]]:
+    def _marked_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template with `{% generation %}` blocks.
 
         All of a block is trained, as the template's author wrote it.
@@ -232,69 +267,68 @@ class _Row:
         return _Turn(text=found, spans=blocks, through=end)
 
     def _located(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
-        """Return the text of a turn with its prompt, and where the trained part begins."""
-        message, opened = self._messages[number], open_block(prompt)
-        has_thought = thought_of(message) is not None
-        head = prompt
-        if opened is not None:
-            mark, close = opened
-            if not has_thought:
-                return self._without_thought(number, prompt, answered, mark, close)
-            head = prompt.rstrip()
-        elif end := self._end(number):
-            head = prompt.removesuffix(end.prompt_only) if end.prompt_only else prompt
+        """Return the text of a turn with its prompt, and where the trained part begins.
+
+        `answered` is the text with the turn as the last message. The text of a turn can begin
+        before the end of its prompt, if the prompt ends with marks of thoughts.
+        """
+        tail, end = prompt_tail(prompt), self._end(number)
+        has_thought = thought_of(self._messages[number]) is not None
+        head = prompt.removesuffix(tail.text if tail else end.prompt_only if end else "")
         if answered.startswith(prompt):
-            return answered, len(prompt)
-        if answered.startswith(head):
-            if has_thought and opened is None:
-                # The prompt has an empty block of thoughts, the turn has its own.
-                return answered, len(head)
-            rest = answered[len(head) :]
-            return prompt + (rest.lstrip() if opened else rest), len(prompt)
-        return self._behind_anchor(number, prompt, answered)
-
-    def _without_thought(
-        self, number: int, prompt: str, answered: str, mark: str, close: str
-    ) -> tuple[str, int]:
-        """Locate a turn without a thought whose prompt opens a block of thoughts."""
-        thoughts = self._options.thoughts
-        if thoughts == "refuse":
-            raise DataError(
-                f"message {number + 1}: the template's prompt opens a block of thoughts "
-                f"({mark.strip()}), and the message has none. Add reasoning_content, or set "
-                "--thoughts empty to train the end of the block."
-            )
-        head = prompt[: len(prompt) - len(mark)]
-        if answered.startswith(prompt.rstrip()) and close in answered[len(prompt.rstrip()) :]:
-            closed = answered.index(close, len(prompt.rstrip())) + len(close)
-            start = closed + len(answered[closed:]) - len(answered[closed:].lstrip())
-            if thoughts != "empty":
-                return answered, start
-            if answered.startswith(prompt):
-                return answered, len(prompt)
+            start = len(prompt)
         elif answered.startswith(head):
-            start = len(head)
-            if thoughts != "empty":
-                return answered, start
+            is_continued = has_thought and tail is not None and tail.closing is not None
+            start = num_common(prompt, answered) if is_continued else len(head)
         else:
-            return self._behind_anchor(number, prompt, answered)
-        line = "\n" if prompt.endswith("\n") else ""
-        return f"{prompt}{line}{close}\n\n{answered[start:]}", len(prompt)
-
-    def _behind_anchor(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
-        """Locate the text behind the last characters of the prompt, if earlier text differs."""
-        content = self._messages[number].get("content")
-        limit = answered.rfind(content.strip()) if isinstance(content, str) else -1
-        anchor = prompt[-_ANCHOR_CHARS:]
-        place = answered.rfind(anchor, 0, limit if limit >= 0 else len(answered))
-        if place < 0 or not anchor.strip():
-            raise DataError(
-                f"message {number + 1} of {len(self._messages)}: {self._template.where} renders "
-                "the messages before it differently once it follows, so the assistant's text "
-                "cannot be located. Put {% generation %} and {% endgeneration %} around that text "
-                "in the template, and pass the file with --chat-template."
+            start = self._behind(head, number, answered)
+        if tail is None or has_thought:
+            return answered, start
+        after = end_of_empty_thought(answered, start)
+        if tail.closing is None or self._options.thoughts in ("keep", "drop"):
+            return answered, after
+        if self._options.thoughts == "refuse":
+            raise self._error(
+                number,
+                f"the prompt opens a block of thoughts ({tail.text.strip()}), and the message has "
+                "none. Add reasoning_content, or train the end of the block with --thoughts empty.",
             )
-        return prompt + answered[place + len(anchor) :], len(prompt)
+        if after > start == len(prompt):
+            return answered, start
+        closing = answered.find(tail.closing, start, after)
+        line = "\n" if prompt.endswith("\n") else ""
+        rest = f"{tail.closing}\n\n{answered[after:]}" if closing < 0 else answered[closing:]
+        return prompt + line + rest, len(prompt)
+
+    def _behind(self, head: str, number: int, answered: str) -> int:
+        """Return where the end of a prompt is, in a text that renders earlier messages otherwise.
+
+        That is the place behind the longest end of `head` that the text has before the answer.
+        """
+        message = self._messages[number]
+        names = [each.get("function", each).get("name") for each in message.get("tool_calls") or ()]
+        values = [message.get("content"), thought_of(message), *names]
+        places = [answered.rfind(each.strip()) for each in values if isinstance(each, str)]
+        limit = min((each for each in places if each >= 0), default=len(answered))
+        same = num_common(head, answered)
+        low, high = 0, len(head)
+        found = -1
+        while low < high:
+            size = (low + high + 1) // 2
+            place = answered.rfind(head[-size:], 0, limit)
+            if place >= 0 and place + size > same:
+                low, found = size, place + size
+            else:
+                high = size - 1
+        # The end of a header is at least a mark; a shorter text is there by chance.
+        if low < min(_LEAST_COMMON_CHARS, len(head)):
+            raise self._error(
+                number,
+                "the template renders the messages before it differently once it follows, so the "
+                "assistant's text cannot be located. Put {% generation %} and {% endgeneration %} "
+                "around that text in the template, and pass the file with --chat-template.",
+            )
+        return found
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
         """Return the text of a turn, completed by its stop token if needed, and its end."""

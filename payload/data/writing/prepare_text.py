@@ -146,14 +146,12 @@ class _Run:
         if survey.note is not None:
             self._reporter.log(f"note: {survey.note}")
         chosen = split.record
-        how = (
-            "as chosen by datasets' train_test_split"
-            if chosen.method == "permutation"
-            else "by a hash of each document's number"
-        )
+        how = {
+            "permutation": f"as chosen by datasets' train_test_split (seed {chosen.seed})",
+            "files": "by the names of the files",
+        }.get(chosen.method, f"by a hash of each document's number (seed {chosen.seed})")
         self._reporter.log(
-            f"documents: {count}{size}; {chosen.val_fraction:g} of them for validation, {how} "
-            f"(seed {chosen.seed})"
+            f"documents: {count}{size}; {chosen.val_fraction:g} of them for validation, {how}"
         )
 
     def _open_store(self) -> None:

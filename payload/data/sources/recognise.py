@@ -1,0 +1,41 @@
+"""Decides whether files hold rows with columns or plain text, for `--source auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from payload.data.sources.file_format import ROW_KINDS, FileKind, detect_format
+from payload.data.sources.split_files import split_files
+from payload.data.sources.text_files import BACKUPS, find_files
+
+_MOST_FILES = 1000
+"""Number of files of a folder whose content is read."""
+_ABOUT_DATA = ("readme", "license", "licence", "changelog", "citation", ".gitattributes")
+"""Starts of the names of files that describe the data in a folder."""
+
+
+def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set[FileKind]]:
+    """Return the files of the inputs, and the kinds of those that are read.
+
+    Files that describe the data, such as README.md, are left out if others have rows. Raises
+    DataError.
+    """
+    found = find_files(
+        [Path(each) for each in inputs], glob=glob or "*", leave_out=() if glob else BACKUPS
+    )
+    read = split_files(found).read()
+    kinds: dict[Path, FileKind] = {}
+    for path in read[:_MOST_FILES]:
+        kinds[path] = detect_format(path).kind
+    has_rows = any(kind in ROW_KINDS for kind in kinds.values())
+    about = {path for path in kinds if path.name.lower().startswith(_ABOUT_DATA)}
+    if has_rows:
+        found = [path for path in found if path not in about]
+        kinds = {path: kind for path, kind in kinds.items() if path not in about}
+    return found, set(kinds.values())
+
+
+def has_rows(kinds: set[FileKind]) -> bool:
+    """Return True if all files have rows; a folder with texts and rows is read as plain text."""
+    return bool(kinds) and kinds <= set(ROW_KINDS)
