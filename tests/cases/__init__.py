@@ -1,0 +1,1 @@
+"""Small inputs that were once refused, dropped or trained wrongly; `files` has them."""
