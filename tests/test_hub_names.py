@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import CheckpointError, DataError, TileforgeError, UsageError
+from payload.data.detect import DataOptions, detect_data
 from payload.data.tokenizers import load_hf_tokenizer
-from payload.finetune.recognise import DataOptions, detect_data
 from payload.formats.hub_names import (
     HubName,
     hub_name,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from payload.core.command_line import CommandParser
 from payload.core.errors import ExitCode, TileforgeError, UsageError
@@ -20,15 +20,24 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
+from payload.data.shared_flags import (
+    add_hub_flags,
+    add_reading_flags,
+    add_rendering_flags,
+    add_tokenizer_check_flag,
+    add_val_fraction_flag,
+)
 from payload.data.sources.documents import MIB
-from payload.data.sources.row_flags import add_row_flags
-from payload.data.sources.source_flags import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
+from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN, SOURCE_KINDS, SourceRequest
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task
 from payload.data.writing.meta import add_range_hashes, verify_files
-from payload.formats.data_folder import DataMeta, load_meta
+from payload.formats.data_folder import META_NAME, DataMeta, load_meta
 from payload.formats.prepare_hints import no_range_hashes
+
+if TYPE_CHECKING:
+    from payload.data.show import Sample
 
 TOKENIZER = "gpt2"
 
@@ -136,19 +145,27 @@ def parser() -> CommandParser:
     _add_show_flags(
         commands.add_parser(
             "show",
-            help="print a prepared conversation or pair with the trained tokens in colour",
+            help="print a conversation or pair with the trained tokens in colour",
             description="Print a conversation of a folder that was prepared with --task chat, or "
-            "a pair of --task preference. Tokens in the loss are green; without colours they are "
-            "in \u27e6 \u27e7.",
+            "a pair of --task preference. For a file that is not prepared yet, print the detected "
+            "format, task and columns, and with --tokenizer one row as it will be trained. Tokens "
+            "in the loss are green; without colours they are in \u27e6 \u27e7.",
             example=command("data", "show", "data/chats"),
         )
     )
     return made
 
 
-def _add_show_flags(parser: argparse.ArgumentParser) -> None:
+def _add_show_flags(parser: CommandParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="data folder")
+    raw = parser.add_advanced_group("raw data").add_argument
+    raw("--tokenizer", metavar="NAME", help="model whose tokenizer and template render the row")
+    raw("--task", choices=TASK_KINDS, metavar="KIND", help="task (default: detected)")
+    raw("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
+    raw("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
+    add_reading_flags(raw)
+    add_rendering_flags(raw)
+    add("folder", type=Path, metavar="PATH", help="data folder, or a file or folder of raw data")
     add(
         "--sample",
         type=_count,
@@ -183,22 +200,14 @@ def _add_source_flags(parser: CommandParser) -> None:
         metavar="PATH",
         help="files or folders; hf: a folder or the name of a dataset",
     )
-    more("--glob", metavar="PATTERN", help="pattern of the files in a folder, such as '*.md'")
+    add_reading_flags(more)
     add(
         "--text-column",
         metavar="NAME",
         help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN})",
     )
-    add_row_flags(more)
-    more("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
-    more("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
-    more("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
+    add_hub_flags(more)
     more("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
-    more(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count bad documents instead of stopping at the first",
-    )
 
 
 def _add_output_flags(parser: CommandParser) -> None:
@@ -213,20 +222,8 @@ def _add_output_flags(parser: CommandParser) -> None:
         "checkpoint, run), or a hub name such as HuggingFaceTB/SmolLM2-135M@main (default: "
         "%(default)s)",
     )
-    more(
-        "--allow-odd-tokenizer",
-        action="store_true",
-        help="continue although the tokenizer yields no or unusually many tokens, over 1 %% "
-        "unknown tokens, loses text when decoding, or does not fit the model's vocabulary",
-    )
-    more(
-        "--val-fraction",
-        type=_fraction,
-        metavar="SHARE",
-        help="fraction of the documents for validation (default: 0.1 up to 1,000 documents, about "
-        "100 documents above that; nanoGPT's 0.0005 from 200,000 documents, for openwebtext, and "
-        "if they cannot be counted; stdlib: 0.02)",
-    )
+    add_tokenizer_check_flag(more)
+    add_val_fraction_flag(more)
     more(
         "--seed",
         type=_count,
@@ -303,10 +300,49 @@ def _verify(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from payload.data.show import read_samples
 
+    if not (args.folder / META_NAME).exists() and args.folder.exists():
+        return _show_rows(args)
     meta = load_meta(args.folder)
     samples = read_samples(args.folder, meta, split=args.split, number=args.sample)
-    on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    colour = args.color == "always" or (args.color == "auto" and on_terminal)
+    _print_samples(samples, color=args.color)
+    return ExitCode.OK
+
+
+def _show_rows(args: argparse.Namespace) -> int:
+    """Print what is recognised in raw data, and one row as it is trained."""
+    from payload.data.detect import DataOptions, detect_data
+    from payload.data.rendered_rows import RenderedRows
+
+    source = SourceRequest(
+        kind="auto",
+        glob=args.glob,
+        columns=args.columns or (),
+        ignored_keys=tuple(args.ignore_key or ()),
+    )
+    options = DataOptions(
+        task=args.task,
+        text_column=args.text_column,
+        label_column=args.label_column,
+        source=source,
+    )
+    found = detect_data(str(args.folder), options, setting="show")
+    print(printable(f"{args.folder}: task {found.task}, because {found.reason}"))
+    for line in found.recognised:
+        print(printable(line))
+    if args.tokenizer is None:
+        if found.task in ("chat", "preference"):
+            print("add --tokenizer MODEL to print a row as it will be trained", file=sys.stderr)
+        return ExitCode.OK
+    if found.task not in ("chat", "preference"):
+        return ExitCode.OK
+    _print_samples(RenderedRows(found, args).example(args.sample), color=args.color)
+    return ExitCode.OK
+
+
+def _print_samples(samples: Sequence[Sample], *, color: str) -> None:
+    from payload.data.show import has_colours
+
+    colour = color == "always" or (color == "auto" and has_colours(os.environ))
     for sample in samples:
         print(
             f"{sample.name}: {sample.num_tokens:,} tokens, {sample.num_trained:,} of them trained",
@@ -314,7 +350,6 @@ def _show(args: argparse.Namespace) -> int:
             flush=True,
         )
         print(sample.render(colour=colour), flush=True)
-    return ExitCode.OK
 
 
 def _show_meta(folder: Path, meta: DataMeta) -> None:
@@ -354,18 +389,6 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
     return int(text)
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number between 0 and 1, such as 0.0005"
-        )
-    return value
 
 
 if __name__ == "__main__":

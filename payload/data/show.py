@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +21,7 @@ from payload.data.reading.packed_blocks import (
     open_packed,
 )
 from payload.data.reading.pairs import open_pairs
-from payload.data.rows.preferences import ANSWERS
+from payload.data.rows.columns import ANSWERS
 from payload.formats.data_folder import IGNORED_TARGET, ChatRecord, DataMeta
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
@@ -45,6 +47,21 @@ class Sample:
             f"{opening}{printable(text)}{closing}" if trained else printable(text)
             for text, trained in self.parts
         )
+
+
+def has_colours(environment: Mapping[str, str]) -> bool:
+    """Return True if stdout is a terminal and the environment has no NO_COLOR."""
+    return sys.stdout.isatty() and not environment.get("NO_COLOR")
+
+
+def parts_of(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """Return the pieces of a text, each with True if it is in one of the trained spans."""
+    parts, place = [], 0
+    for start, end in spans:
+        parts += [(text[place:start], False), (text[start:end], True)]
+        place = end
+    parts.append((text[place:], False))
+    return [part for part in parts if part[0]]
 
 
 def read_samples(folder: Path, meta: DataMeta, *, split: Split, number: int) -> list[Sample]:

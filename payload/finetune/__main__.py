@@ -22,6 +22,14 @@ from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
+from payload.data.shared_flags import (
+    add_hub_flags,
+    add_reading_flags,
+    add_task_flags,
+    add_tokenizer_check_flag,
+    add_val_fraction_flag,
+    forwarded_words,
+)
 from payload.run_record.run_files import DEFAULT_RUNS_DIR
 
 
@@ -53,8 +61,10 @@ def _print_error(error: TileforgeError, code: ExitCode) -> int:
 
 def _finetune(arguments: argparse.Namespace) -> int:
     # The data's libraries take a second to import, which --help does not need.
+    from payload.data.detect import DataOptions
+    from payload.data.show import has_colours
+    from payload.data.sources.source_flags import SourceRequest
     from payload.finetune.decide import FinetuneRequest, decide
-    from payload.finetune.recognise import DataOptions
 
     out = arguments.out or Path("finetuned", Path(arguments.data).name.partition(".")[0] or "data")
     request = FinetuneRequest(
@@ -64,16 +74,30 @@ def _finetune(arguments: argparse.Namespace) -> int:
             task=arguments.task,
             text_column=arguments.text_column,
             label_column=arguments.label_column,
+            source=SourceRequest(
+                kind="auto",
+                glob=arguments.glob,
+                subset=arguments.config,
+                revision=arguments.revision,
+                split=arguments.split,
+                columns=arguments.columns or (),
+                ignored_keys=tuple(arguments.ignore_key or ()),
+            ),
+            forwarded=forwarded_words(arguments),
         ),
+        rendering=arguments,
         out=out,
         steps=arguments.steps,
-        overrides=tuple(arguments.overrides),
+        overrides=(*arguments.overrides, *_sequence_length(arguments)),
         run_arguments=_run_arguments(arguments),
     )
     decided = decide(request, _run_for_json)
     _require_unedited(decided.config, decided.run_toml, force=arguments.force)
     prepare, run = decided.commands()
     print(printable("\n".join(decided.headlines)))
+    for sample in decided.example:
+        print(f"\n{sample.name}: {sample.num_tokens:,} tokens, {sample.num_trained:,} trained")
+        print(sample.render(colour=has_colours(os.environ)))
     print(f"\n{prepare}\n\n{decided.config}:\n")
     print("\n".join(f"  {line}".rstrip() for line in decided.run_toml.splitlines()))
     print(f"\n{run}", flush=True)
@@ -91,6 +115,11 @@ def _finetune(arguments: argparse.Namespace) -> int:
     # The run replaces this process, so that it receives the signals and sets the exit code.
     program = module_command("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
+
+
+def _sequence_length(arguments: argparse.Namespace) -> tuple[str, ...]:
+    length = arguments.sequence_length
+    return () if length is None else (f"data.sequence_length={length}",)
 
 
 def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -167,8 +196,9 @@ def parser() -> CommandParser:
         "--data",
         required=True,
         metavar="FILE",
-        help="jsonl, parquet or csv file with conversations or labelled texts, a text file, a "
-        "folder of such files, or a hub dataset, OWNER/NAME",
+        help="JSON, CSV, parquet or Arrow file with conversations or labelled texts, a text file, "
+        "a folder of such files, or a hub dataset, OWNER/NAME; the content decides, and files "
+        "named train, valid and test are splits",
     )
     add(
         "--task",
@@ -177,6 +207,17 @@ def parser() -> CommandParser:
     )
     more("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
     more("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
+    more(
+        "--sequence-length",
+        type=_positive,
+        metavar="TOKENS",
+        help="the same as --set data.sequence_length=TOKENS (default: chosen from the data)",
+    )
+    add_reading_flags(more)
+    add_hub_flags(more)
+    add_val_fraction_flag(more)
+    add_tokenizer_check_flag(more)
+    add_task_flags(more)
     add(
         "--out",
         type=Path,

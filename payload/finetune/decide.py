@@ -7,6 +7,7 @@ are not changed.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,11 @@ from payload.config.settings import parse_sections
 from payload.core.errors import ConfigError
 from payload.core.printable_text import shown
 from payload.core.suggested_commands import command
+from payload.data.detect import DataOptions, DetectedData, detect_data
+from payload.data.rendered_rows import RenderedRows, text_lengths
+from payload.data.show import Sample
 from payload.data.tokenizers import load_tokenizer
 from payload.estimates.batch_size import USED
-from payload.finetune.recognise import DataOptions, DetectedData, detect_data, measure
 from payload.finetune.setting_rules import (
     Choice,
     Method,
@@ -57,6 +60,8 @@ class FinetuneRequest:
     model: str
     data: str
     data_options: DataOptions
+    rendering: argparse.Namespace
+    """Options of `prepare` that decide how rows are rendered."""
     out: Path
     steps: int | None
     overrides: tuple[str, ...]
@@ -75,6 +80,8 @@ class FinetunePlan:
     """Arguments of `python -m payload.orchestrate`."""
     run_toml: str
     config: Path
+    example: Sequence[Sample]
+    """The samples of one row as they are trained; empty for texts."""
     is_sampled: bool
     """True if the base and the result can generate samples in little time."""
 
@@ -88,7 +95,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     user_settings = _parse_overrides(request.overrides)
     spec = _spec(request.model)
     found = detect_data(request.data, request.data_options)
-    lengths = measure(found, tokenizer=request.model)
+    lengths, example = _measure(request, found)
     load_tokenizer(request.model)
     counted = _count_tokens(
         request, found, lengths, spec, user_settings=user_settings, run_for_json=run_for_json
@@ -120,6 +127,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     return FinetunePlan(
         headlines=(
             f"data    {request.data}: task {found.task}, because {found.reason}",
+            *(f"        {line}" for line in found.recognised),
             f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
             f"{spec.summary()}",
             f"method  {fitting_method.reason}",
@@ -130,8 +138,23 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
         run=run,
         run_toml=text,
         config=config,
+        example=example,
         is_sampled=found.task in ("text", "chat") and spec.num_params() <= _SAMPLED_PARAMS,
     )
+
+
+def _measure(request: FinetuneRequest, found: DetectedData) -> tuple[tuple[int, ...], list[Sample]]:
+    """Return the token counts of the first rows, and the samples of one row. Raises DataError.
+
+    Plain text has neither, labelled texts have no samples.
+    """
+    if found.task == "text":
+        return (), []
+    if found.task == "classify":
+        return text_lengths(found, tokenizer=request.model), []
+    args = argparse.Namespace(**{**vars(request.rendering), "tokenizer": request.model})
+    rendered = RenderedRows(found, args)
+    return rendered.lengths(), rendered.example()
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from huggingface_hub import constants
 from payload.core.errors import ExitCode
 from payload.data.__main__ import main
 from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
-from payload.data.sources.registry import build_source
 from payload.data.sources.source_flags import SourceRequest
+from payload.data.tasks.text_source import build_source
 from payload.formats.data_folder import load_meta
 from tests.data.fake_hub import COMMIT, Hub, fake_hub, serving
 from tests.data.running import read_bin, reference_tokens, run_here

@@ -13,8 +13,8 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.data.sources.documents import Batch
-from payload.data.sources.registry import build_source
 from payload.data.sources.source_flags import SourceRequest
+from payload.data.tasks.text_source import build_source
 from tests.data.running import stdlib_texts
 
 LINE_BYTES = 1000

@@ -145,8 +145,11 @@ def test_alpaca_has_context_system_and_earlier_turns() -> None:
         "history": [["c", "d"], ["e", "f"]],
     }
     assert read(row) == (
-        [{"role": "system", "content": "s"}, *turn("c", "d"), *turn("e", "f")]
-        + turn("a\n\nmore", "b"),
+        [
+            {"role": "system", "content": "s"},
+            *(each for pair in ("cd", "ef") for each in turn(*pair)),
+            *turn("a\n\nmore", "b"),
+        ],
         [False, False, True, False, True, False, True],
     )
     assert unread_columns(row, columns_of(row)) == []

@@ -19,8 +19,8 @@ from payload.data.rows.conversations import (
     conversation_of,
     unread_columns,
 )
+from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import preference_of
-from payload.data.rows.rows import open_rows
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.text_files import missing_shards
 from tests.data.running import run_here

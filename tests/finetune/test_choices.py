@@ -9,7 +9,7 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import DataError
-from payload.finetune.recognise import DataOptions, detect_data
+from payload.data.detect import DataOptions, detect_data
 from payload.finetune.setting_rules import (
     Choice,
     DataSize,
@@ -135,7 +135,7 @@ def test_a_jsonl_file_is_recognised_by_its_columns(
 ) -> None:
     path = write_rows(tmp_path / "x.jsonl", [row])
     found = detect_data(str(path), DataOptions())
-    assert (found.task, found.source) == (task, "jsonl")
+    assert (found.task, found.source) == (task, "auto")
     assert (found.text_column, found.label_column) == columns
 
 
@@ -145,14 +145,14 @@ def test_the_command_line_overrides_detection(tmp_path: Path) -> None:
     found = detect_data(str(path), asked)
     assert (found.text_column, found.label_column) == ("body", "stars")
     assert detect_data(str(path), DataOptions(task="text")).arguments()[:4] == [
-        *("--task", "text", "--source", "jsonl")
+        *("--task", "text", "--source", "auto")
     ]
 
 
 def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("text,label\na,1\n")
     assert detect_data(str(tmp_path / "table.csv"), DataOptions()).task == "classify"
-    assert detect_data(str(tmp_path), DataOptions()).source == "csv"
+    assert detect_data(str(tmp_path), DataOptions()).task == "classify"
     (tmp_path / "notes.md").write_text("words")
     assert detect_data(str(tmp_path / "notes.md"), DataOptions()).arguments() == [
         *("--task", "text", "--source", "text", "--input", str(tmp_path / "notes.md"))
@@ -170,7 +170,8 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
         ),
         ("x.jsonl", "", DataOptions(), "no rows. Use a file with data"),
         ("x.jsonl", "{broken", DataOptions(), "x.jsonl line 1"),
-        ("x.json", "[]", DataOptions(), ".json is not supported. Convert it to jsonl"),
+        ("x.json", "[]", DataOptions(), "no rows. Use a file with data"),
+        ("x.xlsx", "PK\x03\x04", DataOptions(), "Save a table as CSV, or unpack it"),
         (
             "x.txt",
             "words",

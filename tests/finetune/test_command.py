@@ -265,7 +265,7 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
             ("--data", "chats.jsonl", "--set", "optimizer.lr=abc"),
             "optimizer.lr = 'abc': must be a number",
         ),
-        (("--data", "pairs.jsonl"), "row 2: no rejected in the columns 'prompt', 'chosen'"),
+        (("--data", "pairs.jsonl"), "line 2: no rejected in the columns 'prompt', 'chosen'"),
         (("--data", "chats.jsonl", "--task", "classify"), "no label column found"),
         (("--data", "chats.jsonl", "--model", "nowhere/"), "nowhere"),
         (("--data", "chats.jsonl", "--model", "scratch"), "fine-tuning needs weights"),

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from payload.config.run_config import load_run_config
-from payload.data.sources.registry import build_source
 from payload.data.sources.source_flags import SourceKind, SourceRequest
+from payload.data.tasks.text_source import build_source
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta
 from payload.launch.plan_record import LaunchPlan

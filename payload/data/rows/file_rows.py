@@ -26,7 +26,7 @@ GLOBS: dict[str, tuple[str, ...]] = {
 """Patterns of the files of a folder for each kind of source."""
 _EXAMPLE = '{"COLUMN": ...}'
 _FIELD_BYTES = 2**26
-_DATASETS_FILES = ("dataset_infos.json", "dataset_info.json", "state.json", "dataset_dict.json")
+_DATASETS_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
 """Files that the library datasets writes next to the data."""
 _NAMES_SHOWN = 5
 
@@ -57,6 +57,11 @@ class FileRows(Rows):
                 self._not_read.append(path.name)
             else:
                 self._formats[path] = found
+        if any(found.kind == "arrow" for found in self._formats.values()):
+            # The library datasets writes its state as JSON next to the Arrow files.
+            for path in [each for each in self._formats if each not in self._given]:
+                if self._formats[path].kind in ("json", "jsonl"):
+                    del self._formats[path]
         if not self._formats:
             raise DataError(
                 f"{self.label}: plain text has no columns. Use JSON Lines, JSON, CSV, parquet or "
@@ -107,7 +112,7 @@ class FileRows(Rows):
         valid = self._files.splits.valid
         for path, found in self._formats.items():
             if path in valid and self.first_val is None:
-                self.first_val = self.num_rows
+                self.first_val = self.next_number
             if found.kind in ("parquet", "arrow"):
                 yield from self._table(path)
             elif found.kind == "csv":

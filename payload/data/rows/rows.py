@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from payload.core.errors import DataError, UsageError
+from payload.core.errors import DataError
 from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
 from payload.data.rows.columns import METADATA, without_nulls
 from payload.data.rows.named_columns import NamedColumns
 from payload.data.sources.documents import Survey
-from payload.data.sources.source_flags import SourceRequest, check_flags, resolve_source
+from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.split import FileSplit
 
 _BATCH_CHARS = 2**22
@@ -28,9 +28,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row; `number` is its index in the source, from 0."""
+    """One row of a source."""
 
     number: int
+    """Number of the row among those that are not left out, from 0."""
     where: str
     """File and line, for messages."""
     values: Mapping[str, Any]
@@ -51,6 +52,8 @@ class Rows(ABC):
         """Rows read so far, including bad rows."""
         self.first_val: int | None = None
         """Number of the first row of the files for validation; None without such files."""
+        self.next_number = 0
+        """Number of the next row; a row that is left out gives its number to the next one."""
         self._columns = NamedColumns(request.columns, request.ignored_keys)
         self._metadata: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
@@ -73,7 +76,7 @@ class Rows(ABC):
         Raises DataError for a bad row, and for keys that nothing reads.
         """
         for row in self._read():
-            if row.number == _EARLY_ROWS:
+            if self.num_rows == _EARLY_ROWS:
                 self.require_read()
             yield replace(row, values=self._columns.convert(row.values))
         self.require_read()
@@ -90,8 +93,8 @@ class Rows(ABC):
         """Return the number of rows and the split of the files, after all rows were read."""
         split = None
         if self.first_val is not None:
-            split = FileSplit.of(first_val=self.first_val, documents=self.num_rows)
-        return Survey(documents=self.num_rows, text_bytes=None, split=split)
+            split = FileSplit.of(first_val=self.first_val, documents=self.next_number)
+        return Survey(documents=self.next_number, text_bytes=None, split=split)
 
     def skip(self, where: str, complaint: str) -> None:
         """Skip a bad row. Raises DataError unless the user allowed skipping."""
@@ -101,8 +104,12 @@ class Rows(ABC):
         self.skipped.append(message.encode("utf-8", "backslashreplace").decode("utf-8"))
 
     def leave_out(self, reason: str) -> None:
-        """Count a row that its own data excludes from training."""
+        """Count the newest row, which its own data excludes from training.
+
+        The row has no number, so that a small split is not made of such rows.
+        """
         self._left_out[reason] += 1
+        self.next_number -= 1
 
     def note_unread(self, columns: Iterable[str]) -> None:
         """Count columns of a row that the task does not read."""
@@ -142,8 +149,9 @@ class Rows(ABC):
 
     def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
         """Count a row and yield it; `values` is an error message for a bad row."""
-        number = self.num_rows
+        number = self.next_number
         self.num_rows += 1
+        self.next_number += 1
         if isinstance(values, str):
             self.skip(where, values)
         else:
@@ -157,6 +165,7 @@ class Rows(ABC):
             if isinstance(table, LostRows):
                 self.skip(f"{where} rows {first + 1} to {first + len(table)}", table.reason)
                 self.num_rows += len(table)
+                self.next_number += len(table)
                 continue
             for values in table:
                 given = {name: without_nulls(value) for name, value in values.items()}
@@ -185,25 +194,6 @@ def in_batches(
         yield batch
 
 
-def open_rows(request: SourceRequest) -> Rows:
-    """Return the rows of a source without opening it.
-
-    Raises UsageError for flags that the source does not support.
-    """
-    from payload.data.rows.file_rows import GLOBS, FileRows
-
-    request = resolve_source(request)
-    check_flags(request)
-    if request.kind == "hf":
-        return _HubRows(request)
-    if request.kind not in GLOBS:
-        raise UsageError(
-            f"--source {request.kind} has no columns. For this task use one of "
-            f"{', '.join([*GLOBS, 'hf'])}."
-        )
-    return FileRows(request)
-
-
 def _counted(counts: Counter[str]) -> str:
     """Return names with their numbers of rows, the most frequent first."""
     names = [
@@ -211,25 +201,3 @@ def _counted(counts: Counter[str]) -> str:
     ]
     more = len(counts) - len(names)
     return ", ".join(names) + (f" and {more} more columns" if more else "")
-
-
-class _HubRows(Rows):
-    """Rows of a dataset of the Hugging Face hub, or of a local folder in its formats."""
-
-    def __init__(self, request: SourceRequest) -> None:
-        from payload.data.sources.hub import HubSource
-
-        super().__init__(request)
-        self._hub = HubSource(request)
-        self.label = self._hub.label
-
-    def identity(self) -> list[Any]:
-        found = self._hub.identity()
-        self.revision = self._hub.revision
-        return [*found, *self.identity_of_columns()]
-
-    def _read(self) -> Iterator[Row]:
-        yield from self._tables(self._hub.rows(), where=self.label)
-
-    def missing_shards(self) -> str | None:
-        return self._hub.note()

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from payload.core.printable_text import shown
-from payload.data.rows.rows import Row, Rows, open_rows
+from payload.data.rows.open_rows import open_rows
+from payload.data.rows.rows import Row, Rows
 from payload.data.sources.documents import (
     PIECE_BYTES,
     Batch,

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from payload.core.errors import UsageError
 from payload.core.regular_files import home_path
-from payload.formats.hub_names import HubName
+from payload.formats.hub_names import HubName, require_one_meaning
 
 SourceKind = Literal["auto", "openwebtext", "text", "jsonl", "parquet", "csv", "hf", "stdlib"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
@@ -51,22 +51,24 @@ class SourceRequest:
         return DEFAULT_SPLIT if self.split is None else self.split
 
 
-def resolve_source(request: SourceRequest) -> SourceRequest:
+def resolve_source(request: SourceRequest, *, setting: str = "--input") -> SourceRequest:
     """Return the request with `hf` instead of `auto` for the name of a dataset on the hub.
 
-    Raises UsageError for a file or folder that does not exist.
+    Raises UsageError, which names `setting`, for a file or folder that does not exist.
     """
     if request.kind != "auto" or not request.inputs:
         return request
     given = request.inputs[0]
+    if "/" in given:
+        require_one_meaning(given, setting=setting, kind="dataset", error=UsageError)
     if len(request.inputs) > 1 or home_path(given).exists():
         inputs = tuple(str(home_path(each)) for each in request.inputs)
         return replace(request, inputs=inputs)
     is_path = given.startswith(("/", "./", "../", "~")) or Path(given).suffix.lower() in _SUFFIXES
     if is_path or "/" not in given or HubName.parse(given) is None:
         raise UsageError(
-            f"--input {given}: file or folder not found. Correct the path, or use a dataset of the "
-            "hub, OWNER/NAME."
+            f"{setting} {given}: file or folder not found. Correct the path, or use a dataset of "
+            "the hub, OWNER/NAME."
         )
     return replace(request, kind="hf")
 

@@ -83,7 +83,7 @@ class FileSplit:
             part = "training" if first_val <= 0 else "validation"
             raise DataError(
                 f"the files that are named for {part} have no rows. Add some, or pass only the "
-                "other files with --input."
+                "other files."
             )
         fraction = (documents - first_val) / documents
         return cls(SplitRecord(method="files", val_fraction=fraction, seed=0), first_val)

@@ -21,8 +21,9 @@ from payload.data.rows.conversations import (
     conversation_of,
     unread_columns,
 )
+from payload.data.rows.open_rows import open_rows
 from payload.data.rows.packing import best_fit
-from payload.data.rows.rows import Row, Rows, in_batches, open_rows
+from payload.data.rows.rows import Row, Rows, in_batches
 from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     ON_LONG,
@@ -150,7 +151,7 @@ class Groups:
         if rows.first_val is not None:
             raise UsageError(
                 "--group-column cannot be used: the names of the files declare the validation "
-                "data. Leave it out, or pass only the training files with --input."
+                "data. Leave it out, or pass only the training files."
             )
         return Survey(documents=len(self._numbers), text_bytes=None)
 

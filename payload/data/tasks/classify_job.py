@@ -49,7 +49,7 @@ _NAME_PREFIX = "label:"
 
 def classify_job(args: argparse.Namespace) -> _ClassifyJob:
     """Return the job that the command line describes. Raises UsageError, DataError."""
-    from payload.data.rows.rows import open_rows
+    from payload.data.rows.open_rows import open_rows
     from payload.data.tokenizers import load_tokenizer
 
     request = source_request(args)
@@ -197,8 +197,7 @@ class _ClassifyJob:
                 label = texts[int(np.flatnonzero(labels == min(missing))[0])].label
                 raise DataError(
                     f"{self.rows.label}: no text of the files for {part} has the label {label!r}. "
-                    "Add texts, merge labels with --label-map, or pass only the training files "
-                    "with --input."
+                    "Add texts, merge labels with --label-map, or pass only the training files."
                 )
         return _TextSplit(split.record, is_val)
 

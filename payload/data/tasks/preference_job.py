@@ -15,8 +15,9 @@ from payload.core.errors import DataError, UsageError
 from payload.data.reading.packed_blocks import TRAINED
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.rows.conversations import BadConversationError, UntrainedRowError, unread_columns
+from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import ANSWERS, COLUMNS, preference_of
-from payload.data.rows.rows import Row, Rows, in_batches, open_rows
+from payload.data.rows.rows import Row, Rows, in_batches
 from payload.data.tasks.arguments import (
     SEQUENCE_LENGTH,
     prepare_settings,

@@ -38,7 +38,7 @@ class TextTask(Task):
 
 
 def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSettings]:
-    from payload.data.sources.registry import build_source
+    from payload.data.tasks.text_source import build_source
 
     request = source_request(args)
     source = build_source(request)

@@ -1,0 +1,199 @@
+"""Detects the format of a data file, its task, and the columns that the task reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from payload.core.errors import DataError, UsageError
+from payload.core.printable_text import shown
+from payload.core.tasks import TaskKind
+from payload.data.rows.columns import ANSWERS, METADATA, OPENAI_ANSWERS, format_of
+from payload.data.rows.conversations import columns_of, unread_columns
+from payload.data.rows.open_rows import open_rows
+from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
+from payload.data.rows.rows import Row
+from payload.data.sources.recognise import file_kinds, has_rows
+from payload.data.sources.source_flags import (
+    DEFAULT_TEXT_COLUMN,
+    SourceKind,
+    SourceRequest,
+    resolve_source,
+)
+
+_SAMPLE = 2000
+"""Number of rows that are read."""
+_LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "section", "topic")
+_TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "description")
+_COLUMNS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """Command-line options about the data; None means that the value is detected."""
+
+    task: TaskKind | None = None
+    text_column: str | None = None
+    label_column: str | None = None
+    source: SourceRequest = field(default_factory=lambda: SourceRequest(kind="auto"))
+    """The options of the source, without its input."""
+    forwarded: tuple[str, ...] = ()
+    """Words of the command line that `prepare` takes as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectedData:
+    """The detected format of the data."""
+
+    task: TaskKind
+    source: SourceKind
+    input: str
+    reason: str
+    """Reason why the task was chosen, for messages."""
+    text_column: str | None = None
+    label_column: str | None = None
+    rows: tuple[Row, ...] = ()
+    """The first rows; empty for plain text."""
+    recognised: tuple[str, ...] = ()
+    """Lines about the format, the splits, and the columns that are read and not read."""
+    forwarded: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of `payload.data prepare`."""
+        found = ["--task", self.task, "--source", self.source, "--input", self.input]
+        for flag, value in (
+            ("--text-column", self.text_column),
+            ("--label-column", self.label_column),
+        ):
+            found += [] if value is None else [flag, value]
+        return [*found, *self.forwarded]
+
+
+def detect_data(given: str, options: DataOptions, *, setting: str = "--data") -> DetectedData:
+    """Return the format of `given`: a file, a folder or a dataset on the hub.
+
+    Raises DataError, which names `setting`.
+    """
+    where = f"{setting} {given}".strip()
+    try:
+        request = resolve_source(replace(options.source, inputs=(given,)), setting=setting)
+    except UsageError as error:
+        raise DataError(str(error)) from None
+    if request.kind == "auto" and not has_rows(file_kinds(request.inputs, request.glob)[1]):
+        if options.task not in (None, "text"):
+            raise DataError(
+                f"{where}: plain text has no columns for --task {options.task}. Use JSON Lines, "
+                "JSON, CSV, parquet or Arrow."
+            )
+        return DetectedData(
+            task="text",
+            source="text",
+            input=given,
+            reason="it is plain text",
+            forwarded=options.forwarded,
+        )
+    source = open_rows(replace(request, skip_bad=True))
+    source.identity()
+    rows = tuple(islice(source.read(), _SAMPLE))
+    if not rows:
+        bad = f" {source.skipped[0]}" if source.skipped else ""
+        raise DataError(f"{where}: no rows.{bad} Use a file with data.")
+    columns = list(rows[0].values)
+    task, reason = (
+        (options.task, "--task selects it") if options.task else _detect_task(where, rows, options)
+    )
+    text_column = label_column = None
+    if task == "classify":
+        text_column, label_column = _find_columns(columns, options)
+    elif task == "text":
+        text_column = options.text_column or _first_of(_TEXT_COLUMNS, columns)
+    if task in ("text", "classify") and text_column is None:
+        raise _column_error(where, columns, "text column", "Choose one with --text-column.")
+    if task == "classify" and label_column is None:
+        raise _column_error(where, columns, "label column", "Choose one with --label-column.")
+    for name in filter(None, (text_column, label_column)):
+        if name not in columns:
+            raise _column_error(where, columns, f"column {name!r}", "Choose another one.")
+    read = tuple(filter(None, (text_column, label_column)))
+    return DetectedData(
+        task=task,
+        source=request.kind,
+        input=given,
+        reason=reason,
+        text_column=text_column,
+        label_column=label_column,
+        rows=rows,
+        recognised=(*source.recognised(), *_column_lines(rows, task, read)),
+        forwarded=options.forwarded,
+    )
+
+
+def _column_lines(rows: Sequence[Row], task: TaskKind, read: tuple[str, ...]) -> list[str]:
+    """Return lines with the columns that are read, and those that are not."""
+    used: dict[str, None] = dict.fromkeys(read)
+    unread: Counter[str] = Counter()
+    for row in rows:
+        names: Sequence[str] = read
+        if task in ("chat", "preference"):
+            names = columns_of(row.values) if task == "chat" else PREFERENCE_COLUMNS
+        unread.update(unread_columns(row.values, names))
+        used |= dict.fromkeys(name for name in row.values if name in names)
+    lines = [f"columns read: {', '.join(map(shown, used)) or 'none'}"]
+    for kind, is_metadata in (("ignored as metadata", True), ("not read", False)):
+        counts = [
+            f"{shown(name)} ({count:,} of {len(rows):,} rows)"
+            for name, count in unread.most_common()
+            if bool(METADATA.fullmatch(name)) == is_metadata
+        ]
+        lines += [f"columns {kind}: {', '.join(counts[:_COLUMNS_SHOWN])}"] if counts else []
+    return lines
+
+
+def _detect_task(where: str, rows: Sequence[Row], options: DataOptions) -> tuple[TaskKind, str]:
+    """Detect the task from the names of the columns; return it with the reason."""
+    first = rows[0].values
+    columns = list(first)
+    for names in (ANSWERS, OPENAI_ANSWERS):
+        if all(name in columns for name in names):
+            return "preference", f"its rows have the columns {_listed(names)}"
+    form = format_of(first)
+    if form is not None:
+        plural = "s" if form.answer else ""
+        return "chat", f"its rows have the column{plural} {_listed(form.required())}"
+    _, label = _find_columns(columns, options)
+    if label is not None:
+        return "classify", f"its rows have a column of labels, {label!r}"
+    if _first_of(_TEXT_COLUMNS, columns) or options.text_column:
+        return "text", "its rows have a text column, but no labels or conversations"
+    raise _column_error(
+        where,
+        columns,
+        "known column",
+        "Name the columns with --columns, such as --columns QUESTION=user,ANSWER=assistant; or "
+        "choose the task with --task, and columns with --text-column and --label-column.",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))
+
+
+def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | None, str | None]:
+    """Return the text and label columns, or None for a column that is not found."""
+    label = options.label_column or _first_of(_LABEL_COLUMNS, columns)
+    text = options.text_column or _first_of(_TEXT_COLUMNS, columns)
+    others = [name for name in columns if name != label]
+    if text is None and len(others) == 1:
+        text = others[0]
+    return text, label
+
+
+def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _column_error(where: str, columns: Sequence[str], missing: str, fix: str) -> DataError:
+    listed = ", ".join(shown(name) for name in columns[:_COLUMNS_SHOWN])
+    return DataError(f"{where}: no {missing} found in the columns {listed}. {fix}")

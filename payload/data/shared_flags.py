@@ -1,0 +1,153 @@
+"""The options that `data prepare`, `data show FILE` and `finetune` share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from payload.core.errors import UsageError
+from payload.data.rows.named_columns import parse_columns
+from payload.data.sources.source_flags import DEFAULT_SPLIT
+from payload.data.tasks import all_tasks
+from payload.data.tasks.arguments import RENDERING_FLAGS
+
+AddFlag = Callable[..., Any]
+"""`add_argument` of a parser's group."""
+_FORWARDED = (
+    *("--glob", "--skip-bad", "--columns", "--ignore-key", "--config", "--revision", "--split"),
+    *("--val-fraction", "--allow-odd-tokenizer"),
+)
+_NOT_FORWARDED = ("--sequence-length", "--label-column")
+"""Options of tasks that `finetune` decides itself."""
+
+
+def add_reading_flags(more: AddFlag) -> None:
+    """Declare the options that decide which rows and keys are read."""
+    more("--glob", metavar="PATTERN", help="pattern of the files in a folder, such as '*.md'")
+    more(
+        "--skip-bad",
+        action="store_true",
+        help="skip and count bad documents instead of stopping at the first",
+    )
+    more(
+        "--columns",
+        type=_columns,
+        metavar="COLUMN=NAME,...",
+        help="read columns under other names: roles, as in question=user,answer=assistant, or "
+        "known columns, as in dialog=messages; texts with one name are joined",
+    )
+    more(
+        "--ignore-key",
+        action="append",
+        metavar="NAME",
+        help="leave out a column or a key of messages that nothing reads; can be repeated",
+    )
+
+
+def add_hub_flags(more: AddFlag) -> None:
+    """Declare the options for a dataset of the hub."""
+    more("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
+    more("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
+    more("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
+
+
+def add_tokenizer_check_flag(more: AddFlag) -> None:
+    """Declare the option that accepts a tokenizer that does not seem to represent the text."""
+    more(
+        "--allow-odd-tokenizer",
+        action="store_true",
+        help="continue although the tokenizer yields no or unusually many tokens, over 1 %% "
+        "unknown tokens, loses text when decoding, or does not fit the model's vocabulary",
+    )
+
+
+def add_val_fraction_flag(more: AddFlag) -> None:
+    """Declare the option for the share of the validation data."""
+    more(
+        "--val-fraction",
+        type=fraction,
+        metavar="SHARE",
+        help="fraction of the documents for validation (default: 0.1 up to 1,000 documents, about "
+        "100 documents above that; nanoGPT's 0.0005 from 200,000 documents, for openwebtext, and "
+        "if they cannot be counted; stdlib: 0.02)",
+    )
+
+
+def add_rendering_flags(add: AddFlag) -> None:
+    """Declare the options that decide how a template renders a row."""
+
+    def add_rendering(flag: str, **options: Any) -> None:
+        if flag in RENDERING_FLAGS:
+            add(flag, **options)
+
+    for task in all_tasks():
+        task.add_flags(add_rendering)
+
+
+def add_task_flags(add: AddFlag) -> None:
+    """Declare the options of all tasks for `finetune`, except those that it decides itself."""
+
+    def add_others(flag: str, **options: Any) -> None:
+        if flag not in _NOT_FORWARDED:
+            add(flag, **options)
+
+    for task in all_tasks():
+        task.add_flags(add_others)
+
+
+def forwarded_words(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words that give `prepare` the options of this command line."""
+    flags = dict.fromkeys((*_FORWARDED, *(flag for task in all_tasks() for flag in task.flags)))
+    return tuple(
+        word
+        for flag in flags
+        if flag not in _NOT_FORWARDED
+        for word in _words(flag, getattr(args, flag.removeprefix("--").replace("-", "_"), None))
+    )
+
+
+def _words(flag: str, value: Any) -> Iterator[str]:
+    if value is None or value is False:
+        return
+    yield flag
+    if value is True:
+        return
+    if flag == "--columns":
+        yield ",".join("=".join(pair) for pair in value)
+    elif flag == "--template-var":
+        yield from _repeated(flag, [f"{name}={json.dumps(each)}" for name, each in value])
+    elif flag == "--ignore-key":
+        yield from _repeated(flag, value)
+    elif isinstance(value, list):
+        yield from map(str, value)
+    else:
+        yield str(value)
+
+
+def _repeated(flag: str, values: list[str]) -> Iterator[str]:
+    for number, value in enumerate(values):
+        if number:
+            yield flag
+        yield value
+
+
+def _columns(text: str) -> tuple[tuple[str, str], ...]:
+    try:
+        return parse_columns(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def fraction(text: str) -> float:
+    """Parse a number between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number between 0 and 1, such as 0.0005"
+        )
+    return value
