@@ -1,1 +1,1 @@
-"""Small inputs that were once refused, dropped or trained wrongly; `files` has them."""
+"""Small inputs, in `files`, that were once refused, dropped or trained wrongly."""
