@@ -162,7 +162,8 @@ class ChatTemplate:
 
     def require_stop(self, variables: Mapping[str, Any]) -> None:
         """Raise ConfigError if the template ends no turn of the assistant with a stop token."""
-        if not self.turn_ends(variables) and self._is_rendered(variables):
+        ends = self.turn_ends(variables).values()
+        if not any(end.stops for end in ends) and self._is_rendered(variables):
             raise ConfigError(
                 f"{self.where}: no stop token follows the assistant's turns, so the model would "
                 "not learn to stop. Add {{ eos_token }} after the assistant's text in the "

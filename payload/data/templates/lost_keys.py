@@ -1,7 +1,8 @@
 """Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
 
 A value whose text is in the rendered text is not lost. For other values, the conversation is
-rendered again without the value: if the text is equal, the template does not read it.
+rendered again without the value, or with another one: if the text is equal, the template does not
+read it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def require_rendered(
         tools
         and "tools" not in ignored
         and not _is_in(_descriptions(tools), text)
-        and render(shown, tools) == render(shown, None)
+        and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
             f"{where}: the template leaves out the tools, so training would lose them. Use a "
@@ -100,22 +101,29 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _texts(value: object) -> list[str]:
-    return [each.strip() for each in _leaves(value)]
+    return [each.strip() for each in leaves(value)]
 
 
-def _leaves(value: object) -> Iterator[str]:
+def leaves(value: object) -> Iterator[str]:
     """Yield the texts and numbers of a JSON value, without the kinds and numbers of calls."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             if key not in ("type", "id"):
-                yield from _leaves(each)
+                yield from leaves(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif isinstance(value, str):
         yield value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield json.dumps(value)
+
+
+def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        return {**tool, "function": _renamed(function)}
+    return {**tool, "name": _OTHER_CONTENT, "description": _OTHER_CONTENT}
 
 
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,11 +12,16 @@ from payload.data.rows.conversation import Message
 KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message with a thought, in the order in which transformers reads them."""
 
-# Marks such as <think>, <thinking>, <seed:think>, <thought>, [THINK], <|START_THINKING|> and
-# ◁think▷; the mark that closes a block is the same with a slash, or with END in place of START.
-_WORD = r"(?:[\w:]*think(?:ing)?|thought|reasoning|start_thinking)"
-_OPEN = rf"<\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7"
-_CLOSE = rf"</{_WORD}>|<\|end_thinking\|>|<\|/{_WORD}\|>|\[/{_WORD}\]|\u25c1/{_WORD}\u25b7"
+# Marks such as <think>, <seed:think>, <thought>, [THINK], <|START_THINKING|>, ◁think▷ and
+# <|open|>think<|sep|>, and <|channel>thought. The mark that closes a block is the same with a
+# slash, or with END and close in place of START and open, or <channel|>.
+_WORD = r"(?:[\w:]*think(?:ing)?(?::\w+)?|thought|reasoning|start_thinking)"
+_OPEN = rf"<\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7|<\|open\|>{_WORD}<\|sep\|>"
+_OPEN += rf"|<\|channel>{_WORD}"
+_CLOSE = (
+    rf"</{_WORD}>|<\|end_thinking\|>|<\|/{_WORD}\|>|\[/{_WORD}\]|\u25c1/{_WORD}\u25b7"
+    rf"|<\|close\|>{_WORD}<\|sep\|>|<channel\|>"
+)
 _TAIL = re.compile(rf"(?:(?:(?P<open>{_OPEN})|{_CLOSE})\s*)+\Z", re.IGNORECASE)
 _EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
 _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
@@ -50,8 +55,11 @@ def end_of_empty_thought(text: str, start: int) -> int:
 
 
 def _closing(mark: str) -> str:
-    if "START" in mark:
-        return mark.replace("START", "END")
+    for begin, end in (("START", "END"), ("<|open|>", "<|close|>")):
+        if begin in mark:
+            return mark.replace(begin, end)
+    if mark.startswith("<|channel>"):
+        return "<channel|>"
     size = 2 if mark.startswith("<|") else 1
     return f"{mark[:size]}/{mark[size:]}"
 

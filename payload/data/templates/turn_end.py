@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from payload.data.rows.conversation import Message
@@ -23,24 +23,29 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens: those of the model, or the template's own if it has none of these."""
+    """Stop tokens: those of the model, or the template's own if it has none of these.
+
+    Empty if the template writes none before a message of this role.
+    """
     last: str
     """The text that follows the answer of the last turn."""
     next: str
     """The text that follows the answer up to the stop token, if another message follows."""
     prompt_only: str = ""
     """End of a generation prompt that is not in the text of an answered turn."""
+    opener: str = ""
+    """The first token of the generation prompt, which begins a turn of the assistant."""
 
     @property
     def is_same(self) -> bool:
         """True if the turn ends in the same way with and without a next message."""
-        return self.last.startswith(self.next)
+        return bool(self.stops) and self.last.startswith(self.next)
 
 
 def turn_ends(render: Render, known: KnownTokens) -> Mapping[str, TurnEnd]:
     """Return how a turn ends before a message of the user and of a tool, by role.
 
-    A role is missing if the template rejects it, or gives no stop token.
+    A role is missing if the template rejects it.
     """
     function = {"name": "qux_f", "parameters": {"type": "object", "properties": {}}}
     function["description"] = "qux"
@@ -79,6 +84,12 @@ def turn_ends(render: Render, known: KnownTokens) -> Mapping[str, TurnEnd]:
             if end is not None:
                 found[role] = end
                 break
+    if any(end.stops == known.stops for end in found.values()):
+        # A model that stops at its own tokens does not stop at others.
+        found = {
+            role: end if end.stops == known.stops else replace(end, stops=())
+            for role, end in found.items()
+        }
     return found
 
 
@@ -92,8 +103,8 @@ def _turn_end(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> TurnEnd | None:
-    parts: list[Part] = [(1, True), (2, False), (3, False), (3, True)]
-    prompt, last_text, *followed = render(parts, messages=messages, tools=tools)
+    parts: list[Part] = [(1, True), (1, False), (2, False), (3, False), (3, True)]
+    prompt, asked, last_text, *followed = render(parts, messages=messages, tools=tools)
     last = _after(last_text, _ANSWERED)
     between = [
         text.partition(_NEXT)[0]
@@ -102,19 +113,33 @@ def _turn_end(
     ]
     if last is None or last_text is None:
         return None
+    opener = _opener(known, prompt, asked)
     next_text = between[0] if between else last
-    stops = _stops(known, (last, next_text))
-    if not stops:
-        return None
-    stop = first_of(stops, next_text) or first_of(stops, last)
-    assert stop is not None
-    source = next_text if first_of(stops, next_text) else last
+    texts = [_before(text, opener) for text in (last, next_text)]
+    stops = _stops(known, texts)
+    source = next((text for text in reversed(texts) if first_of(stops, text)), "")
+    stop = first_of(stops, source) or (0, 0)
     return TurnEnd(
         stops=stops,
         last=last,
         next=source[: stop[1]],
+        opener=opener,
         prompt_only=_prompt_only(prompt, last_text),
     )
+
+
+def _opener(known: KnownTokens, prompt: str | None, asked: str | None) -> str:
+    """Return the first token that a generation prompt adds, except a stop, or an empty text."""
+    if prompt is None or asked is None or not prompt.startswith(asked):
+        return ""
+    added = prompt[len(asked) :]
+    found = first_of(tuple(each for each in known.added if each not in known.stops), added)
+    return (first_marker(added) or "") if found is None else added[slice(*found)]
+
+
+def _before(text: str, opener: str) -> str:
+    """Return a text up to the token that begins another turn."""
+    return text.partition(opener)[0] if opener else text
 
 
 def _stops(known: KnownTokens, texts: Sequence[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from payload.core.errors import DataError
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates.control_tokens import Span, take_marks, without_marks
-from payload.data.templates.lost_keys import require_rendered
+from payload.data.templates.lost_keys import leaves, require_rendered
 from payload.data.templates.stop_tokens import first_of
 from payload.data.templates.thoughts import (
     end_of_empty_thought,
@@ -96,8 +96,13 @@ def render_samples(
         if not texts and whole.startswith(turn.text[: turn.through]):
             texts.append((whole, []))
         for text, spans in texts:
-            if (end := _end_of_same(text, turn)) is not None:
-                spans[:0] = [(start, min(stop, end)) for start, stop in turn.spans if start < end]
+            if text.startswith(turn.text[: turn.through]):
+                same = num_common(text, turn.text)
+                spans[:0] = [
+                    (start, end if end <= same else turn.through)
+                    for start, end in turn.spans
+                    if end <= same or start < turn.through
+                ]
                 break
         else:
             texts.append((turn.text, list(turn.spans)))
@@ -110,12 +115,18 @@ def render_samples(
     return samples
 
 
-def _end_of_same(text: str, turn: _Turn) -> int | None:
-    """Return up to where the turn is part of a text; None if not up to its stop token."""
-    if not text.startswith(turn.text[: turn.through]):
-        return None
-    last = turn.spans[-1][1]
-    return min(last, num_common(text, turn.text))
+def _overlap(ending: str, text: str, start: int) -> int:
+    """Return the length of the longest end of `ending` with which `text` continues at `start`.
+
+    A short one is there by chance, if it is not white space.
+    """
+    for index in range(len(ending)):
+        common = ending[index:]
+        if len(common) < _LEAST_COMMON_CHARS and not common.isspace():
+            break
+        if text.startswith(common, start):
+            return len(common)
+    return 0
 
 
 class _RejectedError(DataError):
@@ -280,6 +291,8 @@ class _Row:
         elif answered.startswith(head):
             is_continued = has_thought and tail is not None and tail.closing is not None
             start = num_common(prompt, answered) if is_continued else len(head)
+            if tail is None and end is not None:
+                start += _overlap(end.prompt_only, answered, start)
         else:
             start = self._behind(head, number, answered)
         if tail is None or has_thought:
@@ -320,42 +333,56 @@ class _Row:
                 low, found = size, place + size
             else:
                 high = size - 1
-        # The end of a header is at least a mark; a shorter text is there by chance.
-        if low < min(_LEAST_COMMON_CHARS, len(head)):
-            raise self._error(
-                number,
-                "the template renders the messages before it differently once it follows, so the "
-                "assistant's text cannot be located. Put {% generation %} and {% endgeneration %} "
-                "around that text in the template, and pass the file with --chat-template.",
-            )
-        return found
+        return found if found >= 0 else min(same, limit)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
         """Return the text of a turn, completed by its stop token if needed, and its end."""
-        stops = self._stops(number)
-        found = first_of(stops, text, self._end_of_content(text, start, number, stops))
-        if found is not None:
-            return text, found[1]
+        if (found := self._stop_in(text, start, number)) is not None:
+            return text, found
         end = self._end(number)
-        if end is None:
+        if end is None or not end.stops:
             raise self._no_stop(number)
+        size = len(self._messages)
+        if number + 1 < size:
+            # The stop token comes with the next message.
+            ((after, _),) = self._render([(number + 2, False)])
+            # That message can drop a thought of this turn; then only the stop token is the same.
+            is_same = after.startswith(text[: self._end_of_values(text, start, number)])
+            if is_same and (found := self._stop_in(after, start, number)) is not None:
+                return after[:found], found
         same = num_common(end.last, end.next)
         if not text.endswith(end.last[same:]):
             raise self._no_stop(number)
         text = text.removesuffix(end.last[same:]) + end.next[same:]
         return text, len(text)
 
-    def _end_of_content(self, text: str, start: int, number: int, stops: tuple[str, ...]) -> int:
-        """Return where the stop token can begin: behind the content, if that has such a token."""
-        content = self._messages[number].get("content")
-        if not isinstance(content, str) or first_of(stops, content) is None:
-            return start
-        content = content.strip()
-        # Many data sets have the stop token at the end of the content.
-        for stop in stops:
-            content = content.removesuffix(stop)
-        place = text.rfind(content, start)
-        return start if place < 0 else place + len(content)
+    def _stop_in(self, text: str, start: int, number: int) -> int | None:
+        """Return the end of the turn's stop token, or None if another turn begins before it."""
+        behind = self._end_of_values(text, start, number)
+        found = first_of(self._stops(number), text, behind)
+        end = self._end(number)
+        if found is None or (end and end.opener and end.opener in text[behind : found[0]]):
+            return None
+        return found[1]
+
+    def _end_of_values(self, text: str, start: int, number: int) -> int:
+        """Return where the values of a message end in its text, or a place before that.
+
+        A value can have a stop token itself.
+        """
+        message = self._messages[number]
+        ends = [start]
+        for value in (thought_of(message), message.get("content"), message.get("tool_calls")):
+            place = start
+            for leaf in leaves(value):
+                # Many data sets have the stop token at the end of the content.
+                short = leaf.strip()
+                for stop in self._stops(number):
+                    short = short.removesuffix(stop)
+                found = text.find(short, place)
+                place = found + len(short) if found >= 0 else place
+            ends.append(place)
+        return max(ends)
 
     def _end(self, number: int) -> TurnEnd | None:
         following = self._messages[number + 1 : number + 2]
@@ -368,7 +395,7 @@ class _Row:
 
     def _stops(self, number: int) -> tuple[str, ...]:
         end = self._end(number)
-        return self._template.known_tokens().stops if end is None else end.stops
+        return (end and end.stops) or self._template.known_tokens().stops
 
     def _require_rendered(self, number: int, text: str, start: int) -> None:
         require_rendered(
