@@ -94,6 +94,13 @@ COMMANDS = (
         summary="train as one rank",
     ),
     Command(
+        name="chat",
+        group=_MODEL,
+        package="generate",
+        summary="chat with a model",
+        arguments=("--chat",),
+    ),
+    Command(
         name="generate",
         group=_MODEL,
         package="generate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import sys
@@ -11,12 +10,14 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
-from payload.core.errors import ExitCode, TileforgeError, UsageError
+from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
+from payload.data.rows.conversation import Message
 from payload.data.templates.chat_template import read_chat_template
+from payload.generate.answers import ChatFormat, chat_format
 from payload.generate.arguments import parser
-from payload.generate.chat import Conversation, run_chat
+from payload.generate.chat import Conversation
 from payload.generate.classify import (
     Result,
     classify,
@@ -25,9 +26,17 @@ from payload.generate.classify import (
     require_classifier,
 )
 from payload.generate.codec import Codec, find_codec
-from payload.generate.output import BETWEEN, JsonOutput, OrderedOutputs, Sample, TextOutput
-from payload.generate.prompts import batches, encode, read_prompts
+from payload.generate.output import (
+    BETWEEN,
+    ChatSample,
+    JsonOutput,
+    OrderedOutputs,
+    Sample,
+    TextOutput,
+)
+from payload.generate.prompts import Prompt, batches, encode, has_prompts, read_prompts, read_tools
 from payload.generate.sampling import Sampler, SamplingOptions
+from payload.generate.terminal_chat import chat
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_weights import checkpoint_folder, tokenizer_folder
 from payload.train.models.loading import load
@@ -60,31 +69,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(arguments: Namespace) -> None:
     _check_options(arguments)
+    arguments.checkpoint = arguments.checkpoint or arguments.model
     if arguments.classify:
         _classify(arguments)
         return
-    prompts = [] if arguments.chat else read_prompts(arguments)
+    is_dialogue = arguments.chat and not has_prompts(arguments)
+    prompts = [] if is_dialogue else read_prompts(arguments)
+    tools = read_tools(arguments.tools)
     folder = checkpoint_folder(arguments.checkpoint)
     codec = find_codec(folder)
+    form = None
     if arguments.chat:
         template = read_chat_template(tokenizer_folder(folder))
+        variables = dict(arguments.template_var)
+        form = chat_format(template, codec, tools=tools, variables=variables)
+        if tools and form.calls is None:
+            _print_note(
+                f"note: {template.where} does not write calls, so a call is printed as text"
+            )
     model = load(folder)
     refuse_classifier(model, folder=folder)
     _note_vocabulary(codec, model)
-    if not arguments.chat:
-        _continue(prompts, arguments, weights=str(folder), codec=codec, model=model)
+    if form is None or not is_dialogue:
+        _continue(prompts, arguments, form=form, weights=str(folder), codec=codec, model=model)
         return
     _print_model(str(folder), model)
-    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     conversation = Conversation(
         model=model,
         codec=codec,
-        template=template,
+        format=form,
         options=_options(arguments, max_new_tokens=_ANSWER_TOKENS, num_samples=1),
         stops=arguments.stop,
-        messages=system,
+        messages=_system_messages(arguments),
     )
-    _chat(conversation, as_json=arguments.json)
+    chat(conversation, as_json=arguments.json, write=_write_unchanged, note=_print_note)
 
 
 def _classify(arguments: Namespace) -> None:
@@ -106,9 +124,14 @@ def _classify(arguments: Namespace) -> None:
 
 def _check_options(arguments: Namespace) -> None:
     """Raise UsageError for options that do not fit together."""
+    if (arguments.model is None) == (arguments.checkpoint is None):
+        raise UsageError("name one MODEL: a run, a checkpoint, or a Hugging Face folder or name.")
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system needs --chat. Add --chat, or leave --system out.")
-    if arguments.chat and arguments.num_samples not in (None, 1):
+    for option, value in (("--tools", arguments.tools), ("--template-var", arguments.template_var)):
+        if value and not arguments.chat:
+            raise UsageError(f"{option} needs --chat. Add --chat, or leave {option} out.")
+    if arguments.chat and not has_prompts(arguments) and arguments.num_samples not in (None, 1):
         raise UsageError("--chat writes one answer. Leave --num-samples out.")
     if arguments.input is not None and not arguments.classify:
         raise UsageError("--input needs --classify. Add --classify, or use --prompts-file.")
@@ -129,23 +152,36 @@ def _options(arguments: Namespace, *, max_new_tokens: int, num_samples: int) -> 
 
 
 def _continue(
-    prompts: Sequence[str], arguments: Namespace, *, weights: str, codec: Codec, model: CausalLM
+    prompts: Sequence[Prompt],
+    arguments: Namespace,
+    *,
+    form: ChatFormat | None,
+    weights: str,
+    codec: Codec,
+    model: CausalLM,
 ) -> None:
-    """Continue every prompt, and print the results in the order of the prompts."""
+    """Continue or answer every prompt, and print the results in the order of the prompts."""
     options = _options(
         arguments,
-        max_new_tokens=_DEFAULTS.max_new_tokens,
-        num_samples=_DEFAULTS.num_samples,
+        max_new_tokens=_DEFAULTS.max_new_tokens if form is None else _ANSWER_TOKENS,
+        num_samples=_DEFAULTS.num_samples if form is None else 1,
     )
-    encoded = [encode(prompt, codec=codec, model=model, note=_print_note) for prompt in prompts]
+    texts = [_text(prompt, form, arguments) for prompt in prompts]
+    encoded = [
+        encode(text, codec=codec, model=model, is_marked=form is not None, note=_print_note)
+        for text in texts
+    ]
     samples = [
         [
-            Sample(codec=codec, prompt=tokens, stops=arguments.stop, seed=options.seed + i)
+            _sample(form, codec, text, tokens, stops=arguments.stop, seed=options.seed + i)
             for i in range(options.num_samples)
         ]
-        for tokens in encoded
+        for text, tokens in zip(texts, encoded, strict=True)
     ]
-    shown = _as_json(prompts, samples, weights) if arguments.json else _as_text(prompts, samples)
+    if arguments.json:
+        shown = _as_json(prompts, samples, weights)
+    else:
+        shown = _as_text(texts if form is None else [""] * len(texts), samples)
     began = time.perf_counter()
     indices = [0]
     try:
@@ -155,7 +191,7 @@ def _continue(
                 model,
                 [encoded[index] for index in indices],
                 options=options,
-                stop_tokens=codec.stop_tokens,
+                stop_tokens=codec.stop_tokens if form is None else form.stop_tokens,
                 num_tokens=min(codec.vocab_size, model.spec.vocab_size),
             )
             rows = [sample for index in indices for sample in samples[index]]
@@ -184,8 +220,41 @@ def _as_text(prompts: Sequence[str], samples: Sequence[Sequence[Sample]]) -> Ord
     return OrderedOutputs(outputs, between=lambda: _write(BETWEEN.lstrip("\n")))
 
 
+def _text(prompt: Prompt, form: ChatFormat | None, arguments: Namespace) -> str:
+    """Return the text that the model continues. Raises ConfigError."""
+    if form is None:
+        assert isinstance(prompt, str), "only a chat has messages"
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        return form.prompt([*_system_messages(arguments), *messages])
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _sample(
+    form: ChatFormat | None,
+    codec: Codec,
+    text: str,
+    tokens: Sequence[int],
+    *,
+    stops: Sequence[str],
+    seed: int,
+) -> Sample:
+    if form is None:
+        return Sample(decode=codec.decode, prompt=tokens, stops=stops, seed=seed)
+    # An answer is decoded without its prompt, as the prompt ends with a special token.
+    return ChatSample(
+        decode=codec.decode_marked, prompt=(), stops=stops, seed=seed, form=form, rendered=text
+    )
+
+
+def _system_messages(arguments: Namespace) -> list[Message]:
+    return [{"role": "system", "content": arguments.system}] if arguments.system else []
+
+
 def _as_json(
-    prompts: Sequence[str], samples: Sequence[Sequence[Sample]], weights: str
+    prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]], weights: str
 ) -> OrderedOutputs:
     outputs = [
         JsonOutput(prompt, made, checkpoint=weights, write=_write)
@@ -205,37 +274,12 @@ def _write(text: str) -> None:
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
+def _write_unchanged(text: str) -> None:
+    print(text, end="", flush=True)
+
+
 def _print_note(text: str) -> None:
     print(printable(text), file=sys.stderr)
-
-
-def _chat(conversation: Conversation, *, as_json: bool) -> None:
-    """Chat in the terminal, or answer each line of stdin."""
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
-        # Line editing and history.
-        import readline  # noqa: F401
-
-    def show(piece: str) -> None:
-        if not as_json:
-            _write(piece)
-
-    def end() -> None:
-        if not as_json:
-            _write("\n")
-            return
-        question, answer = (message["content"] for message in conversation.messages[-2:])
-        row = {"prompt": question, "text": answer, "num_tokens": conversation.num_tokens}
-        print(json.dumps(row), flush=True)
-
-    run_chat(
-        conversation,
-        read=(lambda: input("> ")) if is_terminal else (lambda: input()),
-        show=show,
-        end=end,
-        note=_print_note,
-    )
 
 
 def _print_model(weights: str, model: CausalLM) -> None:

@@ -7,6 +7,7 @@ import math
 
 from payload.core.command_line import CommandParser
 from payload.core.suggested_commands import command
+from payload.data.tasks.arguments import template_variable
 
 DEFAULT_PROMPT = "It is interesting"
 _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
@@ -17,17 +18,19 @@ def parser() -> CommandParser:
     """Return the command line."""
     made = CommandParser(
         prog=command("generate"),
-        description="Continue prompts, chat, or classify texts. The text is streamed to stdout, "
-        "messages go to stderr. Several samples are generated in one batch: the first is streamed, "
-        "the others follow. Ctrl-C ends the command; the text generated so far is kept.",
-        example=command("generate", "--checkpoint", "runs/latest", "--prompt", "Hello"),
+        description="Continue prompts, chat, or classify texts. Text goes to stdout, messages go "
+        "to stderr. Ctrl-C ends the command and keeps the text generated so far.",
+        example=command("generate", "runs/latest", "--prompt", "Hello"),
     )
     made.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
+        "model",
+        nargs="?",
+        metavar="MODEL",
         help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
         "Hugging Face folder or name",
+    )
+    made.add_advanced_group("advanced options").add_argument(
+        "--checkpoint", metavar="MODEL", help="the same as MODEL"
     )
     _add_prompts(made)
     _add_sampling(made)
@@ -50,14 +53,8 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with one prompt a line, continued in batches; a line of a .jsonl file is a "
-        "string or an object with the key prompt; - = stdin",
-    )
-    prompt.add_argument(
-        "--chat",
-        action="store_true",
-        help="chat in the terminal with the model's chat template; without a terminal each line "
-        "of stdin is a message. Ctrl-C ends an answer, Ctrl-D the chat",
+        help="file with one prompt a line, or in a .jsonl file an object with prompt (--chat: or "
+        "messages); - = stdin",
     )
     prompt.add_argument(
         "--input",
@@ -67,10 +64,29 @@ def _add_prompts(made: CommandParser) -> None:
     made.add_argument(
         "--classify",
         action="store_true",
-        help="classify texts: --prompt, or each line of --input. --json adds the probability of "
-        "each label",
+        help="classify texts: --prompt, or each line of --input",
     )
-    made.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    chat = made.add_argument_group("chat").add_argument
+    chat(
+        "--chat",
+        action="store_true",
+        help="chat in the terminal, or answer each line of stdin; with prompts, answer each one "
+        "in a separate conversation. Ctrl-C ends an answer, Ctrl-D the chat",
+    )
+    chat("--system", metavar="TEXT", help="system message of the chat")
+    chat(
+        "--tools",
+        metavar="FILE",
+        help="JSON list of functions that the model can call",
+    )
+    made.add_advanced_group("advanced chat options").add_argument(
+        "--template-var",
+        action="append",
+        type=template_variable,
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable of the chat template, such as enable_thinking=false; can be repeated",
+    )
 
 
 def _add_sampling(made: CommandParser) -> None:
@@ -123,7 +139,7 @@ def _add_sampling(made: CommandParser) -> None:
         default=[],
         metavar="TEXT",
         help="end the text before this string; can be repeated. The tokens in the model's "
-        "generation_config.json always end it",
+        "generation_config.json always end it; with --chat also the template's end of a turn",
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from payload.core.errors import ConfigError
-from payload.data.templates.chat_template import ChatTemplate
+from payload.data.rows.conversation import Message
+from payload.generate.answers import Answer, ChatFormat
+from payload.generate.call_formats import ToolCall
 from payload.generate.codec import Codec
 from payload.generate.detokenizer import StopText, TextStream
 from payload.generate.sampling import Reader, Sampler, SamplingOptions
@@ -19,90 +22,106 @@ class Conversation:
 
     model: CausalLM
     codec: Codec
-    template: ChatTemplate
+    format: ChatFormat
     options: SamplingOptions
     """Sampling options; `max_new_tokens` limits an answer, and `num_samples` is 1."""
     stops: Sequence[str] = ()
     """Texts that end an answer, in addition to the model's stop tokens."""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     num_dropped: int = 0
     """Number of messages that no longer fit into the model's context and are left out."""
     num_tokens: int = 0
     """Number of tokens in the last answer."""
+    last: Answer = field(default_factory=Answer)
+    """The last answer."""
     _reader: Reader | None = None
 
-    def answer(self, question: str) -> Generator[str, None, None]:
-        """Yield the answer to a new message in pieces.
+    def answer(self, *messages: Message) -> Generator[Answer, None, None]:
+        """Yield the growing answer to new messages: a question, or the results of tool calls.
 
-        If the caller stops early, the messages hold the text yielded so far. Raises ConfigError if
-        the message is too long for the model's context.
+        Each value has the whole answer so far. If the caller stops early, the conversation keeps
+        the answer so far. Raises ConfigError if the messages are too long for the model's context.
         """
-        self.messages.append({"role": "user", "content": question})
-        prompt = self._prompt()
-        pieces: list[str] = []
+        self.messages += messages
+        prompt = self._prompt(len(messages))
+        self.last = Answer()
+        text = ""
         try:
-            for piece in self._pieces(prompt):
-                pieces.append(piece)
-                yield piece
+            for text in self._texts(self.codec.encode_marked(prompt)):
+                self.last = self.format.divide(text, prompt=prompt, is_finished=False)
+                yield self.last
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(pieces).strip()})
+            self.last = self.format.divide(text, prompt=prompt, is_finished=True)
+            self.messages.append(self.format.message(self.last))
+        yield self.last
 
-    def _pieces(self, prompt: list[int]) -> Iterator[str]:
+    def _texts(self, prompt: list[int]) -> Iterator[str]:
+        """Yield the generated text, longer each time, with special tokens."""
         self._reader = self._reader or Reader(self.model)
         sampler = Sampler(
             self.model,
             [prompt],
             options=self.options,
-            stop_tokens=self.codec.stop_tokens,
+            stop_tokens=self.format.stop_tokens,
             num_tokens=min(self.codec.vocab_size, self.model.spec.vocab_size),
             reader=self._reader,
         )
-        text, stop = TextStream(self.codec.decode, prompt=()), StopText(self.stops)
-        self.num_tokens = 0
+        stream, stop = TextStream(self.codec.decode_marked, prompt=()), StopText(self.stops)
+        self.num_tokens, text = 0, ""
         for (token,) in sampler.tokens():
             assert token is not None, "one row with one prompt is always drawn"
             self.num_tokens += 1
-            if piece := stop.add(text.add(token)):
-                yield piece
+            text += stop.add(stream.add(token))
+            yield text
             if stop.found:
                 return
-        if rest := stop.add(text.finish()) + stop.finish():
-            yield rest
+        yield text + stop.add(stream.finish()) + stop.finish()
 
-    def _prompt(self) -> list[int]:
-        """Return the tokens of the conversation, without the oldest turns if they do not fit."""
+    def _prompt(self, num_new: int) -> str:
+        """Return the rendered conversation, without the oldest turns if they do not fit.
+
+        If `num_new` new messages alone do not fit, they are removed.
+        """
         context = self.model.spec.context()
         room = context - min(self.options.max_new_tokens, context // 2)
         system = 1 if self.messages[0]["role"] == "system" else 0
         self.num_dropped = 0
         while True:
             kept = self.messages[:system] + self.messages[system + self.num_dropped :]
-            text = self.template.render(kept, add_generation_prompt=True)
-            tokens = self.codec.encode_marked(text)
-            if len(tokens) <= room:
-                return tokens
-            if len(kept) <= system + 1:
-                self.messages.pop()
+            prompt = self.format.prompt(kept)
+            size = len(self.codec.encode_marked(prompt))
+            if size <= room:
+                return prompt
+            turns = [
+                number
+                for number, message in enumerate(kept[system:])
+                if number and message["role"] == "user"
+            ]
+            if not turns:
+                del self.messages[len(self.messages) - num_new :]
                 raise ConfigError(
-                    f"the message has {len(tokens)} tokens with its template, but the model's "
+                    f"the message has {size} tokens with its template, but the model's "
                     f"context has room for {room} next to the answer. Shorten it, or lower "
                     "--max-new-tokens."
                 )
-            # Drop a question with its answer: templates require alternating roles.
-            self.num_dropped += 2
+            # Drop a question with everything up to the next one: templates require alternating
+            # roles, and results of calls must follow their calls.
+            self.num_dropped += turns[0]
 
 
 def run_chat(
     conversation: Conversation,
     *,
     read: Callable[[], str],
-    show: Callable[[str], None],
-    end: Callable[[], None],
+    read_result: Callable[[ToolCall], str] | None,
+    show: Callable[[Answer], None],
+    end: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
     """Answer the messages that `read` returns, until it raises EOFError.
 
-    `show` receives the pieces of an answer, and `end` is called after the last. An interrupt ends
+    `show` receives the growing answer, and `end` is called with the question after it is complete.
+    `read_result` returns the result of a call; without it, calls get no result. An interrupt ends
     only the current answer; if no answer is in progress, KeyboardInterrupt is raised.
     """
     while True:
@@ -112,17 +131,48 @@ def run_chat(
             return
         if not question:
             continue
-        dropped = conversation.num_dropped
-        answer = conversation.answer(question)
+        messages: list[Message] = [{"role": "user", "content": question}]
+        while messages:
+            dropped = conversation.num_dropped
+            answer = conversation.answer(*messages)
+            try:
+                for part in answer:
+                    show(part)
+            except KeyboardInterrupt:
+                answer.close()
+                note("(interrupted)")
+            except ConfigError as error:
+                note(str(error))
+                break
+            end(question)
+            if conversation.num_dropped > dropped:
+                note(
+                    f"(the oldest {conversation.num_dropped} messages no longer fit into the "
+                    "context)"
+                )
+            messages = _results(conversation.last.calls, read_result)
+
+
+def _results(
+    calls: Sequence[ToolCall], read_result: Callable[[ToolCall], str] | None
+) -> list[Message]:
+    """Return a message with the result of every call; empty if the user gives none."""
+    if read_result is None:
+        return []
+    results: list[Message] = []
+    for number, call in enumerate(calls):
         try:
-            for piece in answer:
-                show(piece)
-        except KeyboardInterrupt:
-            answer.close()
-            note("(interrupted)")
-        except ConfigError as error:
-            note(str(error))
-            continue
-        end()
-        if conversation.num_dropped > dropped:
-            note(f"(the oldest {conversation.num_dropped} messages no longer fit into the context)")
+            text = read_result(call).strip()
+        except EOFError:
+            return []
+        if text:
+            entry = call.as_entry(number, as_text=False)
+            results.append(
+                {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": text}
+            )
+    return results if len(results) == len(calls) else []
+
+
+def shown_call(call: ToolCall) -> str:
+    """Return a call for the terminal, as in `get_weather({"city": "Paris"})`."""
+    return f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})"

@@ -42,6 +42,10 @@ class Codec:
     """
     decode: Callable[[Sequence[int]], str]
     """Returns the text of tokens, without special tokens."""
+    decode_marked: Callable[[Sequence[int]], str]
+    """Returns the text of tokens, with special tokens."""
+    special_texts: tuple[str, ...]
+    """Texts of the special tokens."""
     vocab_size: int
     stop_tokens: frozenset[int]
     """Tokens that end a text."""
@@ -86,6 +90,8 @@ def _gpt2_codec() -> Codec:
         encode=encoding.encode_ordinary,
         encode_marked=lambda text: encoding.encode(text, allowed_special="all"),
         decode=lambda tokens: encoding.decode(list(tokens), errors="replace"),
+        decode_marked=lambda tokens: encoding.decode(list(tokens), errors="replace"),
+        special_texts=tuple(encoding.special_tokens_set),
         vocab_size=VOCAB_SIZE,
         stop_tokens=frozenset({END_OF_TEXT}),
         begin_of_text=END_OF_TEXT,
@@ -114,15 +120,21 @@ def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
         with convert_errors(path, error=CheckpointError):
             return list(backend.encode(text, add_special_tokens=not marked).ids)
 
-    def decode(tokens: Sequence[int]) -> str:
+    def decode(tokens: Sequence[int], *, marked: bool) -> str:
         with convert_errors(path, error=CheckpointError):
-            return str(backend.decode(list(tokens), skip_special_tokens=True))
+            return str(backend.decode(list(tokens), skip_special_tokens=not marked))
 
     return Codec(
         name=str(path),
         encode=lambda text: encode(text, marked=False),
         encode_marked=lambda text: encode(text, marked=True),
-        decode=decode,
+        decode=lambda tokens: decode(tokens, marked=False),
+        decode_marked=lambda tokens: decode(tokens, marked=True),
+        special_texts=tuple(
+            token.content
+            for token in backend.get_added_tokens_decoder().values()
+            if token.special and token.content
+        ),
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         stop_tokens=stops,
         begin_of_text=before[0] if before else min(stops, default=0),

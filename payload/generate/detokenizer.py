@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from payload.generate.shared_text import unfinished
+
 _INCOMPLETE = "\ufffd"
 _CONTEXT_TOKENS = 8
 
@@ -75,7 +77,7 @@ class StopText:
         if positions:
             self.found, self._held = True, ""
             return text[: min(positions)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = max((unfinished(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -83,9 +85,3 @@ class StopText:
         """Return the text that was held back: it is not a stop string."""
         rest, self._held = self._held, ""
         return rest
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from payload.generate.codec import Codec
+from payload.generate.answers import Answer, ChatFormat
+from payload.generate.chat import shown_call
 from payload.generate.detokenizer import StopText, TextStream
+from payload.generate.prompts import Prompt
 
 BETWEEN = "\n---\n"
 """Separates two texts."""
@@ -17,7 +19,7 @@ BETWEEN = "\n---\n"
 class Sample:
     """One continuation: its tokens, and the part of its text that is final."""
 
-    codec: Codec
+    decode: Callable[[Sequence[int]], str]
     prompt: Sequence[int]
     stops: Sequence[str]
     seed: int
@@ -28,7 +30,7 @@ class Sample:
     _is_finished: bool = False
 
     def __post_init__(self) -> None:
-        self._stream = TextStream(self.codec.decode, prompt=self.prompt)
+        self._stream = TextStream(self.decode, prompt=self.prompt)
         self._stop = StopText(self.stops)
 
     def add(self, token: int) -> bool:
@@ -46,6 +48,44 @@ class Sample:
     def as_row(self) -> dict[str, object]:
         """Return the sample for JSON."""
         return {"text": self.text, "num_tokens": self.num_tokens, "seed": self.seed}
+
+
+@dataclass(kw_only=True)
+class ChatSample(Sample):
+    """One answer of a chat; `text` has no thoughts, tool calls and special tokens."""
+
+    form: ChatFormat
+    rendered: str
+    """The rendered conversation before the answer."""
+    _generated: str = ""
+    _answer: Answer = field(default_factory=Answer)
+
+    def add(self, token: int) -> bool:
+        """Add the next token; return False if this token ends the answer."""
+        self.num_tokens += 1
+        self._generated += self._stop.add(self._stream.add(token))
+        self._divide(is_finished=False)
+        return not self._stop.found
+
+    def finish(self) -> None:
+        """Add the text that was held back; no more tokens follow."""
+        if not self._is_finished:
+            self._is_finished = True
+            self._generated += self._stop.add(self._stream.finish()) + self._stop.finish()
+            self._divide(is_finished=True)
+
+    def as_row(self) -> dict[str, object]:
+        """Return the answer for JSON."""
+        return {**self._answer.as_row(), "num_tokens": self.num_tokens, "seed": self.seed}
+
+    def _divide(self, *, is_finished: bool) -> None:
+        self._answer = self.form.divide(
+            self._generated, prompt=self.rendered, is_finished=is_finished
+        )
+        self.text = self._answer.text
+        if is_finished and self._answer.calls:
+            calls = "\n".join(f"call: {shown_call(call)}" for call in self._answer.calls)
+            self.text = f"{self.text}\n{calls}" if self.text else calls
 
 
 class TextOutput:
@@ -85,7 +125,7 @@ class JsonOutput:
 
     def __init__(
         self,
-        prompt: str,
+        prompt: Prompt,
         samples: Sequence[Sample],
         *,
         checkpoint: str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from payload.core.errors import DataError, ExitCode
 from payload.data.templates.chat_template import read_chat_template
 from payload.generate.__main__ import main
+from payload.generate.answers import chat_format
+from payload.generate.codec import find_codec
 from payload.train.models.hf_weights import save_hf
 from tests.generate.models import make_model
 
@@ -135,7 +138,56 @@ def test_a_model_without_a_template_says_so(
     assert "has no chat template" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--num-samples", "2"], ["--prompt", "a"]])
+TOOLS = '[{"name": "add", "parameters": {"type": "object", "properties": {}}}]'
+
+
+def test_prompts_are_answered_in_conversations_of_their_own(
+    talk: Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "And then?"}]
+    prompts.write_text(
+        "\n".join(json.dumps(each) for each in ("Hello", {"messages": messages})), encoding="utf-8"
+    )
+    assert talk("", "--prompts-file", str(prompts), "--json") == ExitCode.OK
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["Hello", messages]
+    for question, row in zip(("Hello", "And then?"), rows, strict=True):
+        assert talk(f"{question}\n", "--json") == ExitCode.OK
+        alone = json.loads(capsys.readouterr().out)
+        (sample,) = row["samples"]
+        assert sample["text"] == alone["text"] and sample["num_tokens"] == alone["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{}", "not a list of tools"),
+        ("[]", "not a list of tools"),
+        ('[{"parameters": {}}]', "has no name"),
+        ("[", "not JSON"),
+        (TOOLS, "does not write tools"),
+    ],
+)
+def test_tools_that_cannot_be_used_are_refused(
+    content: str, part: str, talk: Talk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(content, encoding="utf-8")
+    assert talk("Hello\n", "--tools", str(tools)) == ExitCode.CONFIG
+    error = capsys.readouterr().err
+    assert part in error.splitlines()[-1] and "Traceback" not in error
+
+
+def test_an_answer_ends_at_the_token_that_ends_the_templates_turns(folder: Path) -> None:
+    source = "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    codec = find_codec(folder)
+    found = chat_format(read_chat_template(folder), replace(codec, stop_tokens=frozenset()))
+    assert found.stop_tokens == codec.stop_tokens != frozenset()
+
+
+@pytest.mark.parametrize("wrong", [["--num-samples", "2"], ["--input", "a"]])
 def test_options_without_a_meaning_in_a_chat_are_refused(wrong: list[str], folder: Path) -> None:
     try:
         code = main(["--checkpoint", str(folder), "--chat", *wrong])
