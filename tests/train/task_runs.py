@@ -96,10 +96,21 @@ def _config(
     source = write_rows(folder / "in.jsonl", rows)
     flags = ("--sequence-length", length, *flags)
     out = prepare(model, source, folder / "data", *flags, task=task)
+    return _write_config(folder, model, out, task=task, length=length, steps=steps)
+
+
+def chat_run_config(folder: Path, model: Path, data: Path, *, length: int, steps: int) -> Path:
+    """Write the config of a run on prepared conversations."""
+    return _write_config(folder, model, data, task="chat", length=length, steps=steps)
+
+
+def _write_config(
+    folder: Path, model: Path, data: Path, *, task: str, length: int, steps: int
+) -> Path:
     config = folder / "config.toml"
     beta = f"\nbeta = {BETA}" if task == "preference" else ""
     text = _CONFIG.format(
-        **{"seed": SEED, "data": out, "length": length, "model": model, "batch": BATCH},
+        **{"seed": SEED, "data": data, "length": length, "model": model, "batch": BATCH},
         **{"task": f'kind = "{task}"{beta}', "lr": LR},
         **{"steps": steps, "checkpoint_every": steps // 2},
     )

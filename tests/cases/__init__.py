@@ -1,0 +1,1 @@
+"""Small inputs, in `files`, that were once refused, dropped or trained wrongly."""
