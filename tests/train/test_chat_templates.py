@@ -92,7 +92,6 @@ def trainer(model: Path, rows: Sequence[Row], folder: Path, **more: Any) -> Any:
         per_device_train_batch_size=BATCH,
         max_steps=STEPS,
         max_length=None,
-        assistant_only_loss=True,
         train_sampling_strategy="sequential",
         learning_rate=LR,
         lr_scheduler_type="constant",
@@ -140,7 +139,7 @@ def test_fifty_losses_and_every_mask_are_those_of_trl(
     data = prepare(model, source, tmp_path / "data", *flags)
     theirs = {
         tuple(row["input_ids"]): tuple(label != -100 for label in row["labels"])
-        for row in trainer(model, rows, tmp_path / "masks").train_dataset
+        for row in trainer(model, rows, tmp_path / "masks", assistant_only_loss=True).train_dataset
     }
     packed = packed_documents(data)
     documents = [each for block in packed for each in block]
