@@ -46,7 +46,7 @@ def outcome(reader: ParquetReader, place: Path) -> str:
         for values in reader.read(str(place), skip_rows=0):
             assert isinstance(values, LostRows) or values.type in (pa.string(), pa.large_string())
     except DamagedFileError as error:
-        assert str(error).startswith(f"{place}: not a readable parquet file: ")
+        assert str(error).startswith(f"{place}: not a readable parquet or Arrow file: ")
         assert "\n" not in str(error)
         return "ended" if "the process that read it ended with SIG" in str(error) else "damaged"
     except DataError:

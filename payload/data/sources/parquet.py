@@ -242,7 +242,7 @@ class ParquetReader:
                 return kind, content
         status = self._worker.wait()
         raise DamagedFileError(
-            f"{place}: not a readable parquet file: the process that read it ended with "
+            f"{place}: not a readable parquet or Arrow file: the process that read it ended with "
             f"{describe_exit(status)}. Write the file again."
         )
 
@@ -260,7 +260,8 @@ def _raise_failure(response: Mapping[str, Any], place: str) -> None:
     reason = one_line(response["reason"])
     if failed == "damaged":
         raise DamagedFileError(
-            f"{place}: not a readable parquet file: {reason.rstrip('.')}. Write the file again."
+            f"{place}: not a readable parquet or Arrow file: {reason.rstrip('.')}. Write the file "
+            "again."
         )
     if _UNREACHABLE & set(response["types"]):
         raise ConnectionError(reason)

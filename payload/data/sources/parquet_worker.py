@@ -1,4 +1,4 @@
-"""Worker process that reads parquet files for its parent.
+"""Worker process that reads parquet and Arrow files for its parent.
 
 A damaged footer can make Arrow abort the process, so files are read in a separate process. This
 file is run as a script and has no imports from the project.
@@ -47,7 +47,7 @@ def _survey(request: dict[str, Any]) -> dict[str, Any]:
     For a dictionary column this is less than the size of the text.
     """
     with _open(request) as file:
-        _send_schema(file)
+        _send_schema(file.schema_arrow)
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         column_bytes = 0
         for group in groups:
@@ -64,15 +64,21 @@ def _survey(request: dict[str, Any]) -> dict[str, Any]:
 def _read(request: dict[str, Any]) -> dict[str, Any]:
     """Send the schema, then the column after `skip_rows` rows, with damaged rows reported as lost.
 
-    `column` None reads all columns.
+    `column` None reads all columns, and of an Arrow file always all rows.
     """
     import pyarrow as pa
 
+    if "://" not in request["place"] and (reader := _arrow_reader(request["place"])) is not None:
+        _send_schema(reader.schema)
+        for batch in reader:
+            for start in range(0, batch.num_rows, request["rows"]):
+                _send_rows(batch.slice(start, request["rows"]), whole=True)
+        return {}
     column, skip_rows = request["column"], request["skip_rows"]
     columns = None if column is None else [column]
     is_remote = "://" in request["place"]
     with _open(request) as file:
-        _send_schema(file)
+        _send_schema(file.schema_arrow)
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if skip_rows >= rows:
@@ -95,6 +101,23 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
                 _send_json({"lost": lost, "reason": f"damaged: {_first_line(error)}"})
             skip_rows = 0
     return {}
+
+
+def _arrow_reader(place: str) -> Any:
+    """Return an iterator over the batches of an Arrow file or stream, or None."""
+    import pyarrow as pa
+
+    source = pa.memory_map(place)
+    start = source.read(6)
+    source.seek(0)
+    if start.startswith(b"\xff\xff\xff\xff"):
+        return pa.ipc.open_stream(source)
+    if start != b"ARROW1":
+        return None
+    file = pa.ipc.open_file(source)
+    return pa.RecordBatchReader.from_batches(
+        file.schema, map(file.get_batch, range(file.num_record_batches))
+    )
 
 
 def _send_rows(batch: Any, *, whole: bool) -> None:
@@ -189,10 +212,10 @@ def _first_line(error: Exception) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(".") + "."
 
 
-def _send_schema(file: Any) -> None:
+def _send_schema(schema: Any) -> None:
     import pyarrow as pa
 
-    schema = file.schema_arrow.remove_metadata()
+    schema = schema.remove_metadata()
     names = schema.names  # raises if a name is not UTF-8
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)

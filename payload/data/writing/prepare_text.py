@@ -82,9 +82,11 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
     """Warn about a validation set that is too small."""
     few, total = meta.val_documents, meta.train_documents + meta.val_documents
     if few < _FEW_VAL_DOCUMENTS:
+        by_name = meta.split.method == "files"
+        fix = "Add some to their file." if by_name else "Use a higher --val-fraction with --force."
         reporter.log(
             f"note: {few} of {total:,} documents are for validation, too few for a reliable loss. "
-            "Use a higher --val-fraction with --force."
+            f"{fix}"
         )
 
 
