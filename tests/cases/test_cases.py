@@ -242,22 +242,20 @@ def test_rows_that_are_marked_bad_are_left_out_and_counted(
     assert all("No idea" not in each for each in shown)
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "shown"),
-    [
-        ("content_parts.jsonl", (), r"What is \d+ plus \d+\?[\s\S]*⟦It is \d+\."),
-        ("role_content_conversations.jsonl", (), r"What is \d+ plus \d+\?[\s\S]*⟦It is \d+\."),
-        ("developer.jsonl", (), r"(developer|system)\nBe brief\.[\s\S]*⟦It is \d+\."),
-        (
-            "question_answer.jsonl",
-            ("--columns", "question=user,answer=assistant"),
-            r"What is \d+ plus \d+\?[\s\S]*⟦It is \d+\.",
-        ),
-        ("array.json", (), r"What is \d+ plus \d+\?[\s\S]*⟦It is \d+\."),
-        ("json_folder", (), r"What is \d+ plus \d+\?[\s\S]*⟦It is \d+\."),
-    ],
-)
-def test_common_formats_are_accepted_by_finetune_and_prepare(
+ANSWERED = r"What is \d+ plus \d+\?[\s\S]*⟦It is \d+\."
+COMMON: list[tuple[str, tuple[str, ...], str]] = [
+    ("content_parts.jsonl", (), ANSWERED),
+    ("role_content_conversations.jsonl", (), ANSWERED),
+    ("developer.jsonl", (), r"(developer|system)\nBe brief\.[\s\S]*⟦It is \d+\."),
+    ("question_answer.jsonl", (), ANSWERED),
+    ("question_answer.jsonl", ("--columns", "question=user,answer=assistant"), ANSWERED),
+    ("array.json", (), ANSWERED),
+    ("json_folder", (), ANSWERED),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "shown"), COMMON)
+def test_common_formats_are_accepted(
     name: str,
     flags: tuple[str, ...],
     shown: str,
@@ -265,25 +263,34 @@ def test_common_formats_are_accepted_by_finetune_and_prepare(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    assert prepared(model, tmp_path / "out", name, *flags) == 0
+    assert re.search(shown, sample(tmp_path / "out", capsys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [*((name, flags) for name, flags, _ in COMMON), ("kto.jsonl", ()), ("kto_messages.jsonl", ())],
+)
+def test_finetune_recognises_conversations(
+    name: str, flags: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--model", str(model), "--data", str(FILES / name), "--dry-run", *flags]
     assert finetune(words) == ExitCode.OK
     out = capsys.readouterr().out
     assert "--task chat" in out and 'kind = "chat"' in out
-    assert prepared(model, tmp_path / "out", name, *flags) == 0
-    assert re.search(shown, sample(tmp_path / "out", capsys))
+    assert all(flag in out for flag in flags)
 
 
 def test_files_named_train_and_valid_are_splits_and_test_is_untouched(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model", str(model), "--data", str(FILES / "split_folder"), "--dry-run"]
-    assert finetune(words) == ExitCode.OK
     assert prepared(model, tmp_path / "out", "split_folder") == 0
     meta = load_meta(tmp_path / "out")
     assert (meta.train_documents, meta.val_documents) == (20, 20)
-    for split in ("train", "val"):
+    for split, name in (("train", "train"), ("val", "valid")):
         texts = [
             sample(tmp_path / "out", capsys, "--split", split, "--sample", str(number))
             for number in range(20)
         ]
-        assert all(f"\n{'valid' if split == 'val' else 'train'} " in text for text in texts)
+        assert all(f"\n{name} " in text for text in texts)

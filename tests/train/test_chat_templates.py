@@ -29,7 +29,9 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-STEPS, LENGTH, ROWS = 50, 512, 60
+STEPS, ROWS = 50, 60
+LENGTHS = {"one turn": 128, "three turns": 256, "tools": 512, "thoughts": 128}
+"""Tokens of a block for each kind of rows."""
 TEMPLATES = ("qwen3_training", "glm4moe_training", "nemotron_3_nano_training")
 """They have `{% generation %}` blocks, tools and thoughts."""
 _TEXT = "what is the one two three of and walnut cactus gondola bramble"
@@ -76,7 +78,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return a small model whose tokenizer has one of TRL's training templates."""
     folder = tmp_path_factory.mktemp("model") / "model"
     make_tokenizer(folder, trl_templates()[f"trl/{request.param}"])
-    sizes = {"vocab_size": 1024, "max_position_embeddings": LENGTH, "pad_token_id": None}
+    sizes = {"vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None}
     make_folder({**CASES["llama"], **sizes}, folder)
     return folder
 
@@ -92,7 +94,6 @@ def trainer(model: Path, rows: Sequence[Row], folder: Path, **more: Any) -> Any:
         per_device_train_batch_size=BATCH,
         max_steps=STEPS,
         max_length=None,
-        assistant_only_loss=True,
         train_sampling_strategy="sequential",
         learning_rate=LR,
         lr_scheduler_type="constant",
@@ -114,15 +115,17 @@ def trainer(model: Path, rows: Sequence[Row], folder: Path, **more: Any) -> Any:
     )
 
 
-def packed_documents(data: Path) -> list[list[tuple[tuple[int, ...], tuple[bool, ...]]]]:
+def packed_documents(
+    data: Path, length: int
+) -> list[list[tuple[tuple[int, ...], tuple[bool, ...]]]]:
     """Return for each block its conversations: the tokens, and which of them are trained."""
-    blocks = open_packed(data, split="train", sequence_length=LENGTH)
+    blocks = open_packed(data, split="train", sequence_length=length)
     every = np.arange(blocks.num_blocks(), dtype=np.int64)
     found = []
     for tokens, marks in zip(blocks.tokens.whole(every), blocks.marks_of(every), strict=True):
         starts = np.flatnonzero((marks & FIRST) != 0).tolist()
         documents = []
-        for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
+        for start, end in zip(starts, [*starts[1:], length], strict=True):
             if not marks[start] & PADDING:
                 trained = (marks[start:end] & TRAINED) != 0
                 documents.append((tuple(tokens[start:end].tolist()), tuple(trained.tolist())))
@@ -130,26 +133,26 @@ def packed_documents(data: Path) -> list[list[tuple[tuple[int, ...], tuple[bool,
     return found
 
 
-@pytest.mark.parametrize("kind", ["one turn", "three turns", "tools", "thoughts"])
+@pytest.mark.parametrize("kind", LENGTHS)
 def test_fifty_losses_and_every_mask_are_those_of_trl(
     model: Path, kind: str, tmp_path: Path
 ) -> None:
-    rows = rows_of(kind)
+    rows, length = rows_of(kind), LENGTHS[kind]
     source = write_rows(tmp_path / "in.jsonl", [as_file_row(row) for row in rows])
-    flags = ("--sequence-length", LENGTH, "--val-fraction", 0.1)
+    flags = ("--sequence-length", length, "--val-fraction", 0.1)
     data = prepare(model, source, tmp_path / "data", *flags)
     theirs = {
         tuple(row["input_ids"]): tuple(label != -100 for label in row["labels"])
-        for row in trainer(model, rows, tmp_path / "masks").train_dataset
+        for row in trainer(model, rows, tmp_path / "masks", assistant_only_loss=True).train_dataset
     }
-    packed = packed_documents(data)
+    packed = packed_documents(data, length)
     documents = [each for block in packed for each in block]
     assert len(documents) == 54 and len(packed) < 54
     for tokens, trained in documents:
         assert trained == theirs[tokens]
 
     train_alone(
-        tmp_path / "run", chat_run_config(tmp_path, model, data, length=LENGTH, steps=STEPS)
+        tmp_path / "run", chat_run_config(tmp_path, model, data, length=length, steps=STEPS)
     )
     order = BlockOrder(num_blocks=len(packed), seed=SEED).blocks(np.arange(STEPS * BATCH))
     visited = [
