@@ -19,7 +19,7 @@ from payload.data.rows.rows import Row
 from payload.data.show import Sample, parts_of
 from payload.data.tasks.arguments import sample_options
 from payload.data.tasks.trained_tokens import in_spans
-from payload.data.templates.turns import RenderedSample
+from payload.data.templates.turns import RenderedSample, render_samples
 
 
 class RenderedRows:
@@ -74,7 +74,7 @@ class RenderedRows:
         """Yield the samples of the row's conversation, or of both conversations of a pair."""
         try:
             for conversation in self._conversations(row):
-                yield self._template.samples(conversation, self._options)
+                yield render_samples(self._template, conversation, self._options)
         except UntrainedRowError:
             return
         except (BadConversationError, DataError) as error:

@@ -116,7 +116,7 @@ class ChatRecord:
     dropped_conversations: int = checked(low=0)
     """Conversations without a trained token, for example because truncation removed it."""
     on_long: OnLong = "truncate"
-    """What was done with conversations longer than a block."""
+    """Treatment of conversations longer than a block, as in --on-long."""
     long_dropped_conversations: int = checked(0, low=0)
     """Conversations longer than a block, which were left out."""
     split_conversations: int = checked(0, low=0)

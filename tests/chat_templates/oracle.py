@@ -1,4 +1,4 @@
-"""What training must cover, worked out with transformers alone.
+"""The tokens that training must cover, found with transformers alone.
 
 For each turn of the assistant: the prompt that a server sends, and the tokens that the model has to
 produce after that prompt, up to and including the token at which the server stops. Nothing here
@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the samples of a row must hold."""
+    """The contents that the samples of a row must have."""
 
     turns: list[Turn]
     texts: list[str] = field(repr=False)

@@ -35,12 +35,12 @@ OUTCOMES = (RIGHT, BOTH_REFUSE, LOST, NO_STOP, WRONG)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one row with one template."""
+    """The result of one row with one template."""
 
     kind: str
     """One of OUTCOMES."""
     detail: str = ""
-    """What is wrong, or why the row is refused."""
+    """The fault, or the reason of the refusal."""
 
 
 def outcomes(template: str) -> dict[str, Outcome]:

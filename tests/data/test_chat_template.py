@@ -13,6 +13,7 @@ from payload.data.__main__ import main
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates import template_process
 from payload.data.templates.chat_template import ChatTemplate, load_chat_template
+from payload.data.templates.turns import render_samples
 from tests.support.chat_data import make_tokenizer, prepare_words, write_rows
 
 pytestmark = pytest.mark.processes
@@ -42,7 +43,7 @@ AROUND = MARKED.replace("{% generation %}", "{% set part %}{% generation %}").re
 
 
 def trained(made: ChatTemplate, messages: Sequence[Message] = MESSAGES) -> list[str]:
-    (sample,) = made.samples(conversation(messages))
+    (sample,) = render_samples(made, conversation(messages))
     return [sample.text[start:end] for start, end in sample.spans]
 
 
@@ -72,7 +73,7 @@ def template(tmp_path: Path, source: str) -> ChatTemplate:
 )
 def test_a_template_that_fails_in_its_own_way_is_one_line(source: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
-        template(tmp_path, source + "{{ messages[9].content + 1 }}").samples(CONVERSATION)
+        render_samples(template(tmp_path, source + "{{ messages[9].content + 1 }}"), CONVERSATION)
     assert len(str(raised.value).splitlines()) == 1
 
 
@@ -111,13 +112,13 @@ def test_after_a_conversation_that_ended_the_process_the_next_one_is_rendered(
 )
 def test_a_template_that_changes_its_marked_part_is_refused(change: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"changes the text of its \{% generation %\} blocks"):
-        template(tmp_path, AROUND.replace("HERE", change)).samples(CONVERSATION)
+        render_samples(template(tmp_path, AROUND.replace("HERE", change)), CONVERSATION)
 
 
 def test_a_block_in_a_block_is_refused(tmp_path: Path) -> None:
     nested = MARKED.replace("{{ m.content }}", "{% generation %}a{% endgeneration %}", 1)
     with pytest.raises(DataError, match="or nests them"):
-        template(tmp_path, nested).samples(CONVERSATION)
+        render_samples(template(tmp_path, nested), CONVERSATION)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"it renders 30 characters of messages to 62,914,\d\d\d characters"
     ):
-        made.samples(CONVERSATION)
+        render_samples(made, CONVERSATION)
     long = [{"role": "user", "content": "x" * 2**20}]
     eight = template(tmp_path, "{{ messages[0].content * 8 }}")
     assert len(eight.render(long, add_generation_prompt=False)) == 2**23
@@ -167,7 +168,7 @@ def test_consecutive_rows_that_end_the_process_are_one_error(
 @pytest.mark.parametrize("source", [PLAIN, MARKED, AROUND.replace("HERE", "part")])
 def test_the_assistants_part_is_found(source: str, tmp_path: Path) -> None:
     made = template(tmp_path, source)
-    (sample,) = made.samples(conversation([*MESSAGES, *MESSAGES]))
+    (sample,) = render_samples(made, conversation([*MESSAGES, *MESSAGES]))
     # The tokenizer has no stop token, so the mark of the next message ends a turn.
     assert sample.text == "<|user|>two and two<|assistant|> four " * 2 + "<|user|>"
     parts = trained(made, [*MESSAGES, *MESSAGES])

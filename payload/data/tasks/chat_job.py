@@ -42,7 +42,7 @@ from payload.data.templates.chat_template import (
     read_chat_template,
 )
 from payload.data.templates.template_files import TEMPLATE_FILE
-from payload.data.templates.turns import RenderedSample, SampleOptions
+from payload.data.templates.turns import RenderedSample, SampleOptions, render_samples
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data.writing.plan import PrepareSettings
@@ -253,7 +253,7 @@ class ChatJob:
     def _render(self, row: Row) -> list[_Sample]:
         try:
             conversation = conversation_of(row.values)
-            samples = self.template.samples(conversation, self.options)
+            samples = render_samples(self.template, conversation, self.options)
         except UntrainedRowError as error:
             self.rows.leave_out(str(error))
             return []

@@ -33,7 +33,7 @@ from payload.data.tasks.classify_job import pad_token
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import ChatTemplate
-from payload.data.templates.turns import RenderedSample, SampleOptions
+from payload.data.templates.turns import RenderedSample, SampleOptions, render_samples
 from payload.data.writing.plan import PrepareSettings
 from payload.formats.data_folder import (
     PAIRS_NAMES,
@@ -190,7 +190,7 @@ class PreferenceJob:
             documents=pair.documents,
             variables=pair.variables,
         )
-        samples = self.template.samples(conversation, self.options)
+        samples = render_samples(self.template, conversation, self.options)
         if len(samples) > 1:
             raise DataError(
                 f"{name} has {len(samples)} turns that the template renders differently once "

@@ -16,7 +16,7 @@ from typing import Any
 from payload.core.errors import ConfigError, DataError
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
-from payload.data.rows.conversation import Conversation, Message
+from payload.data.rows.conversation import Message
 from payload.data.templates.control_tokens import ControlTokens
 from payload.data.templates.stop_tokens import KnownTokens, known_tokens
 from payload.data.templates.template_files import (
@@ -32,7 +32,6 @@ from payload.data.templates.template_process import (
     TemplateUnusableError,
 )
 from payload.data.templates.turn_end import Part, TurnEnd, turn_ends
-from payload.data.templates.turns import RenderedSample, SampleOptions, render_samples
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
     MAP_FILE,
@@ -89,18 +88,6 @@ class ChatTemplate:
         if "error" in found:
             raise self.error(found["error"])
         return str(found["text"])
-
-    def samples(
-        self, conversation: Conversation, options: SampleOptions | None = None
-    ) -> list[RenderedSample]:
-        """Return the texts to train on, with the spans of the trained turns.
-
-        The spans come from the template's `{% generation %}` blocks. Without blocks, a span is the
-        text that an answer adds to its prompt, up to the stop token. Raises DataError if the
-        template rejects the conversation, leaves out one of its values, or gives a trained turn no
-        stop token.
-        """
-        return render_samples(self, conversation, options or SampleOptions())
 
     def parts(
         self,

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from payload.core.errors import DataError
 from payload.data.rows.conversation import Conversation, Message
+from payload.data.templates.chat_template import ChatTemplate
 from payload.data.templates.control_tokens import Span, take_marks, without_marks
 from payload.data.templates.lost_keys import leaves, require_rendered
 from payload.data.templates.stop_tokens import first_of
@@ -28,9 +29,6 @@ from payload.data.templates.thoughts import (
 from payload.data.templates.turn_end import Part, TurnEnd, num_common
 from payload.formats.data_folder import Thoughts
 
-if TYPE_CHECKING:
-    from payload.data.templates.chat_template import ChatTemplate
-
 TrainOn = Literal["all", "last"]
 
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
@@ -39,7 +37,7 @@ _LEAST_COMMON_CHARS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOptions:
-    """What is trained of each conversation."""
+    """Options that choose the trained tokens of each conversation."""
 
     thoughts: Thoughts = "keep"
     train_on: TrainOn = "all"
@@ -76,12 +74,15 @@ class _Turn:
 
 
 def render_samples(
-    template: ChatTemplate, conversation: Conversation, options: SampleOptions
+    template: ChatTemplate,
+    conversation: Conversation,
+    options: SampleOptions = SampleOptions(),
 ) -> list[RenderedSample]:
-    """Return the samples of a conversation, in the order of their last turns.
+    """Return the texts to train on, with the spans of the trained turns, in their order.
 
-    Raises DataError for a conversation that the template rejects, a key that the template leaves
-    out, and a turn without a stop token.
+    The spans come from the template's `{% generation %}` blocks. Without blocks, a span is the text
+    that an answer adds to its prompt, up to the stop token. Raises DataError for a conversation
+    that the template rejects, a key that the template leaves out, and a turn without a stop token.
     """
     try:
         whole, turns = _Row(template, conversation, options).turns()
