@@ -188,7 +188,7 @@ def quantize_conflicts(
     if distributed.splits_model():
         found.append(
             f"{setting} does not run with distributed.tensor_parallel or pipeline_parallel: 4-bit "
-            "blocks cannot be split. Leave these settings out."
+            "blocks cannot be split. Remove these two settings."
         )
     if distributed.strategy != "replicate":
         found.append(

@@ -77,18 +77,19 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
         header = headers.get(name) or headers.get(name.removeprefix("transformer."))
         if header is None:
             raise CheckpointError(
-                f"{folder}: has no tensor {name}, which its {CONFIG_FILE} requires. Name the "
-                "folder of a whole model."
+                f"{folder}: has no tensor {name}, which its {CONFIG_FILE} requires. Use a "
+                "folder with the model's config.json and all its weight files."
             )
         if header.shape != shape:
             raise CheckpointError(
                 f"{folder}: {name} has the shape {list(header.shape)}, but its {CONFIG_FILE} "
-                f"requires {list(shape)}. Name the folder of a whole model."
+                f"requires {list(shape)}. Use a folder with the model's config.json and "
+                "all its weight files."
             )
         if not header.is_weight():
             raise CheckpointError(
-                f"{folder}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
-                "the model in bf16 or fp32."
+                f"{folder}: {name} is {header.dtype}: quantised weights cannot be trained. Use a "
+                "folder with the weights in bf16 or fp32."
             )
 
 

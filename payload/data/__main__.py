@@ -281,7 +281,7 @@ def _require_own_flags(task: Task, args: argparse.Namespace) -> None:
         for flag in set(other.flags) - set(task.flags):
             if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
                 raise UsageError(
-                    f"{flag} is only for --task {other.kind}, not {task.kind}. Leave it out."
+                    f"{flag} is only for --task {other.kind}, not {task.kind}. Leave out {flag}."
                 )
 
 

@@ -92,8 +92,8 @@ def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> 
     converted = value.to(torch.bfloat16 if dtype == "bf16" else torch.float16)
     if not bool(converted.isfinite().all()):
         raise CheckpointError(
-            f"{name} has {float(value.abs().max()):.3g}, which is too large for {dtype}. Use "
-            "--dtype bf16."
+            f"{name} has a value of {float(value.abs().max()):.3g}, which is too large for "
+            f"{dtype}. Use --dtype bf16."
         )
     return converted
 

@@ -338,12 +338,12 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
         if file.bytes != count * size:
             raise DataError(
                 f"{path}: {name} has {file.bytes:,} bytes, but should have {count:,} entries of "
-                f"{size} bytes. {remedy}"
+                f"{size} bytes each. {remedy}"
             )
         if file.range_sha256 and len(file.range_sha256) != -(-file.bytes // RANGE_BYTES):
             raise DataError(
-                f"{path}: {name} has {file.bytes:,} bytes, which do not match its "
-                f"{len(file.range_sha256):,} hashes of ranges of {RANGE_BYTES:,} bytes. {remedy}"
+                f"{path}: {name} has {file.bytes:,} bytes and {len(file.range_sha256):,} hashes, "
+                f"but should have one hash for every {RANGE_BYTES:,} bytes. {remedy}"
             )
 
 

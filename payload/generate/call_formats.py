@@ -1,4 +1,7 @@
-"""The kinds of text in which chat templates write a tool call, learned from one written call.
+"""The formats in which chat templates write a tool call, and their detection.
+
+A template writes sample calls with known names and values. Their positions in the text show the
+format.
 
 Four kinds cover the templates in use: a JSON object with name and arguments; a name followed by the
 arguments as a JSON object; a name followed by keys and values between delimiters, as in XML; and a

@@ -43,7 +43,7 @@ def make_operator_key(path: Path) -> str:
     except (ValueError, UnsupportedAlgorithm, struct.error) as error:
         raise ConfigError(
             f"{path} cannot be read as an OpenSSH private key ({error}). Restore the key, or move "
-            "the file away for a new key."
+            "the file away; a new key is then created."
         ) from None
     return _line(public, path)
 
@@ -123,11 +123,14 @@ def require_private(path: Path) -> None:
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"the key {path} is not yours. Move it away for a new key.")
+        raise ConfigError(
+            f"the key {path} is not a regular file that you own. Move the file away; a new key is "
+            "then created."
+        )
     if mode & 0o077:
         raise ConfigError(
-            f"the key {path} is readable by others (mode {mode:o}). If it is still secret: chmod "
-            f"600 {path}; otherwise move it away for a new key."
+            f"the key {path} is readable by others (mode {mode:o}). If the key is still secret: "
+            f"chmod 600 {path}. Otherwise move the file away; a new key is then created."
         )
 
 

@@ -202,7 +202,7 @@ def test_thoughts_and_harmony_s_channels_are_kept() -> None:
         ],
         [False, True, False, True],
     )
-    with pytest.raises(BadConversationError, match="ends with a message of the channel analysis"):
+    with pytest.raises(BadConversationError, match="ends with a message with channel 'analysis'"):
         conversation_of({"messages": harmony[:2]})
 
 

@@ -60,8 +60,7 @@ A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "Download the model again, or use another one."
 LAYOUT = "Name a folder in the Hugging Face layout."
 ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
-A_WHOLE_MODEL = "Name the folder of a whole model."
-USE_A_WHOLE_MODEL = "Use the folder of a whole model."
+USE_A_WHOLE_MODEL = "Use a folder with the model's config.json and all its weight files."
 NO_FOLDER = (
     "the folder does not exist. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
@@ -361,7 +360,7 @@ CASES = {
     "more layers than weights": Case(
         config(num_hidden_layers=3),
         "{model}: has no tensor model.layers.2.input_layernorm.weight, which its config.json "
-        f"requires. {A_WHOLE_MODEL}",
+        f"requires. {USE_A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: does not contain the weights that config.json describes: 9 missing "
         f"(first: model.layers.2.input_layernorm.weight). {USE_A_WHOLE_MODEL}",
@@ -419,14 +418,14 @@ CASES = {
     "a tensor's shape": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
         f"{{model}}: {A_MATRIX} has the shape [16, 32], but its config.json requires [32, 16]. "
-        f"{A_WHOLE_MODEL}",
+        f"{USE_A_WHOLE_MODEL}",
         has_sizes=True,
         trained=f"{{model}}: {A_MATRIX} has the shape (16, 32), but config.json requires (32, 16). "
         f"{USE_A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
-        f"{{model}}: has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
+        f"{{model}}: has no tensor {A_MATRIX}, which its config.json requires. {USE_A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: does not contain the weights that config.json describes: 1 missing "
         f"(first: {A_MATRIX}). {USE_A_WHOLE_MODEL}",

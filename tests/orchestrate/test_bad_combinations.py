@@ -53,9 +53,10 @@ _ANYWHERE = {
     ),
     "model.quantize=nf4 adapter.kind=lora model.init=x distributed.tensor_parallel=2": (
         'model.quantize = "nf4" does not run with distributed.tensor_parallel or '
-        "pipeline_parallel: 4-bit blocks cannot be split. Leave these settings out. adapter.kind = "
-        '"lora" does not run with distributed.tensor_parallel = 2. Use distributed.strategy = '
-        '"shard" without distributed.tensor_parallel = 2, or set adapter.kind to "none".'
+        "pipeline_parallel: 4-bit blocks cannot be split. Remove these two settings. "
+        'adapter.kind = "lora" does not run with distributed.tensor_parallel = 2. Use '
+        'distributed.strategy = "shard" without distributed.tensor_parallel = 2, or set '
+        'adapter.kind to "none".'
     ),
     "distributed.shard_size=2": (
         'distributed.shard_size = 2 needs distributed.strategy = "shard". Set that strategy, or '

@@ -106,8 +106,9 @@ def read_messages(given: object, column: str) -> MessageList:
         if thoughts:
             if message["role"] != ASSISTANT:
                 raise BadConversationError(
-                    f"{where}: a message of the channel analysis precedes a message of role "
-                    f"{message['role']!r}. Put the answer or the tool call after it."
+                    f"{where}: a message with channel 'analysis' is followed by a message with "
+                    f"role {message['role']!r}. After the 'analysis' message, put the assistant's "
+                    "answer or tool call."
                 )
             # The name of the key in the template of gpt-oss.
             message["thinking"] = "\n".join(thoughts)
@@ -116,7 +117,8 @@ def read_messages(given: object, column: str) -> MessageList:
         found.trained.append(is_trained)
     if thoughts:
         raise BadConversationError(
-            f"{column} ends with a message of the channel analysis. Add the final answer."
+            f"{column} ends with a message with channel 'analysis'. Add the assistant's final "
+            "answer."
         )
     return found
 

@@ -154,10 +154,11 @@ _SPACE = re.compile(rb"[ \n\r\t]")
 
 
 def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield the text of a document as pieces with `is_last`, from the file's position on.
+    """Yield the rest of the file in pieces, each with True if it is the last piece.
 
-    8 MiB without white space, which is not natural-language text, are cut between two characters.
-    Only such a piece can tokenize differently from the whole document.
+    The file is read from its current position. A piece ends where a cut does not change the tokens.
+    If 8 MiB of text have no white space, the piece ends between two characters. Only then can the
+    pieces tokenize differently from the whole document.
     """
     held = b""
     while True:

@@ -51,8 +51,8 @@ _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x93NUMPY", "a NumPy file", "Convert it to parquet"),
     (0, b"7z\xbc\xaf", "a 7z archive", "Unpack it"),
     (257, b"ustar", "a tar archive", "Unpack it"),
-    (0, b"\x89PNG", "an image", "Only text can be trained: leave it out"),
-    (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave it out"),
+    (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
+    (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )
 """Offset, first bytes, name and fix of formats that are not read."""
 

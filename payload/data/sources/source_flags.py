@@ -89,11 +89,11 @@ def check_flags(request: SourceRequest) -> None:
     if kind in _FILE_KINDS and not count:
         raise UsageError(f"--source {kind} needs --input with at least one file or folder.")
     if kind not in _FILE_KINDS and request.glob is not None:
-        raise UsageError(f"--glob cannot be used with --source {kind}. Leave it out.")
+        raise UsageError(f"--glob cannot be used with --source {kind}. Leave out --glob.")
     if kind in ("text", "stdlib") and request.text_column is not None:
         raise UsageError(
-            f"--text-column cannot be used with --source {kind}, which reads whole files. Leave it "
-            "out."
+            f"--text-column cannot be used with --source {kind}, which reads whole files. Leave "
+            "out --text-column."
         )
     hf_flags = {
         "--config": request.subset,
@@ -103,10 +103,10 @@ def check_flags(request: SourceRequest) -> None:
     given = [flag for flag, value in hf_flags.items() if value is not None]
     if kind != "hf" and given:
         raise UsageError(
-            f"{' and '.join(given)} cannot be used with --source {kind}, only with hf."
+            f"{' and '.join(given)} cannot be used with --source {kind}, only with --source hf."
         )
     if kind == "hf" and request.revision is not None and Path(request.inputs[0]).is_dir():
         raise UsageError(
             f"--revision needs a dataset of the hub; --input {request.inputs[0]} is a local "
-            "folder. Leave one of them out."
+            "folder. Leave out --revision, or use the name of a dataset as --input."
         )

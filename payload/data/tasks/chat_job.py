@@ -142,16 +142,17 @@ class Groups:
         return () if self._column is None else (self._column,)
 
     def survey(self, rows: Rows) -> Survey:
-        """Return the number of groups, or of rows without groups, after all rows were read.
+        """Return the number of groups, or the number of rows if --group-column is not given.
 
-        Raises UsageError for groups in files that are named for training and validation.
+        Call it after all rows were read. Raises UsageError if --group-column is given and the
+        names of the files declare the validation data.
         """
         if self._column is None:
             return rows.survey()
         if rows.first_val is not None:
             raise UsageError(
                 "--group-column cannot be used: the names of the files declare the validation "
-                "data. Leave it out, or pass only the training files."
+                "data. Leave out --group-column, or pass only the training files."
             )
         return Survey(documents=len(self._numbers), text_bytes=None)
 

@@ -84,7 +84,7 @@ class PrepareSettings:
             if self.val_fraction is not None:
                 raise UsageError(
                     "--val-fraction cannot be used: the names of the files declare the validation "
-                    "data. Leave it out, or pass only the training files."
+                    "data. Leave out --val-fraction, or pass only the training files."
                 )
             return survey.split
         fraction = self.val_fraction

@@ -1,7 +1,8 @@
-"""Sizes and costs of a model of any remaining family, counted from its tensors.
+"""Sizes and costs of a model that transformers runs, counted from the model's tensors.
 
-The config.json of an unknown family does not determine the parameters, but the headers of the
-safetensors files do. Without these files, methods that need the count raise an error.
+Models of a family that this project does not implement are trained with the code of transformers.
+Their config.json does not give the shapes of the parameters, but the headers of the safetensors
+files do. Without these files, methods that need the number of parameters raise an error.
 """
 
 from __future__ import annotations

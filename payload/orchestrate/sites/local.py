@@ -107,7 +107,7 @@ class Local(InventorySite):
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Raise UsageError: runs of this machine are found by their folders."""
         raise UsageError(
-            f"--inventory {self._argument}: that is this machine. Leave the option out."
+            f"--inventory {self._argument}: that is this machine. Leave out --inventory."
         )
 
     def start(self, request: RunRequest) -> SiteRun:

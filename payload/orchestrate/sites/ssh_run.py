@@ -226,8 +226,8 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
     inventory = ClusterInventory.load(paths.inventory)
     if inventory.access.shares_folder:
         raise ConfigError(
-            f"{paths.inventory}: access.kind = {inventory.access.kind!r}: the run is on a "
-            "cluster. Put the cluster's inventory at that path."
+            f"{paths.inventory}: access.kind = {inventory.access.kind!r}, but this run is on a "
+            "cluster that is reached over SSH. Replace this file with the cluster's inventory."
         )
     key = Path(mirrored.ssh_key)
 
@@ -271,7 +271,7 @@ def adopted(
     if exists and not is_copy_of(paths, inventory):
         raise ConfigError(
             f"{paths.root} is not a copy of a run on {inventory.cluster}, and is left unchanged. "
-            "Move it away, or name another folder with --runs-dir."
+            "Move this folder away, or choose another folder of runs with --runs-dir."
         )
     run_dir = home / NODE_FOLDER / "runs" / paths.run_id
     run = RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)

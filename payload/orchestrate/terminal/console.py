@@ -193,7 +193,10 @@ class LiveLine:
         self._console.print(printable_line(line))
 
     def log(self, line: str) -> None:
-        """Print a line of rank 0's log, but hold back an error that the run's error may repeat."""
+        """Print a line of rank 0's log; an error line is printed only before the next line.
+
+        The error with which the run ends may repeat that line: see `print_held_error`.
+        """
         self.print_held_error()
         if line.startswith(_ERROR_PREFIX):
             self._held_error = line

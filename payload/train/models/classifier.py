@@ -181,7 +181,7 @@ class Classifier(CausalLM):
             {name: tensors[name] for name in tensors if name == SCORE},
             where=where,
             source=f"its {len(self.labels)} labels need",
-            fix="Use the folder of a whole classifier.",
+            fix="Use a folder with the classifier's config.json and all its weight files.",
         )
         copy_in(tensors, SCORE, self.score.weight)
         self.body.load_tensors(without(tensors, SCORE), where=where)

@@ -65,7 +65,7 @@ def require_tensors(
     unused: tuple[str, ...] = (),
     subject: str = "the weights that config.json describes",
     source: str = "config.json requires",
-    fix: str = "Use the folder of a whole model.",
+    fix: str = "Use a folder with the model's config.json and all its weight files.",
 ) -> None:
     """Raise CheckpointError unless the tensors have a model's names and shapes and are floats.
 

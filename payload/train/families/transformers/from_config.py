@@ -34,8 +34,8 @@ def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
             module = kind._from_config(config, dtype=torch.float32)
     except Exception as error:  # Invalid sizes fail in many places of transformers' code.
         raise CheckpointError(
-            f"config.json: transformers cannot build the model ({first_line(error)}). Use the "
-            "folder of a whole model."
+            f"config.json: transformers cannot build the model ({first_line(error)}). Use a "
+            "folder with the model's config.json and all its weight files."
         ) from None
     module.tie_weights()  # The skipped initialisation would have done this.
     if random:

@@ -289,16 +289,16 @@ class TransformersLM(CausalLM):
                 )
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{where}: transformers cannot load this model ({first_line(error)}). Use the "
-                "folder of a whole model."
+                f"{where}: transformers cannot load this model ({first_line(error)}). Use a "
+                "folder with the model's config.json and all its weight files."
             ) from None
         for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
             names = sorted(str(each) for each in found.get(what) or ())
             if names:
                 raise CheckpointError(
                     f"{where}: does not contain the weights that config.json describes: "
-                    f"{len(names)} {what.partition('_')[0]} (first: {names[0]}). Use the folder of "
-                    "a whole model."
+                    f"{len(names)} {what.partition('_')[0]} (first: {names[0]}). Use a folder "
+                    "with the model's config.json and all its weight files."
                 )
         self.module = loaded.train(self.module.training)
 

@@ -155,8 +155,8 @@ def _probed(
             return cast(Tensor, made.last_hidden_state if without_head else made.logits)
     except Exception as error:  # As in build_module.
         raise CheckpointError(
-            f"config.json: transformers cannot run the model ({first_line(error)}). Use the "
-            "folder of a whole model."
+            f"config.json: transformers cannot run the model ({first_line(error)}). Use a "
+            "folder with the model's config.json and all its weight files."
         ) from None
     finally:
         module.train(was_training)
