@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes  # a process renders the template
 
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
-OR_SKIP = "Correct it, or skip such rows with --skip-bad."
+OR_SKIP = "Correct the row, or skip such rows with --skip-bad."
 WRITE_LIST = f'Write [{{"role": ..., "content": ...}}, ...]. {OR_SKIP}'
 NO_TEMPLATE = (
     "Use a model that was trained for chat, set a template with --chat-template (prepare), or "
@@ -57,7 +57,7 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
     [
         (
             {"messages": [USER]},
-            "no message of the assistant, so nothing to train on. Add the assistant's answer. "
+            "no message has role 'assistant', so there is nothing to train on. Add the answer. "
             f"{OR_SKIP}",
         ),
         (
@@ -87,7 +87,7 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
         ),
         (
             {"conversations": [{"from": "human", "value": "a"}]},
-            "no message of the assistant, so nothing to train on. Add the assistant's answer. "
+            "no message has role 'assistant', so there is nothing to train on. Add the answer. "
             f"{OR_SKIP}",
         ),
         ({"instruction": 3, "output": "b"}, f"instruction is 3, not text. {OR_SKIP}"),
@@ -161,7 +161,7 @@ def test_a_file_without_rows(
     source.touch()
     words = ["prepare", "--task", task, "--source", "jsonl", "--input", str(source)]
     words += ["--tokenizer", str(place / "model"), "--out", str(tmp_path / "out")]
-    sentence = f"jsonl: {source}: no rows. Add some, or use another source."
+    sentence = f"jsonl: {source}: no rows. Add rows, or use another source."
     require_refusal(capsys, data(words), sentence)
     assert not (tmp_path / "out").exists()
 
@@ -224,7 +224,7 @@ def test_a_file_without_rows(
         (
             "",
             (),
-            "csv: {csv}: no rows. Add some, or use another source.",
+            "csv: {csv}: no rows. Add rows, or use another source.",
         ),
     ],
 )
@@ -456,7 +456,7 @@ def test_a_kind_of_adapter_that_is_not_lora(
         capsys,
         orchestrate(words, os.environ),
         f"{tmp_path}/adapter/adapter_config.json: peft_type = 'IA3', only LORA can be loaded. "
-        "Name a folder with a LoRA adapter in PEFT's layout.",
+        "Use a folder with a LoRA adapter in PEFT's layout.",
     )
     assert not (tmp_path / "runs").exists()
 

@@ -273,7 +273,7 @@ def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         text = read_bytes(path, limit_bytes=_MAX_BYTES).decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}. Name an existing TOML file.") from None
+        raise ConfigError(f"config {path}: {error.strerror}. Use an existing TOML file.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"config {path}: byte {error.start} is not UTF-8. Save the file as UTF-8."

@@ -131,7 +131,7 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
 
 
 def _column_lines(rows: Sequence[Row], task: TaskKind, read: tuple[str, ...]) -> list[str]:
-    """Return lines with the columns that are read, and those that are not."""
+    """Return lines that list the columns that are read, and the columns that are not read."""
     used: dict[str, None] = dict.fromkeys(read)
     unread: Counter[str] = Counter()
     for row in rows:
@@ -171,8 +171,9 @@ def _detect_task(where: str, rows: Sequence[Row], options: DataOptions) -> tuple
         where,
         columns,
         "known column",
-        "Name the columns with --columns, such as --columns QUESTION=user,ANSWER=assistant; or "
-        "choose the task with --task, and columns with --text-column and --label-column.",
+        "Map the columns to known names with --columns, such as --columns "
+        "QUESTION=user,ANSWER=assistant. Or choose the task with --task, and the columns with "
+        "--text-column and --label-column.",
     )
 
 

@@ -93,12 +93,12 @@ def reference_command(
 
 
 def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
-    """Return the stored record; None if there is no record, or it is for other data.
+    """Return the stored record; None if the record is missing or for other data.
 
     Raises DataError for a damaged file.
     """
     path = folder / REFERENCE_FILE
-    fix = f"Remove this file, or compute it again with: {reference_command(folder, None)}"
+    fix = f"Remove this file, or compute the values again with: {reference_command(folder, None)}"
     try:
         raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Renders the first rows of detected data, to measure them and to show one as it is trained."""
+"""Renders the first rows of detected data, to count their tokens and to show a trained row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RenderedRows:
     """The samples of the first rows of conversations or pairs."""
 
     def __init__(self, found: DetectedData, args: argparse.Namespace) -> None:
-        """Render with the options in `args`: tokenizer, chat_template and those of the samples.
+        """Render with the options in `args`: tokenizer, chat_template and the sample options.
 
         Raises DataError for a missing tokenizer or template.
         """
@@ -47,7 +47,7 @@ class RenderedRows:
         return tuple(len(each.ids) for each in self._tokenizer.encodings(texts))
 
     def example(self, number: int = 0) -> list[Sample]:
-        """Return the samples of the first row from `number` on that is trained.
+        """Return the samples of row `number`, or of the first trained row after it.
 
         Raises DataError.
         """
@@ -80,7 +80,7 @@ class RenderedRows:
         except (BadConversationError, DataError) as error:
             if not self._skip_bad:
                 raise DataError(
-                    f"{row.where}: {error} Correct it, or skip such rows with --skip-bad."
+                    f"{row.where}: {error} Correct the row, or skip such rows with --skip-bad."
                 ) from None
 
     def _conversations(self, row: Row) -> Sequence[Conversation]:

@@ -31,7 +31,7 @@ _TRAINED_MARKS = "⟦", "⟧"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One conversation of a split, or one of a preference pair."""
+    """One conversation of a split, or one of the two conversations of a preference pair."""
 
     name: str
     """Heading of the sample, as in `conversation 3 of 120 in train, block 1`."""
@@ -65,13 +65,14 @@ def parts_of(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, boo
 
 
 def read_samples(folder: Path, meta: DataMeta, *, split: Split, number: int) -> list[Sample]:
-    """Return conversation `number` of a split, from 0, or both conversations of that pair.
+    """Return conversation `number` of a split, from 0, or both of pair `number`.
 
     Raises DataError, ConfigError.
     """
     if meta.chat is None and meta.preference is None:
         raise ConfigError(
-            f"{folder} was prepared with --task {meta.task}; show needs --task chat or preference."
+            f"{folder} was prepared with --task {meta.task}. Use a folder that was prepared with "
+            "--task chat or --task preference."
         )
     count = meta.train_documents if split == "train" else meta.val_documents
     if number >= count:

@@ -134,9 +134,9 @@ def _require_unedited(config: Path, text: str, *, force: bool) -> None:
     if force or not config.exists() or config.read_text(encoding="utf-8") == text:
         return
     raise ConfigError(
-        f"{config}: exists with other settings, perhaps edited. Run it with: "
+        f"{config}: exists with other settings, and may have been edited. Run this file with: "
         f"{command('orchestrate', 'run', '--config', str(config))}; or choose another --out, or "
-        "replace it with --force."
+        "replace the file with --force."
     )
 
 
@@ -182,10 +182,10 @@ def parser() -> CommandParser:
     """Return the command line."""
     made = CommandParser(
         prog=command("finetune"),
-        description="Fine-tune a model on a file. The command detects the data's format, and "
-        "chooses and explains a method that fits the memory, learning rate, batch, steps and "
-        "sequence length. It prints the commands that run the data folder and run.toml again "
-        "after edits.",
+        description="Fine-tune a model on a file. The command detects the data's format. It "
+        "chooses and explains the sequence length, a method that fits into memory, the batch size, "
+        "the steps and the learning rate. It also prints the commands that prepare the data and "
+        "start the run, for use after you edit run.toml.",
         example=command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
         + " chats.jsonl --steps 60",
     )

@@ -133,10 +133,10 @@ def rate(task: TaskKind, method: Method, *, params: int) -> Choice:
         by_size = (5e-5, 2e-5, 1e-5)
         by_size = (1e-4, 2e-5, 1e-5) if task == "classify" else by_size
         by_size = (5e-6, 1e-6, 5e-7) if _is_preference(task) else by_size
-        why = "common for all weights of a model of this size"
+        why = "common for full fine-tuning of a model of this size"
     else:
         by_size = (2e-4, 5e-5, 1e-5) if _is_preference(task) else (1e-3, 2e-4, 1e-4)
-        why = "an adapter needs a higher rate than all weights"
+        why = "an adapter needs a higher rate than full fine-tuning"
     value = by_size[(params >= _SMALL) + (params >= _LARGE)]
     return Choice(key="optimizer.lr", value=value, reason=f"{why} ({_count(params)})")
 
@@ -151,13 +151,16 @@ def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
         Choice(
             key="adapter.kind",
             value="lora",
-            reason="full fine-tuning does not fit, an adapter does",
+            reason="full fine-tuning does not fit into memory, an adapter does",
         ),
         Choice(key="adapter.rank", value=rank, reason="enough for most tasks"),
         Choice(key="adapter.alpha", value=2.0 * rank, reason="twice the rank"),
     ]
     if method == "nf4":
-        why = "the 16-bit base does not fit; slower, as each micro-batch dequantises it"
+        why = (
+            "a 16-bit base does not fit into memory; a 4-bit base is slower, because each "
+            "micro-batch dequantises it"
+        )
         found.append(Choice(key="model.quantize", value="nf4", reason=why))
     return found
 
@@ -166,7 +169,7 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
     """Return the settings of warm-up, decay, evaluation and checkpoints."""
     every = max(1, num_steps // _EVALUATIONS)
     # Rounded, because division by ten leaves digits such as 2.9999999999999997e-05.
-    last, what = float(f"{lr / 10:g}"), "a tenth of the highest rate"
+    last, what = float(f"{lr / 10:g}"), "a tenth of optimizer.lr"
     if task == "classify":
         last, what = 0.0, "zero, as in the recipe classify.toml"
     return [
@@ -182,7 +185,7 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
             reason="3 % of the steps",
         ),
         Choice(key="train.log_every", value=max(1, num_steps // 50), reason="about 50 lines"),
-        Choice(key="train.eval_every", value=every, reason="five times a run"),
+        Choice(key="train.eval_every", value=every, reason="five times during the run"),
         Choice(key="train.checkpoint_every", value=every, reason="one for each evaluation"),
     ]
 

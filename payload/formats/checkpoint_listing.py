@@ -126,7 +126,7 @@ def require_own(path: Path) -> None:
                 errno.ELOOP, "a link that does not lead to a checkpoint in its folder", str(path)
             )
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}. Name another checkpoint.") from None
+        raise CheckpointError(f"{path}: {error.strerror}. Use another checkpoint.") from None
 
 
 def newest_valid(

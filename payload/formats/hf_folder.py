@@ -30,8 +30,8 @@ TOKENIZER_FILES = (
 )
 """All files that a tokenizer can consist of; a folder has only some of them."""
 
-FIX = "Name a folder in the Hugging Face layout."
-_REPAIR = "Repair the folder, or name another one."
+FIX = "Use a folder in the Hugging Face layout."
+_REPAIR = "Repair the folder, or use another folder."
 _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 

@@ -35,7 +35,7 @@ GPT2_END = "<|endoftext|>"
 """GPT-2's only added token."""
 _VOCABULARIES = ("vocab.json", "tokenizer.model")
 """Files that contain a whole vocabulary."""
-_FIX = "Repair the folder, or name another one."
+_FIX = "Repair the folder, or use another folder."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

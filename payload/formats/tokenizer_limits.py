@@ -11,7 +11,7 @@ from payload.formats.tokenizer_canonical import flat_steps
 
 _MAX_GROWTH = 64
 """Highest product of the lengths by which the steps may replace a character; usual files have 1."""
-_FIX = "Repair the folder, or use another one."
+_FIX = "Repair the folder, or use another folder."
 
 
 def require_bounded(raw: Mapping[str, Any], *, where: str, error: type[TileforgeError]) -> None:

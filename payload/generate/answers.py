@@ -45,7 +45,7 @@ class ChatFormat:
     special_texts: Sequence[str]
     """Texts of the tokenizer's special tokens, which are removed from answers."""
     stop_tokens: frozenset[int]
-    """The model's stop tokens, and those with which the template ends a turn."""
+    """The model's stop tokens, and the tokens with which the template ends a turn."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the conversation as text, up to where the answer begins. Raises DataError."""
@@ -123,7 +123,7 @@ def chat_format(
 def _stop_tokens(
     template: ChatTemplate, codec: Codec, variables: Mapping[str, Any]
 ) -> frozenset[int]:
-    """Return the tokens at which an answer ends, as training ends it."""
+    """Return the tokens at which an answer ends, the same tokens as in training."""
     texts = {*template.known_tokens().stops}
     texts.update(*(end.stops for end in template.turn_ends(variables).values()))
     encoded = [codec.encode_marked(text) for text in texts if text]

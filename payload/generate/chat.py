@@ -101,8 +101,8 @@ class Conversation:
                 del self.messages[len(self.messages) - num_new :]
                 raise ConfigError(
                     f"the message has {size} tokens with its template, but the model's "
-                    f"context has room for {room} next to the answer. Shorten it, or lower "
-                    "--max-new-tokens."
+                    f"context has room for {room} next to the answer. Shorten the message, "
+                    "or lower --max-new-tokens."
                 )
             # Drop a question with everything up to the next one: templates require alternating
             # roles, and results of calls must follow their calls.

@@ -124,8 +124,8 @@ def _encode(text: str, model: Classifier, codec: Codec) -> list[int]:
     size = model.spec.vocab_size
     if max(tokens) >= size:
         raise ConfigError(
-            f"a text has token {max(tokens)}, but the model's vocabulary ends at {size - 1}: it "
-            f"was trained with another tokenizer than {codec.name}. Copy its tokenizer next to the "
-            "weights."
+            f"a text has token {max(tokens)}, but the model's vocabulary ends at {size - 1}: "
+            f"the model was trained with another tokenizer than {codec.name}. Copy the model's "
+            "tokenizer next to its weights."
         )
     return tokens

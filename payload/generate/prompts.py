@@ -84,9 +84,9 @@ def encode(
     largest, size = max(tokens), model.spec.vocab_size
     if largest >= size:
         raise ConfigError(
-            f"the prompt has token {largest}, but the model's vocabulary ends at {size - 1}: it "
-            f"was trained with another tokenizer than {codec.name}. Copy its tokenizer next to the "
-            "weights."
+            f"the prompt has token {largest}, but the model's vocabulary ends at {size - 1}: "
+            f"the model was trained with another tokenizer than {codec.name}. Copy the model's "
+            "tokenizer next to its weights."
         )
     context = model.spec.context()
     if len(tokens) > context:

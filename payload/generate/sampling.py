@@ -174,7 +174,7 @@ def choose(
     if not bool(torch.isfinite(logits).all()):
         raise CheckpointError(
             "the model's logits are NaN or infinite: training diverged before these weights were "
-            "saved, or they are damaged. Use another checkpoint."
+            "saved, or the weights are damaged. Use another checkpoint."
         )
     if options.temperature == 0.0:
         return logits.argmax(dim=1)

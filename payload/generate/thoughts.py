@@ -26,9 +26,9 @@ class Thoughts:
 
     begin: str = "<think>"
     end: str = "</think>"
-    """The defaults are what most models write whose templates do not render thoughts."""
+    """The defaults fit most models whose templates do not render thoughts."""
     header: str = ""
-    """Text between the thoughts' end and the answer; the format of some models has one."""
+    """Text between the thoughts' end and the answer; empty for most models."""
     first_header: str = ""
     """Text before an answer without thoughts."""
     key: str | None = None

@@ -1,7 +1,7 @@
 """Finds tool calls in a model's answer, in the format that the model's chat template writes.
 
 No format of a vendor is built in. The template renders calls with known names and arguments, and
-the text around these shows how the template writes a call. See `call_formats` for the kinds.
+the text around the names and arguments shows how the template writes a call. See `call_formats`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ class TimeLimit:
     value: float
 
     def stop_at_s(self, *, grace_s: float) -> float:
-        """Return when the run must save and stop: `grace_s` early, but at most a tenth early."""
+        """Return when the run must save and stop: `grace_s` before the limit.
+
+        If a tenth of the limit is shorter than `grace_s`, it is used instead of `grace_s`.
+        """
         return self.seconds - min(grace_s, self.seconds / 10)
 
     def message(self, *, spent_s: float) -> str:
@@ -66,9 +69,10 @@ class JobTime:
     run_id: str
 
     def stop_after_s(self, *, grace_s: float) -> float:
-        """Return when the run must save and stop: two minutes early, but at most a tenth early.
+        """Return when the run must save and stop: two minutes before the end of the job.
 
-        If `grace_s` is longer than two minutes, `grace_s` is used instead.
+        `grace_s` replaces the two minutes if it is longer. The run never stops earlier than a tenth
+        of the time that is left.
         """
         return max(0.0, self.left_s - min(max(grace_s, _LEAST_JOB_MARGIN_S), self.left_s / 10))
 

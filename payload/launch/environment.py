@@ -128,7 +128,10 @@ def common_environment(
 
 
 def spin_environment() -> dict[str, str]:
-    """Return the variables that limit how long OpenMP threads spin if ranks share no cores."""
+    """Return the variables that limit how long waiting OpenMP threads spin.
+
+    They are for ranks that share no cores.
+    """
     return {"GOMP_SPINCOUNT": str(_SPIN_COUNT)}
 
 

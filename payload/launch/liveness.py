@@ -54,7 +54,7 @@ class Pace:
 
     hang_timeout_s: float
     longest_s: float
-    """The limit in phases without progress, which is also the upper bound of every limit."""
+    """The limit in phases that report no progress, and the upper bound of the other limits."""
     median_step_s: float | None
     """Median step time; None before the first step of the attempt is complete."""
 

@@ -45,8 +45,8 @@ class Evidence:
     stop_by_system: bool = False
     """True if the request was a signal to the supervisor that did not come from a command."""
     ended_by_us_s: float | None
-    """When the supervisor began to kill the remaining processes. Like the times of the records, it
-    is by the head's monotonic clock. Later signals are sent by the supervisor."""
+    """When the supervisor began to kill the run's processes, by the head's monotonic clock like the
+    times in exit records. A signal after this time is from the supervisor."""
     launcher_killed_s: float | None = None
     """When the launcher was last seen alive, if a signal from outside killed it. Later signals to
     ranks are sent by the helpers of the launcher."""
@@ -114,7 +114,7 @@ def _stopped(evidence: Evidence) -> Verdict:
 
 
 def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
-    """Return a verdict on the first rank that failed by itself; an error wins over a signal."""
+    """Return a verdict on the first rank that failed by itself; on a tie, an error."""
     causes = [
         record
         for record in _ended_alone(evidence)
@@ -160,7 +160,10 @@ def _ended_alone(evidence: Evidence) -> list[RankExit]:
 
 
 def _silent_rank(evidence: Evidence) -> Verdict | None:
-    """Return a verdict on a rank without an exit record, if others or the launcher report."""
+    """Return a verdict on a rank without an exit record, if other ranks have one.
+
+    Also returns a verdict if the launcher reports the rank as killed.
+    """
     silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
     reported = evidence.report().killed
     if reported:

@@ -60,7 +60,7 @@ def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
 
 def waiting_note(verdict: Verdict) -> str:
     """Return the note for state.json while it is unknown whether the run can be restarted."""
-    return f"{verdict.error}. Checking whether it can be restarted"
+    return f"{verdict.error}. Checking whether the run can be restarted"
 
 
 def restart_note(

@@ -161,7 +161,7 @@ class ClusterInventory:
             text = read_bytes(path)
         except OSError as error:
             raise ConfigError(
-                f"inventory {path}: {error.strerror}. Name an existing file."
+                f"inventory {path}: {error.strerror}. Use an existing file."
             ) from None
         return cls.from_json(text, where=str(path))
 

@@ -456,7 +456,7 @@ def to_json(value: Record) -> str:
 
 def read_json(cls: type[_T], path: Path) -> _T | None:
     """Read a file that `write_json` wrote; return None if it is absent. Raises ConfigError."""
-    fix = "Remove the file or name another run."
+    fix = "Remove the file or choose another run."
     try:
         text = read_bytes(path)
     except FileNotFoundError:

@@ -15,5 +15,5 @@ def cluster_path(root: Path, *names: str) -> Path:
     except OSError as error:
         raise ConfigError(
             f"{error.filename} is a symlink, which is not followed for a cluster's files. Remove "
-            "it, or replace it by its target."
+            "the symlink, or replace it by its target."
         ) from None

@@ -70,7 +70,8 @@ def make_key(public_file: Path) -> str:
     except OSError as error:
         raise ConfigError(
             f"the operator's key {private_file} cannot be created or read ({error}). Move the file "
-            "away for a new key, or name another key: pulumi config set operatorPublicKeyFile FILE"
+            "away; a new key is then created. Or use another key: pulumi config set "
+            "operatorPublicKeyFile FILE"
         ) from None
 
 

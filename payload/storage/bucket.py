@@ -35,7 +35,7 @@ _PART_BYTES = 32 * 2**20
 """Bytes of one request of a resumable upload or a download."""
 _T = TypeVar("_T")
 _FETCHES = 3
-"""Attempts to download an object whose checksum is wrong, as the network may have changed it."""
+"""Attempts to download an object; the network may change data, so that a checksum is wrong."""
 _WRITE_ID = "tileforge-write"
 """Metadata key for a random id of each write, by which a writer recognises its own object."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
@@ -153,9 +153,7 @@ class BucketStore:
         with self._plainly(f"reading {self.address.under(name)}"):
             _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
             if blob.size > SMALL_BYTES:
-                raise TooLargeError(
-                    f"{self.address.under(name)}: has {blob.size} bytes, which are too many"
-                )
+                raise TooLargeError(f"{self.address.under(name)}: is too large ({blob.size} bytes)")
             content = io.BytesIO()
             blob.download_to_file(
                 content,

@@ -279,7 +279,7 @@ _IF_RESUMED = (
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError for a manifest that the head has not written, by its hashes."""
+    """Raise CheckpointError if the recorded hashes show that the head did not write `manifest`."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(
@@ -289,7 +289,7 @@ def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
     if known.is_gap(name):
         raise CheckpointError(
             f"the head wrote earlier and later checkpoints, up to {known.hashes[-1].checkpoint}, "
-            f"but not this one: another machine has added it. {_IF_RESUMED}"
+            f"but not this checkpoint: another machine has added it. {_IF_RESUMED}"
         )
 
 
@@ -298,7 +298,7 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
     stored = {entry.name: entry.bytes for entry in store.entries(prefix)}
     for name, entry in manifest.files.items():
         if name == TRAINER_FILE and entry.bytes > SMALL_BYTES:
-            raise CheckpointError(f"{name}: has {entry.bytes} bytes, which are too many")
+            raise CheckpointError(f"{name}: is too large ({entry.bytes} bytes)")
         size = stored.get(f"{prefix}{name}")
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"

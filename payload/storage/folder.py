@@ -242,7 +242,7 @@ class FolderStore:
             problem = f"{what}: {error.strerror} ({error.filename or self._root})"
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
                 raise StoreRefusedError(
-                    f"{problem}. Name a folder in storage.results that this user can write to."
+                    f"{problem}. Set storage.results to a folder that this user can write to."
                 ) from None
             raise StoreError(problem) from None
 

@@ -92,7 +92,7 @@ def claim(
             return
         except ConflictError:
             continue
-    raise ConflictError(f"{store.address.under(OWNER)}: other processes keep writing it")
+    raise ConflictError(f"{store.address.under(OWNER)}: other processes keep writing this object")
 
 
 def require_owner(store: ObjectStore, token: str) -> None:
@@ -101,7 +101,7 @@ def require_owner(store: ObjectStore, token: str) -> None:
     if owner is not None and owner.token != token:
         raise LostOwnershipError(
             f"{store.address}: {shown_name(owner.host)} has resumed the run, so this machine "
-            "has stopped its uploads. Stop one of the two runs."
+            "has stopped its uploads. Stop the run on one of the two machines."
         )
 
 

@@ -149,7 +149,7 @@ def fetch_run_atomically(store: StoreReader, paths: RunPaths) -> None:
         staging = Path(tempfile.mkdtemp(prefix=f".{paths.run_id}.", dir=runs_dir))
     except OSError as error:
         raise ConfigError(
-            f"{runs_dir}: {error.strerror}. Name a writable folder with --runs-dir."
+            f"{runs_dir}: {error.strerror}. Choose a writable folder with --runs-dir."
         ) from None
     try:
         fetch_run(store, RunPaths(staging))

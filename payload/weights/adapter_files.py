@@ -40,7 +40,7 @@ CLASSIFIER = "SEQ_CLS"
 CLASSIFIER_MODULES = ("classifier", "score")
 """Names of the head, which PEFT trains and saves in full for this task_type."""
 
-_FIX = "Name a folder with a LoRA adapter in PEFT's layout."
+_FIX = "Use a folder with a LoRA adapter in PEFT's layout."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

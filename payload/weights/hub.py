@@ -93,7 +93,7 @@ class _Hub:
             import huggingface_hub.constants
         except ImportError as error:
             raise self._refusal(
-                f"needs the package huggingface_hub ({error})", "Install it, or name a folder."
+                f"needs the package huggingface_hub ({error})", "Install it, or use a folder."
             ) from None
         self._hub = huggingface_hub
 
@@ -158,7 +158,7 @@ class _Hub:
                     self.wanted.name, revision=self.wanted.revision, timeout=_ANSWER_TIMEOUT_S
                 )
         except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-            raise self._refusal(one_line(error).rstrip("."), "Name another model.") from None
+            raise self._refusal(one_line(error).rstrip("."), "Use another model.") from None
         except (OSError, ValueError) as error:
             raise self._explained(error) from None
         shapes: dict[str, tuple[int, ...]] = {}
@@ -166,7 +166,7 @@ class _Hub:
             for name, tensor in file.tensors.items():
                 if not all(type(size) is int and 0 <= size < 2**48 for size in tensor.shape):
                     raise self._refusal(
-                        f"{shown(name)} has the shape {shown(tensor.shape)}", "Name another model."
+                        f"{shown(name)} has the shape {shown(tensor.shape)}", "Use another model."
                     )
                 if tensor.dtype in FLOAT_DTYPES:
                     shapes[name] = tuple(tensor.shape)
@@ -252,9 +252,11 @@ class _Hub:
             )
         if any(name.endswith(".gguf") for name in names):
             raise self._refusal(
-                "the model has only GGUF files", "Download one of them, and name the file."
+                "the model has only GGUF files", "Download one of the files, and use its path."
             )
-        raise self._refusal(f"the model has no {WEIGHTS_FILE}", "Name a model with safetensors.")
+        raise self._refusal(
+            f"the model has no {WEIGHTS_FILE}", "Use a model with safetensors files."
+        )
 
     def _is_unreachable(self, error: Exception) -> bool:
         """Return True if the hub does not answer; False if it answers that access is refused."""
@@ -277,7 +279,7 @@ class _Hub:
         if isinstance(error, errors.RevisionNotFoundError):
             return self._refusal(
                 f"the model has no revision {shown(self.wanted.revision)}",
-                "Name a branch, a tag or a commit of the model.",
+                "Use a branch, a tag or a commit of the model.",
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return self._refusal(
@@ -287,18 +289,18 @@ class _Hub:
         if isinstance(error, errors.RemoteEntryNotFoundError):
             return self._refusal(
                 f"the model has no {CONFIG_FILE} on the hub",
-                "Name a model in the Hugging Face layout.",
+                "Use a model in the Hugging Face layout.",
             )
         if self._hub.constants.HF_HUB_OFFLINE:
             return self._refusal(
                 "HF_HUB_OFFLINE is set, and the model is not in the cache "
                 f"({self._hub.constants.HF_HUB_CACHE})",
-                "Download it while online (hf download), or name a folder.",
+                "Download it while online (hf download), or use a folder.",
             )
         return self._refusal(
             f"not a local folder, and could not be downloaded from the Hugging Face hub "
             f"({type(error).__name__}: {one_line(error).rstrip('.')})",
-            f"{self._meant(name)}Check the name or the network, or name a folder.",
+            f"{self._meant(name)}Check the name or the network, or use a folder.",
         )
 
     def _meant(self, name: str) -> str:

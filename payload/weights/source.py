@@ -182,7 +182,7 @@ def _weights_in(
         if newest is None:
             raise CheckpointError(
                 f"{setting} = {name!r}: {checkpoints} has no valid checkpoint. Let the run reach "
-                "its first checkpoint (train.checkpoint_every), or name another run."
+                "its first checkpoint (train.checkpoint_every), or choose another run."
             )
         return newest
     if verify and (path / MANIFEST_FILE).exists() and (problems := manifest_problems(path)):

@@ -217,7 +217,9 @@ def test_a_value_that_the_template_leaves_out_is_refused_unless_it_is_ignored(
     call = {"type": "function", "function": {"name": "f", "arguments": {"room": 1}}}
     for key, value in (("tool_calls", [call]), ("reasoning_content", "t"), ("odd", "x")):
         messages: list[dict[str, Any]] = [pair("a", "b")[0], {**pair("a", "b")[1], key: value}]
-        with pytest.raises(DataError, match=f"message 2 of 2: the template leaves out its {key}"):
+        with pytest.raises(
+            DataError, match=f"message 2 of 2: the template leaves out the key '{key}'"
+        ):
             shown(template, messages)
         assert shown(template, messages, ignored_keys=frozenset({key})) == [[f"b{END}"]]
     tools = ({"type": "function", "function": {"name": "f", "description": "d"}},)

@@ -244,7 +244,7 @@ BAD: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
     "no such text column": (ROWS, ("--text-column", "body"), "no column 'body'; its columns:"),
     "not in the table": (ROWS, ("--label-map", "up=1"), "label 'down' is not in --label-map"),
     "all left out": (ROWS, ("--label-map", "up=", "down="), "no labelled text"),
-    "no rows": ([], (), ": no rows. Add some"),
+    "no rows": ([], (), ": no rows. Add rows"),
 }
 
 
@@ -267,7 +267,7 @@ def test_an_invalid_input_ends_in_one_line(
         ('text,label\na,"up\n', "rows.csv line 2: not CSV in UTF-8"),
         ("text,label\na\n", "rows.csv line 2: 1 fields, but 2 columns"),
         ("text,text\na,b\n", "line 1"),
-        ("", ": no rows. Add some"),
+        ("", ": no rows. Add rows"),
     ],
 )
 def test_a_broken_csv_is_refused_in_one_line(

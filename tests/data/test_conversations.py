@@ -306,8 +306,8 @@ NO_MARKS = (
 @pytest.mark.parametrize(
     ("task", "template", "complaint"),
     [
-        (CHAT, REWRITING, "message 1 of 4: the template leaves out its content"),
-        (CHAT, EMPTY_ANSWERS, "message 2 of 4: it is in no {% generation %} block"),
+        (CHAT, REWRITING, "message 1 of 4: the template leaves out the key 'content'"),
+        (CHAT, EMPTY_ANSWERS, "message 2 of 4: the message is in no {% generation %} block"),
         (PREFERENCE, NO_MARKS, "no stop token follows the assistant's turns"),
         *((task, None, "the model has no chat template") for task in TASKS.values()),
         (CHAT, "{% for x in %}", "is not a valid template"),

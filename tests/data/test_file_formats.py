@@ -203,7 +203,7 @@ def test_text_is_not_taken_for_a_table(name: str, content: str, kind: str, tmp_p
     ("content", "problem"),
     [
         (b"PK\x03\x04....", "a zip file, such as .xlsx or .docx, which is not supported. Save"),
-        (b"%PDF-1.7", "a PDF, which is not supported. Convert it to text"),
+        (b"%PDF-1.7", "a PDF, which is not supported. Convert the file to text"),
         (b"SQLite format 3\0", "an SQLite database, .* Export the table as CSV"),
         (b"\0\1\2", "a binary file of an unknown format"),
     ],

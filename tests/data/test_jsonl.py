@@ -83,6 +83,8 @@ def test_a_damaged_gz_is_named_wherever_the_damage_is(tmp_path: Path) -> None:
             by_zlib += 1
         except (OSError, EOFError):
             pass
-        with pytest.raises(DataError, match=r"in\.jsonl\.gz: damaged gzip file: .* Copy it again"):
+        with pytest.raises(
+            DataError, match=r"in\.jsonl\.gz: damaged gzip file: .* Copy the file again"
+        ):
             read(path)
     assert by_zlib, "the checksum alone would have found every damage"

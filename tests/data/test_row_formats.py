@@ -245,7 +245,10 @@ def test_the_functions_in_a_system_message_are_tools() -> None:
         ({"messages": turn("a", "b"), "label": "False"}, "label = 'False' marks a bad answer"),
         ({"messages": turn("a", "b"), "weight": 0}, "weight = 0"),
         ({"messages": turn("a", "b"), "train": False}, "train = False"),
-        ({"messages": [user("a"), assistant("b", weight=0)]}, "excluded by weight or train"),
+        (
+            {"messages": [user("a"), assistant("b", weight=0)]},
+            "excludes every message of the assistant",
+        ),
     ],
 )
 def test_a_row_that_its_own_data_excludes_is_left_out(row: dict[str, Any], reason: str) -> None:

@@ -174,7 +174,7 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited
     out.write_text(written)
     assert refused == ExitCode.CONFIG
     said = capsys.readouterr().err
-    assert "exists with other settings, perhaps edited. Run it with: " in said
+    assert "exists with other settings, and may have been edited. Run this file with: " in said
 
 
 @pytest.mark.slow

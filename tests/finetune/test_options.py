@@ -112,7 +112,7 @@ def test_a_file_named_data_can_have_any_columns(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", rows)
     done = run_here("show", path)
     assert done.returncode == ExitCode.CONFIG
-    assert "Name the columns with --columns" in done.stderr
+    assert "Map the columns to known names with --columns" in done.stderr
     named = ("--columns", "ask=question,say=answer")
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     done = run_here("show", path, *named, "--tokenizer", tokenizer)

@@ -89,7 +89,7 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_continues(
     assert talk("word " * 400 + "\nHello\n", "--json") == ExitCode.OK
     said = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in said.out.splitlines()] == ["Hello"]
-    assert "Shorten it" in said.err
+    assert "Shorten the message" in said.err
 
 
 def test_the_template_gives_what_transformers_gives(folder: Path) -> None:

@@ -54,11 +54,11 @@ NO_NETWORK = (
 )
 IS_OFFLINE = (
     "HF_HUB_OFFLINE is set, and the model is not in the cache ({cache}). Download it while online "
-    "(hf download), or name a folder."
+    "(hf download), or use a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "Download the model again, or use another one."
-LAYOUT = "Name a folder in the Hugging Face layout."
+LAYOUT = "Use a folder in the Hugging Face layout."
 ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
 USE_A_WHOLE_MODEL = "Use a folder with the model's config.json and all its weight files."
 NO_FOLDER = (

@@ -536,7 +536,7 @@ def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:
     os.kill(wait_for_steps(paths)[1], signal.SIGKILL)
     wait_for(lambda: bool(state_of(paths).note), "the failure to be told")
     note = str(state_of(paths).note)
-    assert "was killed by signal 9" in note and "Checking whether it can be restarted" in note
+    assert "was killed by signal 9" in note and "Checking whether the run can be restarted" in note
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     state = state_of(paths)

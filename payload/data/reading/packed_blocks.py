@@ -1,4 +1,4 @@
-"""Blocks of whole conversations, with a bit mask for each token, called its mark.
+"""Blocks of whole conversations. Each token has a mark, which is a bit mask.
 
 The bits are: trained, first token of a document, padding. In shapes, B is the number of blocks and
 T the number of tokens of a block.
@@ -29,7 +29,8 @@ from payload.formats.data_folder import (
 )
 
 TRAINED, FIRST, PADDING = 1, 2, 4
-"""Bits of a token's mark. The loss covers the trained tokens, never the first of a document."""
+"""Bits of a token's mark. The loss covers the trained tokens, but never the first token of a
+document."""
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 
@@ -67,8 +68,8 @@ class PackedBlocks:
         """Return tokens, targets and document starts of these blocks, each (B, T) int64.
 
         The start of a position is the index in the block of the first token of the position's
-        document. Position numbers restart at that index, and attention does not cross it. Raises
-        DataError.
+        document. Position numbers restart at that index, and attention does not reach earlier
+        tokens. Raises DataError.
         """
         marks = self.marks_of(blocks)
         tokens = self.tokens.whole(blocks)

@@ -1,4 +1,4 @@
-"""Hashes of the ranges of a token file, which training checks when it reads them."""
+"""Hashes of the ranges of a token file; training checks each range before its first use."""
 
 from __future__ import annotations
 

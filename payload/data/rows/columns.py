@@ -134,7 +134,7 @@ def texts_in(value: object) -> Iterator[str]:
 def without_nulls(value: Any) -> Any:
     """Return a value without the null keys of its objects.
 
-    A table adds them: all objects of a column have the same keys.
+    Tables add null keys, because all objects of a column have the same keys.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}

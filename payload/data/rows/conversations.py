@@ -55,8 +55,8 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     if form is None:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
         raise BadConversationError(
-            f"no conversation in the columns {keys}. Formats: {chat_formats()}. Name your columns "
-            "with --columns, such as --columns QUESTION=user,ANSWER=assistant."
+            f"no conversation in the columns {keys}. Formats: {chat_formats()}. Map your columns "
+            "to known names with --columns, such as --columns QUESTION=user,ANSWER=assistant."
         )
     _require_good(row.get(LABEL))
     found = (
@@ -66,10 +66,12 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     )
     if not any(message["role"] == ASSISTANT for message in found.messages):
         raise BadConversationError(
-            "no message of the assistant, so nothing to train on. Add the assistant's answer."
+            "no message has role 'assistant', so there is nothing to train on. Add the answer."
         )
     if not any(found.trained):
-        raise UntrainedRowError("every message of the assistant is excluded by weight or train")
+        raise UntrainedRowError(
+            "'weight' or 'train' excludes every message of the assistant from training"
+        )
     found = with_system(row, found)
     return Conversation(
         messages=tuple(found.messages),
@@ -92,7 +94,7 @@ def require_trained(row: Mapping[str, Any]) -> None:
         if weight == 0:
             raise UntrainedRowError(f"{key} = {shown(row[key])}")
         raise BadConversationError(
-            f"{key} = {shown(row[key])} is not supported. Use 0 or 1, or ignore it with "
+            f"{key} = {shown(row[key])} is not supported. Use 0 or 1, or ignore this key with "
             f"--ignore-key {key}."
         )
 
@@ -100,7 +102,7 @@ def require_trained(row: Mapping[str, Any]) -> None:
 def _require_good(label: object) -> None:
     """Raise UntrainedRowError for a bad answer of KTO data.
 
-    Raises BadConversationError for a number up to 0, which may also be the number of a class.
+    Raises BadConversationError for a number of 0 or less, which may also be a class number.
     """
     if label is False or (isinstance(label, str) and label.strip().lower() == "false"):
         raise UntrainedRowError(f"{LABEL} = {shown(label)} marks a bad answer")
@@ -108,8 +110,8 @@ def _require_good(label: object) -> None:
     if number is not None and not number > 0:
         raise BadConversationError(
             f"{LABEL} = {shown(label)} may mark a bad answer, which would be trained as a good "
-            f"one. Write true and false, or, if the label means something other than quality, "
-            f"ignore it with --ignore-key {LABEL}."
+            f"one. Write true and false as labels. If the label does not mean quality, ignore it "
+            f"with --ignore-key {LABEL}."
         )
 
 
@@ -169,7 +171,7 @@ def _context(row: Mapping[str, Any], form: RowFormat) -> str | None:
 
 
 def _question_and_answer(row: Mapping[str, Any], form: RowFormat, answer: str) -> MessageList:
-    """Return the messages of two columns; only those of the answer are trained, and of history."""
+    """Return the history, the question and the answer; the question is not trained."""
     found = _history(row.get(HISTORY))
     prompt = messages_of(row, form.question, "user").untrained()
     context = _context(row, form)

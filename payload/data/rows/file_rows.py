@@ -171,8 +171,8 @@ class FileRows(Rows):
                     # After broken quotes the remaining rows cannot be separated.
                     raise DataError(
                         f"{path} line {line}: not CSV in {found.encoding_name()}: {error}. Correct "
-                        'its quotes: put a field with delimiters or line ends in "...", and write '
-                        '" inside it as "".'
+                        'the quotes: put a field with delimiters or line ends in "...", and write '
+                        'a " inside the field as "".'
                     ) from None
                 if fields is None:
                     return

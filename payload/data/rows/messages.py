@@ -68,7 +68,7 @@ class MessageList:
         return self
 
     def untrained(self) -> MessageList:
-        """Return the messages without training on any of them."""
+        """Return the same messages, all of them untrained."""
         return MessageList(self.messages, [False] * len(self.messages), self.tools)
 
 
@@ -192,17 +192,17 @@ def _is_trained(key: str, weight: float, where: str, *, role: str, is_trained: b
         return bool(weight)
     if weight not in (0, 1):
         raise BadConversationError(
-            f"{where}: {key} = {weight:g} is not supported. Use 0 or 1, or ignore it with "
+            f"{where}: {key} = {weight:g} is not supported. Use 0 or 1, or ignore this key with "
             f"--ignore-key {key}."
         )
     raise BadConversationError(
         f"{where}: {key} = {weight:g} is not supported: a message of role {role!r} is not "
-        f"trained. Remove the key, or ignore it with --ignore-key {key}."
+        f"trained. Remove this key, or ignore it with --ignore-key {key}."
     )
 
 
 def number_of(value: object) -> float | None:
-    """Return a boolean or number, also as text from a CSV file; None for another value."""
+    """Return a boolean, a number, or such a value written as text, as a number; otherwise None."""
     if isinstance(value, str):
         value = {"true": 1, "false": 0}.get(value.strip().lower(), value)
     if isinstance(value, (Mapping, list, tuple)):

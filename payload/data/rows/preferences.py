@@ -59,8 +59,8 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
     if missing:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
         raise BadConversationError(
-            f"no {' and no '.join(missing)} in the columns {keys}. Formats: {FORMATS}. Name your "
-            "columns with --columns, such as --columns GOOD=chosen,BAD=rejected."
+            f"no {' and no '.join(missing)} in the columns {keys}. Formats: {FORMATS}. Map your "
+            "columns to known names with --columns, such as --columns GOOD=chosen,BAD=rejected."
         )
     lists = [messages_of(row, name, "assistant") for name in ANSWERS]
     chosen, rejected = (each.messages for each in lists)

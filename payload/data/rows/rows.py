@@ -20,8 +20,8 @@ from payload.data.sources.split import FileSplit
 _BATCH_CHARS = 2**22
 _COLUMNS_SHOWN = 8
 _EARLY_ROWS = 10_000
-"""Rows after which keys that nothing reads are reported, although more rows follow."""
-_SKIP = "Correct it, or skip such rows with --skip-bad."
+"""Number of rows after which unread keys are reported, even if more rows follow."""
+_SKIP = "Correct the row, or skip such rows with --skip-bad."
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ class Row:
     """One row of a source."""
 
     number: int
-    """Number of the row among those that are not left out, from 0."""
+    """Number of the row, from 0; rows that are left out are not counted."""
     where: str
     """File and line, for messages."""
     values: Mapping[str, Any]
@@ -124,8 +124,8 @@ class Rows(ABC):
         first = self._unread.most_common(1)[0][0]
         raise DataError(
             f"{self.label}: nothing reads {_counted(self._unread)} of the first "
-            f"{self.num_rows:,} rows, so training would lose them. Name the columns with "
-            f"--columns, or ignore them with --ignore-key {printable_line(first)}."
+            f"{self.num_rows:,} rows, so training would lose these values. Map the "
+            f"columns to known names with --columns, or ignore each with --ignore-key {printable_line(first)}."
         )
 
     def notes(self) -> list[str]:
@@ -145,7 +145,7 @@ class Rows(ABC):
     def require_some(self) -> None:
         """Raise DataError if the source had no rows."""
         if not self.num_rows:
-            raise DataError(f"{self.label}: no rows. Add some, or use another source.")
+            raise DataError(f"{self.label}: no rows. Add rows, or use another source.")
 
     def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
         """Count a row and yield it; `values` is an error message for a bad row."""

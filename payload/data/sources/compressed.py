@@ -56,12 +56,16 @@ def convert_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path}: damaged {_name(path)} file: {error}. Copy it again.") from None
+        raise DataError(
+            f"{path}: damaged {_name(path)} file: {error}. Copy the file again."
+        ) from None
     except OSError as error:
         # bz2 and zstd raise OSError without a number.
         if error.errno is not None or compression_of(path) not in ("bzip2", "zstd"):
             raise
-        raise DataError(f"{path}: damaged {_name(path)} file: {error}. Copy it again.") from None
+        raise DataError(
+            f"{path}: damaged {_name(path)} file: {error}. Copy the file again."
+        ) from None
 
 
 def _name(path: Path) -> str:

@@ -183,7 +183,7 @@ def character_start(data: bytes, offset: int) -> int:
 
 
 def prefetch(items: Iterator[_T]) -> Iterator[_T]:
-    """Yield the same items, reading each in a thread while the previous one is used."""
+    """Yield the items; a thread reads the next item while the current one is used."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read") as pool:
         ahead = pool.submit(next, items, None)
         while (item := ahead.result()) is not None:

@@ -30,7 +30,7 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""Fewest records, with their header, that make a table of a file without the suffix of one."""
+"""Fewest records, header included, for a file without a table's suffix to count as a table."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """First line by which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
@@ -39,18 +39,23 @@ _TABLES: dict[FileKind, tuple[bytes, ...]] = {
     "parquet": (b"PAR1",),
     "arrow": (b"ARROW1", b"\xff\xff\xff\xff"),
 }
-"""First bytes of tables; those of Arrow are of its files and of its streams."""
+"""First bytes of the table formats; Arrow has two kinds, files and streams."""
 _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
-    (0, b"PK\x03\x04", "a zip file, such as .xlsx or .docx", "Save a table as CSV, or unpack it"),
-    (0, b"%PDF", "a PDF", "Convert it to text"),
+    (
+        0,
+        b"PK\x03\x04",
+        "a zip file, such as .xlsx or .docx",
+        "Save a table as CSV, or unpack the file",
+    ),
+    (0, b"%PDF", "a PDF", "Convert the file to text"),
     (0, b"\xd0\xcf\x11\xe0", "a file of an older Office program", "Save a table as CSV"),
     (0, b"SQLite format 3", "an SQLite database", "Export the table as CSV"),
-    (0, b"\x89HDF", "an HDF5 file", "Convert it to parquet"),
-    (0, b"FEA1", "a file of Feather version 1", "Convert it to parquet"),
-    (0, b"Obj\x01", "an Avro file", "Convert it to parquet"),
-    (0, b"\x93NUMPY", "a NumPy file", "Convert it to parquet"),
-    (0, b"7z\xbc\xaf", "a 7z archive", "Unpack it"),
-    (257, b"ustar", "a tar archive", "Unpack it"),
+    (0, b"\x89HDF", "an HDF5 file", "Convert the file to parquet"),
+    (0, b"FEA1", "a file of Feather version 1", "Convert the file to parquet"),
+    (0, b"Obj\x01", "an Avro file", "Convert the file to parquet"),
+    (0, b"\x93NUMPY", "a NumPy file", "Convert the file to parquet"),
+    (0, b"7z\xbc\xaf", "a 7z archive", "Unpack the file"),
+    (257, b"ustar", "a tar archive", "Unpack the file"),
     (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
     (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )

@@ -243,7 +243,7 @@ class HubSource:
 def _outside_error(dataset: object, place: str) -> str:
     return (
         f"{dataset}: the data file {shown(place)} is outside of the folder. Move the file into "
-        "the folder, or read it with --source jsonl, parquet or text."
+        "the folder, or read this file with --source jsonl, parquet or text."
     )
 
 

@@ -106,7 +106,8 @@ class _Text:
             more = self._file.read(max(_READ_CHARS, least))
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{self._path}: not UTF-8: {error.reason} after line {self._line}. Convert it."
+                f"{self._path}: not UTF-8: {error.reason} after line {self._line}. Convert the "
+                "file to UTF-8."
             ) from None
         self._buffer = self._buffer[self._place :] + more
         self._place = 0
@@ -158,7 +159,8 @@ def _wrapped_rows(text: _Text) -> Iterator[tuple[int, Any]]:
         text.take(":")
         if text.peek() == "[":
             raise text.error(
-                f"a second array, {shown(other)}, after {shown(name)}; put each into its own file"
+                f"a second array, {shown(other)}, after {shown(name)}; put each array into a "
+                "separate file"
             )
         text.value()
     text.take("}")

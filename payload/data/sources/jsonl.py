@@ -22,7 +22,7 @@ _KEYS_SHOWN = 5
 
 
 class JsonlSource(ColumnFiles):
-    """Documents of JSON Lines files: every line that is not blank."""
+    """Documents of JSON Lines files; every line that is not blank is a document."""
 
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
         super().__init__("jsonl", given, glob="*.jsonl*", request=request)

@@ -45,7 +45,7 @@ _UNREACHABLE = frozenset(
 
 
 class ParquetSource(ColumnFiles):
-    """Documents of parquet files: every row."""
+    """Documents of parquet files; every row is a document."""
 
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
         super().__init__("parquet", given, glob="*.parquet", request=request)
@@ -81,7 +81,9 @@ def survey_parquet(places: Sequence[str], column: str, *, skip_bad: bool) -> Sur
                 more_rows, more_bytes = reader.survey(place)
             except DamagedFileError as error:
                 if not skip_bad:
-                    raise DataError(f"{error} Copy it again, or skip it with --skip-bad.") from None
+                    raise DataError(
+                        f"{error} Copy the file again, or skip it with --skip-bad."
+                    ) from None
                 continue
             rows, text_bytes = rows + more_rows, text_bytes + more_bytes
     return Survey(documents=rows, text_bytes=text_bytes)

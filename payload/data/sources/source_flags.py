@@ -1,4 +1,4 @@
-"""The source flags of the command line, and which of them fit together."""
+"""The source flags of the command line, and the check of their combinations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def resolve_source(request: SourceRequest, *, setting: str = "--input") -> Sourc
 
 
 def check_flags(request: SourceRequest) -> None:
-    """Raise UsageError for flags that do not fit together."""
+    """Raise UsageError for flags that cannot be combined."""
     kind, count = request.kind, len(request.inputs)
     if kind == "stdlib" and count:
         raise UsageError(

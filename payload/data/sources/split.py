@@ -16,7 +16,7 @@ Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 PERMUTATION_LIMIT = 50_000_000
-"""Above it a permutation of all numbers would need more than 0.4 GB."""
+"""For more documents, a permutation of all numbers would need more than 0.4 GB."""
 
 NANOGPT_VAL_FRACTION = 0.0005
 """nanoGPT's share: 4,007 of the 8 million documents of openwebtext."""
@@ -47,7 +47,7 @@ class PermutationSplit:
     chosen: Mask
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """Return the mask of the validation documents; False above the permutation."""
+        """Return the mask of the validation documents; False beyond the permutation."""
         inside = numbers < len(self.chosen)
         return inside & self.chosen[np.where(inside, numbers, 0)]
 
@@ -68,22 +68,22 @@ class HashSplit:
 
 @dataclass(frozen=True, slots=True)
 class FileSplit:
-    """Chooses the documents of the files that are named for validation, which come last."""
+    """Chooses all documents of the validation files, which are read last."""
 
     record: SplitRecord
     first_val: int
 
     @classmethod
     def of(cls, *, first_val: int, documents: int) -> FileSplit:
-        """Return the split of `documents` documents of which the first one for validation is known.
+        """Return the split of `documents` documents whose validation part begins at `first_val`.
 
         Raises DataError if one of the two parts is empty.
         """
         if not 0 < first_val < documents:
             part = "training" if first_val <= 0 else "validation"
             raise DataError(
-                f"the files that are named for {part} have no rows. Add some, or pass only the "
-                "other files."
+                f"the files whose names declare {part} data have no rows. Add rows, or pass only "
+                "the other files."
             )
         fraction = (documents - first_val) / documents
         return cls(SplitRecord(method="files", val_fraction=fraction, seed=0), first_val)
@@ -94,9 +94,10 @@ class FileSplit:
 
 
 def default_val_fraction(documents: int | None) -> float:
-    """Return the share for validation of a source with `documents` documents (None: unknown).
+    """Return the validation share for a source with `documents` documents (None: unknown).
 
-    A tenth of up to 1,000 documents, about 100 of more, and at least nanoGPT's share.
+    The share is a tenth of up to 1,000 documents. Of more documents, about 100 are for validation,
+    but at least nanoGPT's share.
     """
     if documents is None:
         return NANOGPT_VAL_FRACTION
@@ -113,14 +114,14 @@ def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Sp
     if documents < 2:
         raise DataError(
             f"the source has {documents} document{'' if documents == 1 else 's'}; training and "
-            "validation need at least 2. Add text, or split it: by blank lines for --source text, "
-            "into lines for jsonl."
+            "validation need at least 2. Add text, or split the text: with --source text by blank "
+            "lines, with --source jsonl into one object a line."
         )
     num_val = math.ceil(val_fraction * documents)
     if num_val >= documents:
         raise DataError(
-            f"--val-fraction {val_fraction} of {documents} documents leaves none to train on. "
-            "Use a lower value."
+            f"--val-fraction {val_fraction} of {documents} documents leaves no training "
+            "documents. Use a lower value."
         )
     chosen = np.zeros(documents, dtype=np.bool_)
     chosen[np.random.default_rng(seed).permutation(documents)[:num_val]] = True

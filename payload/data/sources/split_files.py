@@ -56,9 +56,9 @@ class SplitFiles:
 def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
-    Without a file for training, no name declares a split: all files are for training. A file whose
-    name declares none is for training, too. Among text files, such as those of a program, every
-    name must declare a split, because words such as test are common.
+    If no name declares training data, the names are ignored, and all files are for training. A file
+    whose name declares no split is for training, too. Text files may be those of a program, where
+    words such as test are common. So the names of text files count only if each declares a split.
     """
     names = [split_of(path) for path in files]
     if "train" not in names or (is_text and None in names):

@@ -68,7 +68,7 @@ def _require_inside(path: Path, folder: Path) -> Path:
         return inside_folder(path, home=folder) if path.is_symlink() else path
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}, pass it with --input, or exclude it with --glob."
+            f"{path}: {error.strerror}, pass the file with --input, or exclude it with --glob."
         ) from None
 
 
@@ -101,7 +101,7 @@ def missing_shards(files: Sequence[Path | str]) -> str | None:
 
 
 def join_notes(*notes: str | None) -> str | None:
-    """Return the notes as one, or None without notes."""
+    """Return the notes joined to one text, or None without notes."""
     return "; ".join(filter(None, notes)) or None
 
 
@@ -320,7 +320,7 @@ def _size(path: str) -> int:
 
 
 def _find_fault(path: str) -> str | None:
-    """Return the reason why a file cannot be a document, or None. Reads it in pieces."""
+    """Return the reason why a file cannot be a document, or None. Reads the file in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
     try:

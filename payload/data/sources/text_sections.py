@@ -14,7 +14,7 @@ from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, la
 Cut = Literal["form feed", "blank line", "line end", "space", "size", "end"]
 
 _SECTIONS = 200
-"""Enough sections to measure a loss on a tenth of them."""
+"""Number of sections of which a tenth is enough to measure a loss."""
 _LARGEST_TARGET_BYTES = 64 * 1024
 _SMALLEST_LIMIT_BYTES = 4096
 _LIMIT_TARGETS = 8
@@ -55,7 +55,7 @@ class Division:
                 yield held, offset + len(held), "end"
 
     def _cut(self, held: bytes, start: int) -> tuple[bytes, int, Cut] | None:
-        """Return the next section, the start of the one after it, and the kind of cut."""
+        """Return the next section, the start of the following section, and the kind of cut."""
         limit = start + self.limit_bytes
         if self.at_form_feeds:
             place = held.find(b"\f", start, limit)

@@ -81,7 +81,7 @@ def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck
 
 
 def sample_options(args: argparse.Namespace) -> SampleOptions:
-    """Return what the flags train of each conversation."""
+    """Return the options that choose the trained tokens of each conversation."""
     from payload.data.templates.turns import SampleOptions
 
     return SampleOptions(

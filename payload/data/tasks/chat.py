@@ -132,7 +132,7 @@ class ChatTask(Task):
             )
         if chat.added_samples:
             lines.append(
-                "the template renders earlier turns differently once others follow: "
+                "the template renders earlier turns differently when later turns follow: "
                 f"{chat.added_samples:,} further samples with {chat.added_tokens:,} tokens"
             )
         if chat.literal_samples:

@@ -167,12 +167,12 @@ class _Sample:
     """Key of the split: the group's number, or the row's number without groups."""
     rendered: RenderedSample
     is_added: bool
-    """True except for one sample of a row."""
+    """False for one sample of each row, True for its other samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """The tokens of a sample, each with True if it is trained; the first token never is."""
+    """The tokens of a sample, each with True if it is trained; the first token is never trained."""
 
     group: int
     """Key of the split: the group's number, or the row's number without groups."""
@@ -208,8 +208,9 @@ class ChatJob:
             mine = [documents[index] for index in np.flatnonzero(chosen)]
             if not mine:
                 raise DataError(
-                    f"no conversation of {len(documents):,} is left to "
-                    f"{'train on' if prefix == 'train' else 'validate on'}. Change --val-fraction."
+                    f"the split leaves no conversation for "
+                    f"{'training' if prefix == 'train' else 'validation'} (conversations in all: "
+                    f"{len(documents):,}). Change --val-fraction."
                 )
             tokens, marks = self._pack(mine)
             files[name], files[_MARKS_NAMES[name]] = tokens.flatten(), marks.flatten()
@@ -289,13 +290,13 @@ class ChatJob:
     def _shortened(
         self, where: str, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_]
     ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-        """Return the pieces of a sample that is longer than a block, as --on-long says."""
+        """Return the pieces of a sample that is longer than a block, as --on-long selects."""
         length = self.length
         if self.on_long == "refuse":
             self.rows.skip(
                 where,
                 f"the conversation has {len(tokens):,} tokens, more than --sequence-length "
-                f"{length}. Raise it, or choose another --on-long.",
+                f"{length}. Raise --sequence-length, or choose another --on-long.",
             )
             return []
         if self.on_long == "drop":

@@ -176,9 +176,9 @@ class _ClassifyJob:
         )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:
-        """Return the split of the files' names, else a share of each label's texts.
+        """Return the split that the files' names declare, otherwise a share of each label's texts.
 
-        Raises DataError for a label that one of the files lacks.
+        Raises DataError for a label that the training files or the validation files lack.
         """
         settings = self.settings
         survey = self.rows.survey()
@@ -196,7 +196,7 @@ class _ClassifyJob:
             if missing:
                 label = texts[int(np.flatnonzero(labels == min(missing))[0])].label
                 raise DataError(
-                    f"{self.rows.label}: no text of the files for {part} has the label {label!r}. "
+                    f"{self.rows.label}: no text of the {part} files has the label {label!r}. "
                     "Add texts, merge labels with --label-map, or pass only the training files."
                 )
         return _TextSplit(split.record, is_val)
@@ -262,7 +262,7 @@ class _ClassifyJob:
         return text.encode("utf-8", "replace"), label, row.number
 
     def _labels(self, texts: Sequence[_Text]) -> tuple[str, ...]:
-        """Return the labels in order. Raises DataError if there are too few texts to learn them."""
+        """Return the labels in order. Raises DataError if a label has too few texts."""
         counts: dict[str, int] = {}
         for text in texts:
             counts[text.label] = counts.get(text.label, 0) + 1

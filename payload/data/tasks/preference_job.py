@@ -119,8 +119,9 @@ class PreferenceJob:
             mine = [pairs[index] for index in np.flatnonzero(chosen)]
             if not mine:
                 raise DataError(
-                    f"no pair of {len(pairs):,} is left to "
-                    f"{'train on' if prefix == 'train' else 'validate on'}. Change --val-fraction."
+                    f"the split leaves no pair for "
+                    f"{'training' if prefix == 'train' else 'validation'} (pairs in all: "
+                    f"{len(pairs):,}). Change --val-fraction."
                 )
             tokens = [each for pair in mine for each in pair.tokens]
             marks = np.concatenate([each for pair in mine for each in pair.trained])
@@ -193,8 +194,9 @@ class PreferenceJob:
         samples = render_samples(self.template, conversation, self.options)
         if len(samples) > 1:
             raise DataError(
-                f"{name} has {len(samples)} turns that the template renders differently once "
-                "others follow, so a pair cannot hold them. Train the last with --train-on last."
+                f"{name} has {len(samples)} turns that the template renders differently when later "
+                "turns follow. A pair can hold only one of them. Train only the last turn: "
+                "--train-on last."
             )
         return samples[0]
 

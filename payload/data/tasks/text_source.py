@@ -29,14 +29,14 @@ def _build_by_content(request: SourceRequest) -> Source:
 def build_source(request: SourceRequest) -> Source:
     """Return the source without reading it.
 
-    Raises UsageError for flags that do not fit together.
+    Raises UsageError for flags that cannot be combined.
     """
     request = resolve_source(request)
     check_flags(request)
     if request.columns or request.ignored_keys:
         raise UsageError(
             "--columns and --ignore-key cannot be used with --task text, which reads one column. "
-            "Choose it with --text-column."
+            "Choose the column with --text-column."
         )
     if request.kind == "csv":
         from payload.data.rows.text_rows import TextRows

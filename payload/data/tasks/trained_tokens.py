@@ -28,7 +28,7 @@ class SampleTokenizer:
     literal_samples: int = 0
     """Samples in which a special token of the row was encoded as text."""
     unescaped_samples: int = 0
-    """Samples in which the tokenizer makes the special token from its text nevertheless."""
+    """Samples in which the tokenizer still turned the text into the special token."""
     _literal: LiteralTextEncoder | None = None
 
     def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:

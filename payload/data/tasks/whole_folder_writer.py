@@ -103,7 +103,7 @@ def prepare_whole(
     except OSError as error:
         raise DataError(f"{error.filename or rows.label}: {error.strerror or error}.") from None
     reporter.log(
-        f"{settings.out} already holds this data; nothing to do (--force prepares it again)"
+        f"{settings.out} already holds this data; nothing to do (--force prepares the data again)"
     )
     return PrepareResult(meta=ready, was_ready=True)
 

@@ -62,7 +62,7 @@ class ChatTemplate:
     def how_trained(self) -> str:
         """Describe how the trained text is determined."""
         if self.process.is_marked:
-            return "trained text: its {% generation %} blocks"
+            return "trained text: the template's {% generation %} blocks"
         return "trained text: the text that each answer adds"
 
     def render(
@@ -159,7 +159,7 @@ class ChatTemplate:
             )
 
     def _is_rendered(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether the text of a plain conversation has the answer; otherwise rows decide."""
+        """Return True if the rendered text of a plain conversation contains the answer."""
         messages = [{"role": role, "content": f"qux {role}"} for role in ("user", "assistant")]
         try:
             (found,) = self.parts(messages, [(2, False)], variables=variables)
@@ -232,7 +232,8 @@ def _chat_template(
         # transformers may have a default for this class of tokenizer; in our rendering the token
         # would be empty.
         raise DataError(
-            f"{path}: it uses {unknown[0]}, which is missing in {CONFIG_FILE} and {MAP_FILE} of "
-            f"{tokenizer}. Add it to {CONFIG_FILE}, or null for a model without this token."
+            f"{path}: the template uses {unknown[0]}, which is missing in {CONFIG_FILE} and "
+            f"{MAP_FILE} of {tokenizer}. Add this token to {CONFIG_FILE}, or set it to null for a "
+            "model without this token."
         )
     return ChatTemplate(where=str(path), source=text, process=process, tokenizer=tokenizer)

@@ -23,7 +23,7 @@ _UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
 """Keys that the format needs or that only name a message."""
 _OTHER_CONTENT = "Quxd3z"
 _LONG_ENOUGH = 4
-"""Characters of a text that is not in another one by chance."""
+"""Length from which a text is not found in another text by chance."""
 
 
 def require_rendered(
@@ -37,7 +37,7 @@ def require_rendered(
     where: str,
     render: Probe,
 ) -> None:
-    """Raise DataError for a value of message `number`, or before it, that the text does not have.
+    """Raise DataError if the text lacks a value of message `number` or of an earlier message.
 
     `text` ends with the message, whose own text begins at `start`. Thoughts and calls of earlier
     answers are not checked: many templates leave them out.
@@ -50,8 +50,9 @@ def require_rendered(
 
     def complain(index: int, key: str, fix: str) -> DataError:
         return DataError(
-            f"{where}: message {index + 1} of {len(messages)}: the template leaves out its {key}, "
-            f"so training would lose it. {fix} Or ignore it with --ignore-key {key}."
+            f"{where}: message {index + 1} of {len(messages)}: the template leaves out the key "
+            f"{key!r}, so training would lose its value. {fix} Or ignore the key with --ignore-key "
+            f"{key}."
         )
 
     for index, message in enumerate(shown):
@@ -93,8 +94,8 @@ def require_rendered(
         and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
-            f"{where}: the template leaves out the tools, so training would lose them. Use a "
-            "template with tools by --chat-template, or ignore them with --ignore-key tools."
+            f"{where}: the template leaves out the tools, so training would lose them. Choose a "
+            "template with tools with --chat-template, or ignore the tools with --ignore-key tools."
         )
 
 
@@ -103,7 +104,7 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _is_surely_in(texts: Sequence[str], text: str) -> bool:
-    """Return True if the texts are in the text, and are not all so short that this is chance."""
+    """Return True if `text` contains all `texts`, and one of them is too long for chance."""
     return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 

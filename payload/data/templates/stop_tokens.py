@@ -54,7 +54,7 @@ def known_tokens(folder: Path) -> KnownTokens:
 
 
 def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, int] | None:
-    """Return the range of the first of `tokens` in a text from `start`, the longest at a place."""
+    """Return the range of the first of `tokens` from `start` on; of several there, the longest."""
     found = [(text.find(token, start), -len(token)) for token in tokens]
     place, size = min(((each, size) for each, size in found if each >= 0), default=(-1, 0))
     return None if place < 0 else (place, place - size)
@@ -87,7 +87,7 @@ def _in_vocabulary(raw: Mapping[str, Any], number: int) -> str | None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return a JSON file's object; empty if it is missing or damaged, which its reader reports."""
+    """Return a JSON file's object; empty if the file is missing or damaged (reported elsewhere)."""
     try:
         found = json.loads(read_bytes(inside_folder(path)))
     except (OSError, ValueError, RecursionError):

@@ -127,7 +127,7 @@ class TemplateProcess:
 
 
 def _placeholder(value: object) -> str:
-    """Return the text that replaces, as in transformers, a value of another type than JSON's."""
+    """Return the text for a value that JSON cannot represent; the same text as in transformers."""
     return f"<{type(value).__name__}>"
 
 

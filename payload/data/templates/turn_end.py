@@ -23,9 +23,9 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens: those of the model, or the template's own token if it writes no such.
+    """Stop tokens of the model. If the template writes other tokens, its own token.
 
-    Empty if the template writes none before a message of this role.
+    Empty if the template writes no token before a message of this role.
     """
     last: str
     """The text that follows the answer of the last turn."""
@@ -129,7 +129,7 @@ def _turn_end(
 
 
 def _opener(known: KnownTokens, prompt: str | None, asked: str | None) -> str:
-    """Return the first token that a generation prompt adds, except a stop, or an empty text."""
+    """Return the first token that a generation prompt adds, or ""; stop tokens do not count."""
     if prompt is None or asked is None or not prompt.startswith(asked):
         return ""
     added = prompt[len(asked) :]

@@ -119,7 +119,7 @@ def render_samples(
 def _overlap(ending: str, text: str, start: int) -> int:
     """Return the length of the longest end of `ending` with which `text` continues at `start`.
 
-    A short one is there by chance, if it is not white space.
+    A short end counts as chance and gives 0, unless it is white space.
     """
     for index in range(len(ending)):
         common = ending[index:]
@@ -247,7 +247,7 @@ class _Row:
     def _marked_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template with `{% generation %}` blocks.
 
-        All of a block is trained, as the template's author wrote it.
+        The whole block is trained, because the template's author chose its limits.
         """
         size = len(self._messages)
         ((whole, blocks),) = self._render([(size, False)], with_blocks=True)
@@ -267,7 +267,9 @@ class _Row:
     def _marked_turn(self, number: int, text: str, blocks: list[Span]) -> _Turn:
         blocks = [(start, end) for start, end in blocks if end > start]
         if not blocks:
-            raise self._error(number, "it is in no {% generation %} block, so it is not trained.")
+            raise self._error(
+                number, "the message is in no {% generation %} block, so it is not trained."
+            )
         (start, _), (begin, last) = blocks[0], blocks[-1]
         self._require_rendered(number, text[:last], start)
         found, end = self._ended(text, start, number)
@@ -316,9 +318,9 @@ class _Row:
         return prompt + line + rest, len(prompt)
 
     def _behind(self, head: str, number: int, answered: str) -> int:
-        """Return where the end of a prompt is, in a text that renders earlier messages otherwise.
+        """Return where the prompt ends in a text that renders earlier messages in another way.
 
-        That is the place behind the longest end of `head` that the text has before the answer.
+        This is the index after the longest end of `head` that occurs in the text before the answer.
         """
         message = self._messages[number]
         names = [each.get("function", each).get("name") for each in message.get("tool_calls") or ()]
@@ -338,7 +340,7 @@ class _Row:
         return found if found >= 0 else min(same, limit)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
-        """Return the text of a turn, completed by its stop token if needed, and its end."""
+        """Return the text of a turn, with its stop token, and the index of the end."""
         if (found := self._stop_in(text, start, number)) is not None:
             return text, found
         end = self._end(number)
@@ -430,6 +432,7 @@ class _Row:
     def _no_stop(self, number: int) -> DataError:
         return self._error(
             number,
-            "no stop token follows it, so the model would not learn to stop. Add {{ eos_token }} "
-            "after the assistant's text in the template, and pass the file with --chat-template.",
+            "no stop token follows the message, so the model would not learn to stop. Add "
+            "{{ eos_token }} after the assistant's text in the template, and pass the file with "
+            "--chat-template.",
         )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
-_FIX = "Repair the folder, or use another one."
+_FIX = "Repair the folder, or use another folder."
 _BATCH_BYTES = 2**20
 """Batch limit: a result needs about 150 bytes a token until it is converted."""
 _MAX_TOKEN = 2**24

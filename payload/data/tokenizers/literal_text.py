@@ -24,9 +24,10 @@ _FILL = "\U000ffffd"
 class LiteralTextEncoder:
     """The tokenizer with other names for its special tokens.
 
-    Every special token of the template is renamed in the text, and in the tokenizer. A special
-    token that is text keeps its name, which is then no special token, and is tokenized together
-    with the text around it. The names have as many characters as the tokens, so that offsets stay.
+    Every special token that the template wrote is renamed, in the text and in the tokenizer. A
+    special token that came from a row keeps its name. The renamed tokenizer does not know this name
+    as a special token, and tokenizes it together with the text around it. New and old names have
+    the same number of characters, so that offsets stay the same.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -57,7 +58,7 @@ class LiteralTextEncoder:
     ) -> tuple[npt.NDArray[np.uint32], list[tuple[int, int]], bool]:
         """Return tokens and their ranges of characters; `literal` are the ranges that are text.
 
-        Returns also False if the tokenizer makes a special token from the text of one, or the text
+        Also returns False if the tokenizer makes a special token from the text of one, or the text
         has a character of the renamed tokens. In the second case all special tokens are recognised.
         """
         tokenizer = self._tokenizer

@@ -21,9 +21,9 @@ TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 IGNORES_MERGES = ("llama-bpe", "tekken")
-"""Tokenizers that encode a vocabulary entry as one token, whatever the merges.
+"""Tokenizers that encode a vocabulary entry as one token, even if the merges do not produce it.
 
-llama.cpp puts the BOS token before a text for these, unless the file has `add_bos_token`.
+For these, llama.cpp puts the BOS token before a text, unless the file has `add_bos_token`.
 """
 WORD_START = "\u2581"
 """Character of a space in the tokens of a SentencePiece vocabulary."""

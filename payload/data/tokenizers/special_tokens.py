@@ -50,7 +50,7 @@ _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "TokenizersBackend": {},
 }
 """Tokens that transformers' classes of tokenizers have if no file defines them."""
-_FIX = "Repair the folder, or use another one."
+_FIX = "Repair the folder, or use another folder."
 
 
 def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:

@@ -216,8 +216,8 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
     if unfinished is not None:
         raise DataError(
             f"{out}: holds an unfinished run with another source or other settings. Choose another "
-            "--out, finish that run with its own command without --force, or replace it with "
-            "--force."
+            "--out, finish that run with the command that started it, without --force, or replace "
+            "the output with --force."
         )
     if (out / META_NAME).exists():
         meta = load_meta(out)
@@ -228,13 +228,13 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
             f"{out}: holds data made from another source or with other settings ({meta.source}, "
             f"tokenizer {meta.tokenizer}, {meta.train_documents + meta.val_documents:,} documents, "
             f"--val-fraction {meta.split.val_fraction:g}, --seed {meta.split.seed}). Choose "
-            "another --out, or replace it with --force."
+            "another --out, or replace the data with --force."
         )
     for name in (TRAIN_NAME, VAL_NAME):
         if (out / name).exists():
             raise DataError(
                 f"{out / name}: exists without {META_NAME} and {JOURNAL_NAME}, so this command did "
-                "not write it. Choose another --out, or replace it with --force."
+                "not write it. Choose another --out, or replace the file with --force."
             )
     return None
 
@@ -254,7 +254,7 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
         raise DataError(
             f"{settings.out}: holds data made with {name} = {shown(was.get(name))}, but the "
             f"tokenizer {settings.tokenizer.name} now has {shown(now.get(name))}. Choose another "
-            "--out, or replace it with --force."
+            "--out, or replace the data with --force."
         )
 
 

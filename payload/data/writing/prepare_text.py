@@ -72,7 +72,7 @@ def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Pr
         place = error.filename or source.label
         raise DataError(f"{place}: {error.strerror or error}.") from None
     reporter.log(
-        f"{settings.out} already holds this data; nothing to do (--force prepares it again)"
+        f"{settings.out} already holds this data; nothing to do (--force prepares the data again)"
     )
     warn_if_few(ready, reporter)
     return PrepareResult(meta=ready, was_ready=True)
@@ -83,7 +83,11 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
     few, total = meta.val_documents, meta.train_documents + meta.val_documents
     if few < _FEW_VAL_DOCUMENTS:
         by_name = meta.split.method == "files"
-        fix = "Add some to their file." if by_name else "Use a higher --val-fraction with --force."
+        fix = (
+            "Add documents to the validation file."
+            if by_name
+            else "Use a higher --val-fraction with --force."
+        )
         reporter.log(
             f"note: {few} of {total:,} documents are for validation, too few for a reliable loss. "
             f"{fix}"

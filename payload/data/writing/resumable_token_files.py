@@ -311,7 +311,7 @@ def _require_own(path: Path) -> None:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise DataError(
                 f"{path}: not a regular file, or a link, so prepare does not write to it. Remove "
-                "it, or choose another --out."
+                "this path, or choose another --out."
             )
 
 

@@ -1,7 +1,7 @@
 """Checks that tokens represent the text, while it is tokenized.
 
-A tokenizer with an empty vocabulary, or one for other text, produces tokens that cannot be learned.
-Training on them fails late or not at all.
+A tokenizer with an empty vocabulary, or one for other text, produces tokens that do not represent
+the text. Training on these tokens fails late, or ends without an error and with a useless model.
 """
 
 from __future__ import annotations

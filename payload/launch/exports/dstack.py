@@ -24,7 +24,7 @@ class Dstack(Engine):
     """The engine dstack; the payload comes from a checkout if no image is given."""
 
     start = "dstack apply -f FILE"
-    storage = "a volume's name, or a folder (/PATH) that the machines have in common"
+    storage = "a volume's name, or a folder (/PATH) that all machines share"
     # The pattern of dstack's validate_dstack_resource_name.
     storage_pattern = re.compile(r"[a-z][a-z0-9-]{1,40}|/[\w./-]*", re.ASCII)
     storage_characters = "lower-case letters, digits and -, and in a folder also A-Z . / _"

@@ -49,7 +49,7 @@ def export(options: PlanOptions, access: LocalAccess, *, engine_name: str) -> in
             write_whole(options.out, text)
         except OSError as error:
             raise UsageError(
-                f"--out {options.out}: {error.strerror}. Name a file that can be written."
+                f"--out {options.out}: {error.strerror}. Choose a file that can be written."
             ) from None
     talk.print(
         f"run {job.run_id}: {job.nodes} node(s) x {job.ranks_per_node} rank(s) x "

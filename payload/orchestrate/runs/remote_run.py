@@ -454,6 +454,6 @@ def planned_run_dir(paths: RunPaths) -> PurePosixPath:
     if not FOLDER.fullmatch(found) or PurePosixPath(found).name != paths.run_id:
         raise ConfigError(
             f"{paths.plan}: {RUN_DIR} = {shown(found)} is not a folder of run {paths.run_id}. "
-            "Name another run."
+            "Choose another run."
         )
     return PurePosixPath(found)

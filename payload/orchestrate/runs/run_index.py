@@ -137,7 +137,7 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
         raise _taken(paths) from None
     except OSError as error:
         raise ConfigError(
-            f"{paths.root}: {error.strerror}. Name a writable folder with --runs-dir."
+            f"{paths.root}: {error.strerror}. Choose a writable folder with --runs-dir."
         ) from None
     return paths
 

@@ -129,7 +129,7 @@ def _require_text(path: Path) -> None:
         str(path).encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{shown(str(path))}: not UTF-8. Name another folder with --runs-dir."
+            f"{shown(str(path))}: not UTF-8. Choose another folder with --runs-dir."
         ) from None
 
 

@@ -60,7 +60,7 @@ def test_a_run_continues_after_a_cut_link_and_ends_with_41_when_the_node_is_gone
     wait_until(lambda: bool(state_of(paths).note), what="the verdict", timeout_s=TIMEOUT_S)
     note = str(state_of(paths).note)
     assert "node lost: node-1 cannot be reached" in note, note
-    assert "Checking whether it can be restarted" in note and state_of(paths).attempt == 1
+    assert "Checking whether the run can be restarted" in note and state_of(paths).attempt == 1
     assert not [line for line in operator.nodes.processes_of(0) if "payload.train" in line]
     seen = last_step(paths)
     link.plug()

@@ -37,7 +37,7 @@ def ensure_operator_key(
             return
         raise ConfigError(
             f"{public}: the private key to this public key is missing, so the key may belong to "
-            "another user. Move the file away for a new key; or, if the key is yours: pulumi "
+            "another user. Move the file away; a new key is then created. If the key is yours: pulumi "
             f"config set operatorPublicKeyFile {public}"
         )
     if there and not path.exists():
