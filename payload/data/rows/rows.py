@@ -125,7 +125,8 @@ class Rows(ABC):
         raise DataError(
             f"{self.label}: nothing reads {_counted(self._unread)} of the first "
             f"{self.num_rows:,} rows, so training would lose these values. Map the "
-            f"columns to known names with --columns, or ignore each with --ignore-key {printable_line(first)}."
+            "columns to known names with --columns, or ignore each with "
+            f"--ignore-key {printable_line(first)}."
         )
 
     def notes(self) -> list[str]:

@@ -37,8 +37,8 @@ def ensure_operator_key(
             return
         raise ConfigError(
             f"{public}: the private key to this public key is missing, so the key may belong to "
-            "another user. Move the file away; a new key is then created. If the key is yours: pulumi "
-            f"config set operatorPublicKeyFile {public}"
+            "another user. Move the file away; a new key is then created. If the key is yours: "
+            f"pulumi config set operatorPublicKeyFile {public}"
         )
     if there and not path.exists():
         raise ConfigError(
