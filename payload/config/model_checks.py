@@ -88,8 +88,8 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
             )
         if not header.is_weight():
             raise CheckpointError(
-                f"{folder}: {name} is {header.dtype}: quantised weights cannot be trained. Use a "
-                "folder with the weights in bf16 or fp32."
+                f"{folder}: {name} is {header.dtype}: quantised weights cannot be trained. Use "
+                "the model in bf16 or fp32."
             )
 
 

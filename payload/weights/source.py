@@ -213,7 +213,7 @@ def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
     """Raise CheckpointError if `name` is a path, not NAME or OWNER/NAME, optionally @REVISION."""
     if path.exists():
         raise CheckpointError(
-            f"{setting} = {name!r}: this is a file, but not a .gguf file. Name the folder."
+            f"{setting} = {name!r}: this is a file, but not a .gguf file. Use the model's folder."
         )
     is_path = name.startswith(("/", "./", "../", "~")) or HubName.parse(name) is None
     # `runs/typo` is a path if the folder `runs` exists.

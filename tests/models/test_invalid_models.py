@@ -409,7 +409,7 @@ CASES = {
     ),
     "quantised tensors": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(32, WIDTH, dtype=torch.int8)})),
-        f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Name the model in bf16 "
+        f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Use the model in bf16 "
         "or fp32.",
         has_sizes=True,
         trained=f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Use the model "

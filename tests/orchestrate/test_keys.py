@@ -146,7 +146,7 @@ def test_a_key_that_came_with_the_folder_opens_no_connection(
         monkeypatch.setattr("os.getuid", lambda: 12345)
     else:
         path.chmod(0o644)
-    with pytest.raises(ConfigError, match="is not yours" if is_theirs else "is readable by others"):
+    with pytest.raises(ConfigError, match="that you own" if is_theirs else "is readable by others"):
         operator_key(inventory, given=None)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -102,7 +102,7 @@ def test_without_a_store_a_run_stays_where_it_was(tmp_path: Path) -> None:
     hold(paths, name="first")
     with pytest.raises(ConfigError, match="its checkpoints are not on second"):
         hold(paths, name="second")
-    with pytest.raises(ConfigError, match="this is its copy"):
+    with pytest.raises(ConfigError, match="this folder is a local copy"):
         hold(paths, name=None)
 
 

@@ -214,8 +214,8 @@ def _refuse_to_resume(paths: RunPaths, find_active_run: FindActiveRun) -> None:
     if is_copy(paths):
         if known_config(paths).storage.address() is None:
             raise ConfigError(
-                f"run {paths.run_id} is on a cluster, and this is its copy. Name the cluster with "
-                "--inventory FILE."
+                f"run {paths.run_id} is on a cluster, and this folder is a local copy. "
+                "Choose the cluster with --inventory FILE."
             )
         refuse_where_copied_alive(paths)
     refuse_active(paths, find_active_run)
