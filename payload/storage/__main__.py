@@ -114,7 +114,9 @@ def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
         )
     results = config.storage.address()
     if results is None:
-        raise UsageError(f'{paths.config}: storage.results = "none". Set it to an address.')
+        raise UsageError(
+            f'{paths.config}: storage.results = "none". Set storage.results to an address.'
+        )
     return paths, results.under(paths.run_id)
 
 

@@ -340,6 +340,6 @@ def test_another_length_than_the_blocks_have_is_refused(folder: Path) -> None:
 def test_show_refuses_text(tiny_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tiny_data)]) == ExitCode.CONFIG
     assert (
-        "was prepared with --task text; Use a folder that was prepared with"
+        "was prepared with --task text. Use a folder that was prepared with"
         in capsys.readouterr().err
     )

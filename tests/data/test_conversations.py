@@ -198,7 +198,7 @@ def test_a_meta_json_that_contradicts_itself_is_refused(
 ANSWER = {"role": "assistant", "content": "red"}
 ASK = {"role": "user", "content": "add"}
 BAD_CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "no message has role 'assistant'"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0]: unknown role 'robot'"),
     ({"messages": []}, "not a list of messages"),
     ({"messages": "hello"}, "messages is 'hello', not a list of messages"),

@@ -300,8 +300,8 @@ def _without_state(
     if outputs is None and not options.without_collect:
         raise ConfigError(
             f"the state is damaged, and this folder has no record of {cluster}. Its head can have "
-            "uncollected results, so nothing was destroyed. Repair the state as above; or destroy "
-            "the results too: "
+            "uncollected results, so nothing was destroyed. Repair the state as the "
+            "warning describes; or destroy the results too: "
             + command(
                 *("orchestrate", "down", "--without-collect"),
                 *("--cluster", cluster, "--project", project),

@@ -53,7 +53,8 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
         talk.print(f"{name} was not destroyed, or is still running. {_how_to_take_down(name)}")
     talk.print(
         f"a rehearsal in project {project}: {need.describe()}, ${usd:.4f} an hour, for at most "
-        f"{minutes} minutes (${usd * minutes / 60:.2f}); the machines delete themselves after that"
+        f"{minutes} minutes (${usd * minutes / 60:.2f}); Google deletes the machines after this "
+        "time"
     )
     if not confirm("Build this cluster, and destroy it afterwards?", assume_yes=options.yes):
         talk.print("nothing was built")

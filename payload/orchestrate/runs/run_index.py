@@ -448,7 +448,8 @@ def _take_checkpoint(
     ):
         say(
             f"warning: {here} existed before, and its manifest is not the one that the head wrote "
-            f"(sha256 {recorded}). If it came from a store, move it away, and collect again"
+            f"(sha256 {recorded}). If this checkpoint came from a store, move it away, and collect "
+            "again"
         )
     found = fetch_newest(
         store,

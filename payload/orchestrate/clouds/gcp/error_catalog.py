@@ -230,17 +230,17 @@ _OTHERS = (
     _rule(
         r"already being used by '(?:\S*/)?(?P<kind>[a-zA-Z]{1,40})/(?P<user>[a-z0-9-]{1,64})'",
         ConfigError,
-        "The stack did not create {user} ({kind}). Delete it with the tool that created it, then "
-        "repeat the command. If no command lists it, a Google service (Cloud Run, GKE, a private "
+        "The stack did not create {user} ({kind}). Delete this resource with the tool that created "
+        "it, then repeat the command. If no command lists it, a Google service (Cloud Run, GKE, a private "
         "connection) created it: delete that service's resources in the network. Google can take "
         "hours to release the network, at no cost",
     ),
     _rule(
         r"resourceInUseByAnotherResource|already being used by",
         ConfigError,
-        "A resource outside the stack uses this resource. Find the user with `gcloud compute "
-        "networks describe NAME` or on the network's page in the console. Delete it, then repeat "
-        "the command",
+        "A resource outside the stack uses this resource. Find the other resource with `gcloud "
+        "compute networks describe NAME` or on the network's page in the console. Delete the other "
+        "resource, then repeat the command",
     ),
     _rule(
         r"[Dd]eletion [Pp]rotection is enabled|protected against deletion",

@@ -275,7 +275,7 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
         for line in describe_others([each for each in resources if each not in mine]):
             talk.print(
                 f"cluster {cluster}, which another folder built according to its identity, {line}. "
-                "Remove it from its own folder; or: "
+                "Remove this cluster with a command in that folder; or: "
                 + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
                 + " --identity ID --delete"
             )
