@@ -68,7 +68,7 @@ def tokenizer_files(
 
 
 def _has_trained_special_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) -> bool:
-    """Return True if the model's special tokens are those that the data was made with.
+    """Return True if the model has the special tokens with which the data was made.
 
     For data with a chat template, all special tokens are compared, because a template can use any
     of them. The other tasks need only the tokens for ends and padding. GPT-2 has only one special

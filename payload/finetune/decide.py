@@ -417,7 +417,7 @@ def _plan(
     *,
     without: tuple[str, ...] = (),
 ) -> Any:
-    """Return the plan of a run with these and the user's settings.
+    """Return the plan of a run with the given settings and the user's settings.
 
     Sections in `without` are left out.
     """

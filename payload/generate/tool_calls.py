@@ -67,7 +67,7 @@ def learn_tool_calls(
 ) -> ToolCallFormat | None:
     """Return the format in which `template` writes calls; None if it writes no calls.
 
-    `tools` and `variables` are the ones of the conversation. Raises DataError if the template
+    `tools` and `variables` belong to the conversation. Raises DataError if the template
     refuses a conversation without calls.
     """
     probes = _Probes(template, tools, variables)

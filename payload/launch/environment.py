@@ -154,7 +154,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables that are specific to one rank.
 
-    They include the variables that torch reads, for programs that know only these. OMP_PROC_BIND
+    They include the variables that torch reads, for programs that read only these. OMP_PROC_BIND
     stays unset. Otherwise libgomp would bind the main thread to one core, gloo's threads would
     inherit that core, and the all-reduce would wait for the computation. Instead, the process is
     bound to the set of its cores.

@@ -277,7 +277,7 @@ def _check_cards(folder: Path) -> None:
 def _check_places(folder: Path, builder: DatasetBuilder) -> None:
     """Raise DataError for a data file outside of the folder, for example behind a link.
 
-    Formats other than `_FORMATS` also read files that are not listed, for example those next to a
+    Formats other than `_FORMATS` also read files that are not listed, such as files next to a
     task.toml. For datasets of the hub, `datasets` checks this itself.
     """
     if builder.name not in _FORMATS:

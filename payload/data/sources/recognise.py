@@ -16,7 +16,7 @@ _ABOUT_DATA = ("readme", "license", "licence", "changelog", "citation", ".gitatt
 
 
 def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set[FileKind]]:
-    """Return the files of the inputs, and the kinds of those that are read.
+    """Return the files of the inputs, and the kinds of the files that are read.
 
     Files that describe the data, such as README.md, are left out if others have rows. Raises
     DataError.

@@ -33,7 +33,7 @@ class SplitFiles:
     """Files that are left out."""
 
     def read(self) -> list[Path]:
-        """Return the files to read: those for training, then those for validation."""
+        """Return the files to read: the training files, then the validation files."""
         return [*self.train, *self.valid]
 
     def note(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The tokens at which a server stops to generate, and those that a template may end a turn with."""
+"""The tokens at which a server stops, and the tokens with which a template may end a turn."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class KnownTokens:
     """Texts of a tokenizer's tokens that matter for the end of a turn."""
 
     stops: tuple[str, ...] = ()
-    """Tokens at which a server stops: those of eos_token_id in generation_config.json and
-    config.json, and the tokenizer's eos_token."""
+    """Tokens at which a server stops: eos_token_id of generation_config.json and of config.json,
+    and the tokenizer's eos_token."""
     special: tuple[str, ...] = ()
     """The special tokens."""
     added: tuple[str, ...] = ()

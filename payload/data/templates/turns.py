@@ -43,7 +43,7 @@ class SampleOptions:
     train_on: TrainOn = "all"
     """`last` trains only the last trained turn."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template; those of a row override them."""
+    """Variables of the template; the variables of a row override these."""
     ignored_keys: frozenset[str] = frozenset()
     """Keys of messages, or `tools`, that the template may leave out."""
 

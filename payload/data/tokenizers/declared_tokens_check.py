@@ -1,4 +1,4 @@
-"""Compares the tokens that a tokenizer's files declare with those that tokenizer.json produces.
+"""Compares the tokens that a tokenizer's files declare with the tokens of tokenizer.json.
 
 Text is tokenized by tokenizer.json alone. transformers also adds the tokens of the other files. So
 a token that only those files declare is one token in transformers, but several in our data.

@@ -56,7 +56,7 @@ class TokenizerCheck:
     def add(self, texts: Sequence[bytes], tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
         """Check and count texts; text i has tokens[offsets[i]:offsets[i + 1]].
 
-        The tokens do not include those that are added around a text.
+        The tokens do not include the tokens that are added around a text.
         Raises DataError.
         """
         lengths = np.diff(offsets)

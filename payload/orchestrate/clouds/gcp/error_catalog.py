@@ -231,9 +231,9 @@ _OTHERS = (
         r"already being used by '(?:\S*/)?(?P<kind>[a-zA-Z]{1,40})/(?P<user>[a-z0-9-]{1,64})'",
         ConfigError,
         "The stack did not create {user} ({kind}). Delete this resource with the tool that created "
-        "it, then repeat the command. If no command lists it, a Google service (Cloud Run, GKE, a private "
-        "connection) created it: delete that service's resources in the network. Google can take "
-        "hours to release the network, at no cost",
+        "it, then repeat the command. If no command lists it, a Google service (Cloud Run, GKE, a "
+        "private connection) created it: delete that service's resources in the network. Google "
+        "can take hours to release the network, at no cost",
     ),
     _rule(
         r"resourceInUseByAnotherResource|already being used by",
