@@ -23,9 +23,9 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens: those of the model, or the template's own token if it writes no such.
+    """Stop tokens: those of the model, or the template's own token if it writes no stop token of the model.
 
-    Empty if the template writes none before a message of this role.
+    Empty if the template ends no turn before a message of this role.
     """
     last: str
     """The text that follows the answer of the last turn."""
