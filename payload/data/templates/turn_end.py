@@ -23,7 +23,7 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens: those of the model, or the template's own token if it writes no stop token of the model.
+    """Stop tokens of the model; the template's own token if the template writes none of these.
 
     Empty if the template ends no turn before a message of this role.
     """
