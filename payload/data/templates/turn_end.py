@@ -23,7 +23,7 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens of the model; the template's own token if the template writes none of these.
+    """Stop tokens of the model. Without one in the template's text, the template's own token.
 
     Empty if the template ends no turn before a message of this role.
     """
