@@ -16,8 +16,15 @@ from payload.core.files import fsync_folder
 from payload.kernels.code_caches import is_own_file, own_folder
 from payload.kernels.unavailable import KernelsUnavailableError
 
-SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
-_HEADERS = ("brgemm.h", "common.h", "layout.h")
+SOURCES = (
+    "attention.cpp",
+    "decoder.cpp",
+    "pointwise.cpp",
+    "products.cpp",
+    "tile_gradients.cpp",
+    "update.cpp",
+)
+_HEADERS = ("brgemm.h", "common.h", "layout.h", "tile_gradients.h", "tiles.h")
 COMPILERS = ("g++", "clang++")
 
 # errno and floating-point traps would prevent vectorisation. NaN and infinity still work.
