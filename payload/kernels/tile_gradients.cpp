@@ -240,6 +240,7 @@ int tile_weight_gradient(const bf16* const* grad, int64_t slice, const bf16* x,
       }
     }
     tiles::release();
+    _mm_sfence();  // another thread may read what this one wrote past the caches
   }
   return tasks.outcome();
 } catch (const std::bad_alloc&) {
