@@ -1,5 +1,5 @@
 // The highest rates of this CPU: multiply-add instructions with their operands in registers or
-// streamed from memory, and memory bandwidth. Each thread has a buffer of its own.
+// streamed from memory, and memory bandwidth. Each thread has a separate buffer.
 #include "../payload/kernels/tiles.h"
 
 #include <chrono>

@@ -7,8 +7,9 @@ Multiply-add instructions of each kind that this CPU has run with their operands
 streamed from the L1 cache, the L2 cache and memory: both operands of an AMX tile product, one of a
 vector instruction. The data are random, since a CPU's clock can depend on them. Memory is read,
 written and copied, sequentially. The GEMM is the fastest of several sizes through torch. Rates are
-medians of `--rounds` measurements of `--seconds` each, for one thread and for all threads at the
-same time. If two CPUs share a physical core, both together are no faster than one.
+the highest of `--rounds` measurements of `--seconds` each, which other programs disturb least, for
+one thread and for all threads at the same time. If two CPUs share a physical core, both together
+are no faster than one.
 
 Tables go to stderr, one JSON object to stdout.
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -62,24 +62,24 @@ class Peak:
         """Return FLOP/s of all threads with operands from `place`; None if the CPU lacks `kind`."""
         size = _PLACES[place]
         arguments = (KINDS.index(kind), size or _L1_BYTES, int(size > 0))
-        return self._median(lambda: self._flops(*arguments, self._budget_s, threads))
+        return self._highest(lambda: self._flops(*arguments, self._budget_s, threads))
 
     def bytes_per_s(self, operation: str, place: str, *, threads: int) -> float | None:
         """Return the bandwidth of all threads; None if the CPU lacks the operation."""
         arguments = (BANDWIDTHS.index(operation), _PLACES[place])
-        return self._median(lambda: self._bandwidth(*arguments, self._budget_s, threads))
+        return self._highest(lambda: self._bandwidth(*arguments, self._budget_s, threads))
 
-    def _median(self, measure: Callable[[], float]) -> float | None:
+    def _highest(self, measure: Callable[[], float]) -> float | None:
         first = measure()
         if first < 0:
             raise MemoryError(f"no memory for {_MEMORY_BYTES >> 20} MB a thread")
         if not first:
             return None
-        return statistics.median([first, *(measure() for _ in range(self._rounds - 1))])
+        return max(first, *(measure() for _ in range(self._rounds - 1)), 0.0)
 
 
 def gemm_flops_per_s(dtype: torch.dtype, *, threads: int, rounds: int) -> float:
-    """Return the highest rate of torch's matmul over several sizes, each the median of `rounds`."""
+    """Return the highest rate of torch's matmul over several sizes and `rounds` of each."""
     before, best = torch.get_num_threads(), 0.0
     torch.set_num_threads(threads)
     for rows, depth, columns in _GEMM_SIZES:
@@ -88,8 +88,8 @@ def gemm_flops_per_s(dtype: torch.dtype, *, threads: int, rounds: int) -> float:
         out = torch.empty(rows, columns, dtype=dtype)
         multiply = partial(torch.mm, left, right.t(), out=out)
         multiply()
-        median_s = statistics.median(seconds_of(multiply) for _ in range(rounds))
-        best = max(best, 2 * rows * depth * columns / median_s)
+        best_s = min(seconds_of(multiply) for _ in range(rounds))
+        best = max(best, 2 * rows * depth * columns / best_s)
     torch.set_num_threads(before)
     return best
 

@@ -13,7 +13,7 @@ void brgemm(int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b, int64_t
 void brgemm_release(bool is_vnni);
 }  // namespace at::native::cpublas
 
-// Call at the begin of a thread's products.
+// Call at the start of a thread's products.
 inline void begin_products() {
   if (tiles::available()) tiles::configure();
 }

@@ -173,7 +173,8 @@ int tile_weight_gradient(const bf16* const* grad, int64_t slice, const bf16* x,
   const auto wide_size = static_cast<int64_t>(wide.size());
   const int64_t steps = up(tokens, tiles::kDepth);
   // Blocks of 32 of each side of a task: as large as the cache allows, with work for all threads.
-  const int64_t narrow_tasks = up(narrow_size, kNarrow), narrow_share = up(narrow_size, narrow_tasks);
+  const int64_t narrow_tasks = up(narrow_size, kNarrow);
+  const int64_t narrow_share = up(narrow_size, narrow_tasks);
   const int64_t largest = std::max<int64_t>(1, kSums / kBlockSums / narrow_share);
   const int64_t least = up(up(wide_size, largest), threads) * threads;
   const int64_t wide_share = up(wide_size, std::min(least, wide_size));
@@ -201,7 +202,9 @@ int tile_weight_gradient(const bf16* const* grad, int64_t slice, const bf16* x,
           const int64_t wide_begin = i * wide_share, narrow_begin = j * narrow_share;
           const int64_t columns = std::min(wide_size, wide_begin + wide_share) - wide_begin;
           const int64_t rows = std::min(narrow_size, narrow_begin + narrow_share) - narrow_begin;
-          auto* sums = own.take<float>(wide_share * (narrow_share * kBlockSums + kSteps * kStep / 4));
+          // One piece, since only large pieces have huge pages.
+          const int64_t elements = wide_share * (narrow_share * kBlockSums + kSteps * kStep / 4);
+          auto* sums = own.take<float>(elements);
           auto* right = reinterpret_cast<char*>(sums + wide_share * narrow_share * kBlockSums);
           for (int64_t step = 0; step < steps; step += kSteps) {
             const int64_t here = std::min(kSteps, steps - step);
@@ -217,8 +220,8 @@ int tile_weight_gradient(const bf16* const* grad, int64_t slice, const bf16* x,
                                  : packed + (narrow_begin * steps + step + kSteps) * kStep;
               for (int64_t column = 0; column < columns; ++column) {
                 float* next = sums + (row * columns + column) * kBlockSums;
-                tiles::packed_block(left, right + column * kSteps * kStep, here, false, done, next,
-                                    step > 0, [&](int64_t) {
+                tiles::packed_block(left, right + column * kSteps * kStep, here, done, next,
+                                    step > 0, [&] {
                                       for (int64_t i = 0; i < lines; ++i, ahead += 64) {
                                         _mm_prefetch(ahead, _MM_HINT_T1);
                                       }

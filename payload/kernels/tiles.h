@@ -5,10 +5,10 @@
 #pragma once
 #include "common.h"
 
-// Every CPU with AMX has AVX-512 with bf16. Compilers with the header of the intrinsics come with an
-// assembler that knows the instructions.
+// Every CPU with AMX has AVX-512 with bf16. Compilers with the header of the intrinsics come with
+// an assembler that knows the instructions; clang's accepts them only when compiling for AMX.
 #if defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__linux__) && \
-    __has_include(<amxbf16intrin.h>)
+    __has_include(<amxbf16intrin.h>) && (defined(__AMX_BF16__) || !defined(__clang__))
 #define TILEFORGE_TILES 1
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -137,19 +137,13 @@ inline void store_block(const Sums& done) {
 constexpr int64_t kBlockSums = kBlock * kBlock, kStep = 2 * kBytes;
 
 // Computes a block of packed operands, `steps` times 32 deep, into or with `add` onto `next`. The
-// sums stay in the tiles until the next block begins. `backwards` reverses the order of summation.
-// Calls each(step) after every step but the first, while the tiles are busy.
+// sums stay in the tiles until the next block begins: each tile of `done` is stored while the
+// others are still being computed, as in `begin_block`. Calls each() after every step but the
+// first, while the tiles are busy.
 template <typename Each>
 inline __attribute__((always_inline)) void packed_block(const char* left, const char* right,
-                                                        int64_t steps, bool backwards,
-                                                        float* done, float* next, bool add,
-                                                        Each each) {
-  int64_t ahead = kStep;
-  if (backwards) {
-    left += (steps - 1) * kStep;
-    right += (steps - 1) * kStep;
-    ahead = -kStep;
-  }
+                                                        int64_t steps, float* done, float* next,
+                                                        bool add, Each each) {
   const auto sums = [](float* at) {
     return [at](int tile) { return reinterpret_cast<char*>(at) + tile * kBytes; };
   };
@@ -172,10 +166,10 @@ inline __attribute__((always_inline)) void packed_block(const char* left, const 
   TILE_PRODUCT(3, 5, 7);
 #undef TILEFORGE_NEXT
   for (int64_t step = 1; step < steps; ++step) {
-    left += ahead;
-    right += ahead;
+    left += kStep;
+    right += kStep;
     multiply(left, 64, left + kBytes, right, 64, right + kBytes);
-    each(step);
+    each();
   }
 }
 
@@ -187,7 +181,7 @@ inline void store_packed(float* done) {
   TILE_STORE(3, at + 3 * kBytes, 64);
 }
 
-// One tile of at most 16 x 16 sums, of any even depth: in shapes of its own. Restores the full
+// One tile of at most 16 x 16 sums, of any even depth: in separate shapes. Restores the full
 // shape.
 inline void edge_tile(int64_t rows, int64_t columns, int64_t depth, const bf16* left,
                       int64_t left_stride, const bf16* right, int64_t right_stride, float* sums,
