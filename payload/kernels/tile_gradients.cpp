@@ -21,7 +21,7 @@ constexpr int64_t kTokens = 256, kSteps = kTokens / tiles::kDepth;
 // Distance of the prefetched tokens.
 constexpr int64_t kAhead = 16;
 // Sums of a task's block, and the largest number of blocks of 32 of its narrower side.
-constexpr int64_t kSums = 1 << 18, kNarrow = 24;
+constexpr int64_t kSums = 1 << 18, kNarrow = 32;
 
 // At most 32 columns of a factor (tokens, ...) whose elements are contiguous in memory.
 struct Strip {
