@@ -253,8 +253,11 @@ def _after_header(header: str, prompt: str, text: str, *, limit: int) -> int:
     That is the end of the longest possible end of `header` behind the common start of both texts.
     """
     common = _common(prompt, text)
-    for start in range(len(header)):
-        place = text.rfind(header[start:], 0, limit)
-        if place >= 0 and place + len(header) - start > common:
-            return place + len(header) - start
+    marks = header.rstrip()
+    for start in range(len(marks)):
+        place = text.rfind(marks[start:], 0, limit)
+        end = place + len(marks) - start
+        if place >= 0 and end >= common:
+            space = header[len(marks) :]
+            return end + len(space) if text.startswith(space, end) else end
     return min(common, limit)
