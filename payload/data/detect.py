@@ -40,7 +40,7 @@ class DataOptions:
     source: SourceRequest = field(default_factory=lambda: SourceRequest(kind="auto"))
     """The options of the source, without its input."""
     forwarded: tuple[str, ...] = ()
-    """Words of the command line that `prepare` takes as they are."""
+    """Further arguments of `prepare`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ def add_task_flags(add: AddFlag) -> None:
 
 
 def forwarded_words(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the words that give `prepare` the options of this command line."""
+    """Return the arguments that pass the options of this command line to `prepare`."""
     flags = dict.fromkeys((*_FORWARDED, *(flag for task in all_tasks() for flag in task.flags)))
     return tuple(
         word

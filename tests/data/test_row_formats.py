@@ -22,7 +22,11 @@ from tests.support.chat_data import turn
 ROOM = {"name": "room_temp", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": ROOM}
 ARGUMENTS = {"room": 3}
-CALL = {"id": "c1", "type": "function", "function": {"name": "room_temp", "arguments": ARGUMENTS}}
+CALL: dict[str, Any] = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "room_temp", "arguments": ARGUMENTS},
+}
 
 
 def user(text: str) -> dict[str, Any]:

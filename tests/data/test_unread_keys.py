@@ -92,7 +92,7 @@ def test_an_answer_to_avoid_is_not_trained_as_a_good_one() -> None:
             with pytest.raises(BadConversationError, match="may mark a bad answer"):
                 conversation_of({**each, "label": unclear})
     for label in (2, "no"):
-        labelled = {**row, "label": label}
+        labelled: dict[str, Any] = {**row, "label": label}
         assert unread_columns(labelled, columns_of(labelled)) == ["label"]
     for good in ("True", "1", True, None):
         labelled = {**row, "label": good, "weight": 1}

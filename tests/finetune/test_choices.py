@@ -166,7 +166,7 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
             "x.jsonl",
             '{"a": 1, "b": 2}',
             DataOptions(),
-            "no known column found in the columns 'a', 'b'. Choose the task",
+            "no known column found in the columns 'a', 'b'. Name the columns with --columns",
         ),
         ("x.jsonl", "", DataOptions(), "no rows. Use a file with data"),
         ("x.jsonl", "{broken", DataOptions(), "x.jsonl line 1"),

@@ -10,7 +10,7 @@ from payload.core.errors import ExitCode
 from payload.data.__main__ import parser as data_parser
 from payload.data.shared_flags import forwarded_words
 from payload.finetune.__main__ import parser
-from tests.cli.parsers import options_of
+from tests.cli.parsers import all_parsers, options_of
 from tests.data.running import run_here
 from tests.support.chat_data import make_tokenizer, turn, write_rows
 from tests.support.named_options import mentions, texts_of
@@ -53,11 +53,7 @@ def test_finetune_has_every_option_that_a_message_about_data_names() -> None:
         for each in mentions(text, where=str(path), commands={"generate", "export", "auth"})
         if each.command is None
     }
-    prepare = options_of(data_parser()) | {
-        option
-        for command in data_parser()._subparsers._group_actions[0].choices.values()  # type: ignore[union-attr]
-        for option in options_of(command)
-    }
+    prepare = options_of(all_parsers()["data prepare"])
     missing = {each for each in named & prepare if each not in own} - set(PREPARE_ONLY)
     assert missing == set()
     assert {"--skip-bad", "--ignore-key", "--columns", "--chat-template", "--thoughts"} <= named
@@ -100,7 +96,7 @@ def test_show_prints_what_is_recognised_in_raw_data_and_one_row(tmp_path: Path) 
     ]
     assert "x.txt line 4, sample 1 of 1: " in done.stderr
     plain = run_here("show", path)
-    assert "add --tokenizer MODEL" in plain.stderr and "ask" not in plain.stdout
+    assert "add --tokenizer MODEL" in plain.stderr and "im_start" not in plain.stdout
     labelled = tmp_path / "y.tsv"
     labelled.write_text("text\tlabel\na\tx\nb\ty\n")
     assert run_here("show", labelled).stdout.splitlines() == [

@@ -83,7 +83,7 @@ class Rows(ABC):
 
     @abstractmethod
     def _read(self) -> Iterator[Row]:
-        """Yield every row as the source has it."""
+        """Yield every row of the source, with its own column names."""
 
     def recognised(self) -> list[str]:
         """Return lines about what was detected; call `identity` first."""

@@ -139,7 +139,7 @@ def _encoding(path: Path, start: bytes) -> str:
 
 
 def _encoding_of_all(path: Path, encoding: str) -> str:
-    """Return the encoding that fits the whole file: UTF-8, else Windows-1252, else Latin-1."""
+    """Return the first encoding of UTF-8, Windows-1252 and Latin-1 that fits the whole file."""
     for tried in (encoding, "cp1252"):
         decoder = codecs.getincrementaldecoder(tried)()
         try:
