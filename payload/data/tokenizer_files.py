@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError, DataError
-from payload.data.templates.chat_template import TEMPLATE_FILE, templates_of
+from payload.data.templates.chat_template import templates_of
+from payload.data.templates.template_files import TEMPLATE_FILE
 from payload.data.tokenizer_match import (
     is_same_tokenizer,
     makes_declared_tokens,

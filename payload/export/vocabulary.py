@@ -19,7 +19,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.data.templates.chat_template import TEMPLATE_FILE
+from payload.data.templates.template_files import TEMPLATE_FILE
 from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
 from payload.data.tokenizers.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config

@@ -56,8 +56,8 @@ OnLong = Literal["truncate", "drop", "refuse", "split"]
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """How thoughts of the assistant are trained.
 
-`keep`: as the row has them. `drop`: without them. `empty`: as the row has them; if a prompt opens a
-block of thoughts and the row has none, the end of the block is trained with the answer. `refuse`:
+`keep`: as in the row. `drop`: without them. `empty`: as in the row; if a prompt opens a block of
+thoughts and the row lacks one, the end of the block is trained with the answer. `refuse`:
 rejects such a row. `keep` and `drop` train only the answer there.
 """
 

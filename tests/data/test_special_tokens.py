@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -79,15 +80,30 @@ def test_a_template_writes_what_transformers_writes(case: str, tmp_path: Path) -
     assert START in found or case in ("none", "a list of further ones", "a map that does not count")
 
 
-def test_a_template_that_writes_a_token_that_no_file_names_is_refused(tmp_path: Path) -> None:
-    folder = make_tokenizer(tmp_path, template="{{ messages[0].content }}{{ sep_token }}")
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer"])
+def test_a_token_that_no_file_names_is_the_one_of_the_tokenizers_class(
+    name: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    folder = make_tokenizer(tmp_path, template="[{{ unk_token }}][{{ eos_token }}]")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    signature = inspect.signature(getattr(transformers, name).__init__)
+    wanted = "".join(f"[{signature.parameters[key].default}]" for key in ("unk_token", "eos_token"))
+    assert read_chat_template(folder).render(turn("a", "b"), add_generation_prompt=False) == wanted
+
+
+def test_a_token_that_no_file_names_is_empty_as_in_transformers_or_refused(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = make_tokenizer(tmp_path, template="{{ messages[0].content }}{{ sep_token }}|")
+    own: Any = AutoTokenizer.from_pretrained(folder)
+    messages = turn("a", "b")
+    found = read_chat_template(folder).render(messages, add_generation_prompt=False)
+    assert found == own.apply_chat_template(messages, tokenize=False) == "a|"
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "OddTokenizer"}')
     with pytest.raises(DataError, match="it uses sep_token, which is missing in tokenizer_config"):
         read_chat_template(folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% set sep_token = '|' %}{{ messages[0].content }}{{ sep_token }}"
-    )
-    text = read_chat_template(folder).render(turn("a", "b"), add_generation_prompt=False)
-    assert text == "a|"
 
 
 def test_the_end_of_a_document_and_padding_are_those_of_the_map(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,17 +80,43 @@ def test_a_checkpoint_has_the_special_tokens_that_its_data_was_rendered_with(
     assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
 
 
-def test_of_several_templates_the_default_one_counts_as_in_transformers(tmp_path: Path) -> None:
+FIRST_LINE = "\n  first {{ messages[0].content }} \n"
+"""A template with white space at both ends, which Jinja could remove."""
+
+
+def test_of_several_templates_the_one_for_tools_renders_tools_as_in_transformers(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
     model = config_with_template(tmp_path / "model")
     path = model / "tokenizer_config.json"
     raw = json.loads(path.read_text())
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TRAINED}]
+    named = [
+        {"name": "tool_use", "template": FIRST_LINE + "{{ tools | tojson }}"},
+        {"name": "default", "template": FIRST_LINE},
+    ]
     path.write_text(json.dumps({**raw, "chat_template": named}))
-    assert read_chat_template(model).source == TRAINED
-    assert templates_of({path.name: path.read_bytes()}) == [TRAINED]
+    check_equal(model, AutoTokenizer.from_pretrained(model))
+    template = read_chat_template(model)
+    assert templates_of({path.name: path.read_bytes()}) == [template.source]
+
     path.write_text(json.dumps({**raw, "chat_template": named[:1]}))
     with pytest.raises(DataError, match="the model has no chat template"):
         read_chat_template(model)
+
+    (model / "chat_template.jinja").write_text(FIRST_LINE)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }}\n")
+    check_equal(model, AutoTokenizer.from_pretrained(model))
+
+
+def check_equal(model: Path, own: Any) -> None:
+    """Require the text of transformers with and without tools."""
+    messages = [{"role": "user", "content": "a"}]
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        found = read_chat_template(model).render(messages, add_generation_prompt=False, tools=tools)
+        assert found == own.apply_chat_template(messages, tools=tools, tokenize=False)
 
 
 @pytest.mark.parametrize(("task", "name"), [("text", "eos_token"), ("classify", "pad_token")])

@@ -68,8 +68,8 @@ class ChatTask(Task):
             "--thoughts",
             choices=THOUGHTS,
             metavar="HOW",
-            help="keep: train thoughts as the rows have them; drop: without thoughts; empty: where "
-            "a prompt opens a block of thoughts and the row has none, train the end of the block, "
+            help="keep: train the thoughts of the rows; drop: without thoughts; empty: where "
+            "a prompt opens a block of thoughts and the row lacks one, train the end of the block, "
             f"too; refuse: reject such rows (default: {THOUGHTS[0]})",
         )
         add(

@@ -37,11 +37,11 @@ from payload.data.tasks.arguments import (
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import (
-    TEMPLATE_FILE,
     ChatTemplate,
     load_chat_template,
     read_chat_template,
 )
+from payload.data.templates.template_files import TEMPLATE_FILE
 from payload.data.templates.turns import RenderedSample, SampleOptions
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
@@ -166,7 +166,7 @@ class _Sample:
     """Key of the split: the group's number, or the row's number without groups."""
     rendered: RenderedSample
     is_added: bool
-    """True for all but one sample of a row."""
+    """True except for one sample of a row."""
 
 
 @dataclass(frozen=True, slots=True)

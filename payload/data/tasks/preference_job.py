@@ -16,7 +16,7 @@ from payload.data.reading.packed_blocks import TRAINED
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.rows.conversations import BadConversationError, UntrainedRowError, unread_columns
 from payload.data.rows.open_rows import open_rows
-from payload.data.rows.preferences import ANSWERS, COLUMNS, preference_of
+from payload.data.rows.preferences import ANSWERS, COLUMNS, Preference, preference_of
 from payload.data.rows.rows import Row, Rows, in_batches
 from payload.data.tasks.arguments import (
     SEQUENCE_LENGTH,
@@ -168,7 +168,7 @@ class PreferenceJob:
         try:
             pair = preference_of(row.values)
             both = tuple(
-                self._answer(pair.prompt, each, name)
+                self._answer(pair, each, name)
                 for name, each in zip(ANSWERS, (pair.chosen, pair.rejected), strict=True)
             )
         except UntrainedRowError as error:
@@ -180,13 +180,15 @@ class PreferenceJob:
         self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
         return _Rendered(row, self.groups.number_of(row), both)
 
-    def _answer(
-        self, prompt: Sequence[Message], answer: Sequence[Message], name: str
-    ) -> RenderedSample:
+    def _answer(self, pair: Preference, answer: Sequence[Message], name: str) -> RenderedSample:
         """Return a whole conversation, whose spans are the assistant's text in the answer."""
         trained = [each["role"] == "assistant" for each in answer]
         conversation = Conversation(
-            messages=(*prompt, *answer), trained=(*[False] * len(prompt), *trained)
+            messages=(*pair.prompt, *answer),
+            trained=(*[False] * len(pair.prompt), *trained),
+            tools=pair.tools,
+            documents=pair.documents,
+            variables=pair.variables,
         )
         samples = self.template.samples(conversation, self.options)
         if len(samples) > 1:

@@ -16,10 +16,16 @@ from typing import Any
 from payload.core.errors import ConfigError, DataError
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
-from payload.core.symlink_safety import inside_folder
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates.control_tokens import ControlTokens
 from payload.data.templates.stop_tokens import KnownTokens, known_tokens
+from payload.data.templates.template_files import (
+    NO_TEMPLATE_FIX,
+    TEMPLATE_FILE,
+    chosen_template,
+    find_template,
+    named_templates,
+)
 from payload.data.templates.template_process import (
     TemplateFailedError,
     TemplateProcess,
@@ -30,15 +36,10 @@ from payload.data.templates.turns import RenderedSample, SampleOptions, render_s
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
     MAP_FILE,
+    class_tokens,
+    has_known_class,
     named_tokens,
     read_tokenizer_config,
-    special_tokens,
-)
-
-TEMPLATE_FILE = "chat_template.jinja"
-_FIX = (
-    "Use a model that was trained for chat, set a template with --chat-template (prepare), or "
-    "leave --chat out (generate)."
 )
 
 
@@ -128,7 +129,7 @@ class ChatTemplate:
 
     def error(self, reason: str) -> DataError:
         """Return the error for a conversation that the template rejects."""
-        return DataError(f"{self.where}: {one_line(reason)} {_FIX}")
+        return DataError(f"{self.where}: {one_line(reason)} {NO_TEMPLATE_FIX}")
 
     def known_tokens(self) -> KnownTokens:
         """Return the stop tokens and special tokens of the tokenizer. Raises DataError."""
@@ -185,25 +186,18 @@ class ChatTemplate:
         except TemplateUnusableError as error:
             # Not a DataError, for which the row would be skipped: the next rows would fail at the
             # same cost.
-            raise ConfigError(f"{self.where}: {one_line(error)} {_FIX}") from None
+            raise ConfigError(f"{self.where}: {one_line(error)} {NO_TEMPLATE_FIX}") from None
         except TemplateFailedError as error:
-            raise DataError(f"{self.where}: {one_line(error)} {_FIX}") from None
+            raise DataError(f"{self.where}: {one_line(error)} {NO_TEMPLATE_FIX}") from None
 
 
 def templates_of(files: Mapping[str, bytes]) -> list[str]:
     """Return the chat templates in a tokenizer's files; the first one takes precedence."""
     config = json.loads(files.get(CONFIG_FILE, b"{}"))
     found = [files[TEMPLATE_FILE].decode("utf-8")] if TEMPLATE_FILE in files else []
-    other = _default(config.get("chat_template")) if isinstance(config, dict) else None
-    return [*found, other] if isinstance(other, str) else found
-
-
-def _default(given: object) -> object:
-    """If a model has several named templates, return the one that transformers uses by default."""
-    if not isinstance(given, list):
-        return given
-    named = [each for each in given if isinstance(each, dict) and each.get("name") == "default"]
-    return named[-1].get("template") if named else None
+    given = config.get("chat_template") if isinstance(config, dict) else None
+    other = chosen_template(named_templates(given))
+    return found if other is None else [*found, other]
 
 
 def read_chat_template(folder: Path) -> ChatTemplate:
@@ -212,16 +206,12 @@ def read_chat_template(folder: Path) -> ChatTemplate:
     Raises DataError if the template is missing or damaged.
     """
     config = read_tokenizer_config(folder)
-    path = folder / TEMPLATE_FILE
-    try:
-        text: object = read_bytes(inside_folder(path)).decode("utf-8")
-    except FileNotFoundError:
-        text = _default(config.get("chat_template"))
-        path = folder / CONFIG_FILE
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error).rstrip('.')}). {_FIX}") from None
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"{folder}: the model has no chat template ({TEMPLATE_FILE}). {_FIX}")
+    found = find_template(folder, config)
+    if found is None:
+        raise DataError(
+            f"{folder}: the model has no chat template ({TEMPLATE_FILE}). {NO_TEMPLATE_FIX}"
+        )
+    path, text = found
     return _chat_template(text, path, config, tokenizer=folder)
 
 
@@ -242,14 +232,17 @@ def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
 def _chat_template(
     text: str, path: Path, config: Mapping[str, Any], *, tokenizer: Path
 ) -> ChatTemplate:
-    known = named_tokens(config)
+    known = {**class_tokens(config), **named_tokens(config)}
+    tokens = {name: each for name, each in known.items() if each is not None}
     try:
-        process = TemplateProcess(text, special_tokens(config))
+        process = TemplateProcess(text, tokens)
     except TemplateFailedError as error:
-        raise DataError(f"{path}: is not a valid template: {one_line(error)} {_FIX}") from None
+        raise DataError(
+            f"{path}: is not a valid template: {one_line(error)} {NO_TEMPLATE_FIX}"
+        ) from None
     unknown = sorted(set(process.named_tokens) - set(known))
-    if unknown:
-        # transformers may have a default for this kind of tokenizer; in our rendering the token
+    if unknown and not has_known_class(config):
+        # transformers may have a default for this class of tokenizer; in our rendering the token
         # would be empty.
         raise DataError(
             f"{path}: it uses {unknown[0]}, which is missing in {CONFIG_FILE} and {MAP_FILE} of "

@@ -22,6 +22,8 @@ Probe = Callable[[Sequence[Message], Any], str | None]
 _UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
 """Keys that the format needs or that only name a message."""
 _OTHER_CONTENT = "Quxd3z"
+_LONG_ENOUGH = 4
+"""Characters of a text that is not in another one by chance."""
 
 
 def require_rendered(
@@ -68,7 +70,7 @@ def require_rendered(
             raise complain(
                 index,
                 thought_key,
-                "Train without thoughts with --thoughts drop, or use a template that has them.",
+                "Train without thoughts with --thoughts drop, or use a template with thoughts.",
             )
         bare = without_thoughts(message) if is_turn else message
         if (
@@ -80,14 +82,14 @@ def require_rendered(
         for key, value in bare.items():
             if key in _UNCHECKED_KEYS or key in ignored or not value:
                 continue
-            if key in THOUGHT_KEYS or _is_in(_texts(value), own):
+            if key in THOUGHT_KEYS or _is_surely_in(_texts(value), own):
                 continue
             if is_lost({name: each for name, each in message.items() if name != key}, index):
                 raise complain(index, key, "Use another template with --chat-template.")
     if (
         tools
         and "tools" not in ignored
-        and not _is_in(_descriptions(tools), text)
+        and not _is_surely_in(_descriptions(tools), text)
         and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
@@ -98,6 +100,11 @@ def require_rendered(
 
 def _is_in(texts: Sequence[str], text: str) -> bool:
     return all(each in text or json.dumps(each)[1:-1] in text for each in texts)
+
+
+def _is_surely_in(texts: Sequence[str], text: str) -> bool:
+    """Return True if the texts are in the text, and are not all so short that this is chance."""
+    return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 
 def _texts(value: object) -> list[str]:
@@ -127,7 +134,7 @@ def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the descriptions of tools, or one text that is nowhere if a tool has none."""
+    """Return the descriptions of tools, or one text that is nowhere if a tool lacks it."""
     functions = [each.get("function", each) for each in tools]
     found = [each.get("description") for each in functions if isinstance(each, Mapping)]
     return [str(each) if each else "\0" for each in found]

@@ -11,7 +11,7 @@ from typing import Any
 
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
-from payload.data.tokenizers.special_tokens import read_tokenizer_config, special_tokens
+from payload.data.tokenizers.special_tokens import class_tokens, named_tokens, read_tokenizer_config
 from payload.formats.hf_folder import CONFIG_FILE
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
@@ -36,7 +36,8 @@ def known_tokens(folder: Path) -> KnownTokens:
 
     Raises DataError for a damaged tokenizer_config.json.
     """
-    eos = special_tokens(read_tokenizer_config(folder)).get("eos_token")
+    config = read_tokenizer_config(folder)
+    eos = {**class_tokens(config), **named_tokens(config)}.get("eos_token")
     raw = _read(folder / TOKENIZER_FILE)
     entries = [each for each in raw.get("added_tokens") or () if isinstance(each, Mapping)]
     texts = {each.get("id"): str(each.get("content")) for each in entries}

@@ -127,7 +127,7 @@ class TemplateProcess:
 
 
 def _placeholder(value: object) -> str:
-    """Return what transformers passes to a template for a value of another type than JSON's."""
+    """Return the text that replaces, as in transformers, a value of another type than JSON's."""
     return f"<{type(value).__name__}>"
 
 

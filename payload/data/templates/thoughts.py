@@ -1,4 +1,4 @@
-"""Thoughts of the assistant: where messages have them, and whether a prompt opens their block."""
+"""Thoughts of the assistant: in messages, and at the end of a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = ("reasoning_content", "thinking", "reasoning")
 
 # Marks such as <think>, <seed:think>, <thought>, [THINK], <|START_THINKING|>, ◁think▷ and
 # <|open|>think<|sep|>, and <|channel>thought. The mark that closes a block is the same with a
-# slash, or with END and close in place of START and open, or <channel|>.
+# slash, or with END for START and close for open, or <channel|>.
 _WORD = r"(?:[\w:]*think(?:ing)?(?::\w+)?|thought|reasoning|start_thinking)"
 _OPEN = rf"<\|?{_WORD}\|?>|\[{_WORD}\]|\u25c1{_WORD}\u25b7|<\|open\|>{_WORD}<\|sep\|>"
 _OPEN += rf"|<\|channel>{_WORD}"
@@ -85,7 +85,7 @@ def _split(content: object) -> tuple[str, str] | None:
     if not isinstance(content, str):
         return None
     begin = _IN_CONTENT.match(content)
-    # Models whose prompt opens the block write only its end.
+    # Models whose prompt opens the block write only the closing mark.
     close = _closing(begin["mark"]) if begin is not None else "</think>"
     start = 0 if begin is None else begin.end()
     end = content.find(close, start)

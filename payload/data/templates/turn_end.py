@@ -23,7 +23,7 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens: those of the model, or the template's own if it has none of these.
+    """Stop tokens: those of the model, or the template's own token if it writes no such.
 
     Empty if the template writes none before a message of this role.
     """
@@ -170,4 +170,6 @@ def _prompt_only(prompt: str | None, answered: str) -> str:
 def num_common(one: str, other: str) -> int:
     """Return the number of leading characters that two texts share."""
     size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size
     return next((n for n in range(size) if one[n] != other[n]), size)

@@ -303,8 +303,9 @@ class _Row:
         if self._options.thoughts == "refuse":
             raise self._error(
                 number,
-                f"the prompt opens a block of thoughts ({tail.text.strip()}), and the message has "
-                "none. Add reasoning_content, or train the end of the block with --thoughts empty.",
+                f"the prompt opens a block of thoughts ({tail.text.strip()}), and the message "
+                "lacks one. Add reasoning_content, or train the end of the block with "
+                "--thoughts empty.",
             )
         if after > start == len(prompt):
             return answered, start

@@ -1,4 +1,4 @@
-"""Encodes special tokens inside a text as text, where the caller says so."""
+"""Encodes special tokens inside a text as text, at given places."""
 
 from __future__ import annotations
 

@@ -23,6 +23,33 @@ EXTRA_TOKEN_KEYS = (
     "model_specific_special_tokens",
 )
 """Keys with further tokens: a list, or an object of named tokens."""
+_CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
+    "CodeLlamaTokenizer": {
+        **{"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+        **{"prefix_token": "\u2581<PRE>", "middle_token": "\u2581<MID>"},
+        **{"suffix_token": "\u2581<SUF>", "eot_token": "\u2581<EOT>", "fill_token": "<FILL_ME>"},
+    },
+    "CohereTokenizer": {
+        **{"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "pad_token": "<PAD>"},
+        **{"eos_token": "<|END_OF_TURN_TOKEN|>", "cls_token": "<CLS>", "sep_token": "<SEP>"},
+        **{"mask_token": "<MASK_TOKEN>"},
+    },
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    "GPTNeoXTokenizer": {
+        **dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+        "pad_token": "<|padding|>",
+    },
+    "GemmaTokenizer": {
+        **{"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>"},
+        **{"pad_token": "<pad>", "mask_token": "<mask>"},
+    },
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "PreTrainedTokenizer": {},
+    "PreTrainedTokenizerFast": {},
+    "TokenizersBackend": {},
+}
+"""Tokens that transformers' classes of tokenizers have if no file defines them."""
 _FIX = "Repair the folder, or use another one."
 
 
@@ -82,3 +109,18 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of each token that a config defines, without null tokens."""
     return {name: text for name, text in named_tokens(config).items() if text is not None}
+
+
+def class_tokens(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the default tokens of the config's `tokenizer_class`; empty for an unknown class."""
+    return _CLASS_TOKENS.get(_class_name(config), {})
+
+
+def has_known_class(config: Mapping[str, Any]) -> bool:
+    """Return True if the default tokens of the config's `tokenizer_class` are known."""
+    return _class_name(config) in _CLASS_TOKENS
+
+
+def _class_name(config: Mapping[str, Any]) -> str:
+    name = str(config.get("tokenizer_class"))
+    return name if name in _CLASS_TOKENS else name.removesuffix("Fast")
