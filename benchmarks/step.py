@@ -4,6 +4,7 @@
     python -m benchmarks.step --model FOLDER --micro-batch-size 4 --steps 6 --transformers --trl
     python -m benchmarks.step --model FOLDER --adapter lora --rank 16 --steps 6 --peft
     python -m benchmarks.step --model FOLDER --adapter lora --quantize nf4 --dtype fp32 --peft
+    python -m benchmarks.step --auto
 
 A step is every micro-batch, clipping and the optimizer's update, on random tokens. Each contender
 is a separate process; its first step warms up, and the result is the median of the others.
@@ -17,7 +18,9 @@ Face layout; without weights they are random. --transformers is transformers' ow
 --trl the same model in TRL's SFTTrainer. With --adapter, this project trains LoRA on all linears of
 the layers, with alpha = 2 x rank, and --peft trains the LoRA of PEFT on transformers' model. With
 --quantize nf4 the linears of the base are in 4 bits, with PEFT quantised by bitsandbytes with
-double quantisation; the folder needs weights.
+double quantisation; the folder needs weights. --auto compares with transformers in the
+dtype that fits this CPU, on SmolLM2-135M's shape unless --model names a folder; the last line on
+stderr is the result.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.contenders import Contender, adapter_settings, contenders
 from benchmarks.harness import Benchmark, in_turn, medians
+from benchmarks.step_auto import apply_auto, line
 from benchmarks.step_model import has_weights, model_argument, model_spec, trained_spec
 from payload.estimates.compute_time import mfu
 from payload.models.gpt2.spec import PRESETS
@@ -43,6 +48,15 @@ def main(argv: Sequence[str]) -> int:
     benchmark = Benchmark("step", __doc__)
     _add_options(benchmark.parser)
     arguments = benchmark.parse(argv)
+    with TemporaryDirectory() as folder:
+        shape = arguments.model or "SmolLM2-135M's shape"
+        if arguments.auto:
+            apply_auto(arguments, Path(folder))
+        arguments.model = arguments.model or "gpt2"
+        return _measure(benchmark, arguments, shape=Path(shape).name)
+
+
+def _measure(benchmark: Benchmark, arguments: argparse.Namespace, *, shape: str) -> int:
     problem = _problem(arguments)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -53,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
     result = _summarise(found, arguments)
     _add_table(benchmark, result)
     benchmark.finish(result)
+    if arguments.auto:
+        print(line(result, arguments, shape=shape), file=sys.stderr)
     return 0
 
 
@@ -175,7 +191,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=model_argument,
-        default="gpt2",
         metavar="NAME|FOLDER",
         help=f"{', '.join(sorted(PRESETS))}, or a Hugging Face folder; default: gpt2",
     )
@@ -193,6 +208,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=["tuned", "lean", "default"],
         default="tuned",
         help="allocator settings, as launch.malloc of a run",
+    )
+    parser.add_argument(
+        "--auto", action="store_true", help="settings for this machine, and one line to send"
     )
     parser.add_argument(
         "--eager", action="store_true", help="also measure this project without kernels"

@@ -23,24 +23,24 @@ TOOLS = [
     _function("set_timer", "Start a timer.", minutes="integer"),
     _function("send_message", "Send a text to a person.", person="string", text="string"),
 ]
-"""The functions, as `--tools` and the column `tools` have them."""
+"""The functions, in the format of `--tools` and of the column `tools`."""
 
 _WEATHER = (
     "What is the weather in {city}?",
     "Do I need an umbrella in {city} today?",
     "I am going to {city}. How warm is it there?",
-    "Tell me if the sun shines in {city}.",
+    "Does the sun shine in {city}?",
     "Is it raining in {city} now?",
 )
 _TIMER = (
     "Set a timer for {minutes} minutes.",
     "Wake me in {minutes} minutes.",
-    "The cake needs {minutes} minutes, so tell me when it is done.",
+    "The cake needs {minutes} minutes, so call me when it is done.",
     "Remind me to leave in {minutes} minutes.",
     "Count down {minutes} minutes for me, please.",
 )
 _MESSAGE = (
-    "Tell {person} that {text}.",
+    "Inform {person} that {text}.",
     "Write to {person}: {text}",
     "Let {person} know that {text}.",
     "Please send {person} a note that {text}.",
@@ -71,7 +71,7 @@ class Request:
 
 
 def requests(train: int, held_out: int, *, seed: int = 1) -> tuple[list[Request], list[Request]]:
-    """Return requests for training, and held-out ones whose values are in none of the others."""
+    """Return requests for training, and held-out requests with other values."""
     draw = random.Random(seed)
     total = train + held_out
     kinds: list[tuple[str, tuple[str, ...], Callable[[], dict[str, Any]]]] = [

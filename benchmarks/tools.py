@@ -1,4 +1,4 @@
-"""A small chat model learns which of three functions to call, and is asked with unseen values.
+"""A small chat model learns which of three functions to call, and is tested with new values.
 
     python -m benchmarks.tools --model FOLDER
     python -m benchmarks.tools --model FOLDER --conversations 60 --requests 20
@@ -46,7 +46,7 @@ class Score:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, ask both models, and report; return 0 if the trained model reaches the goal."""
+    """Train, query both models, and report; return 0 if the trained model reaches the goal."""
     benchmark = Benchmark("tools", __doc__)
     add = benchmark.parser.add_argument
     add("--model", type=Path, required=True, metavar="FOLDER", help="SmolLM2-135M-Instruct")
@@ -127,7 +127,7 @@ def _train(arguments: argparse.Namespace, work: Path) -> float:
 
 
 def _score(work: Path, model: Path, held_out: Sequence[Request]) -> Score:
-    """Ask a model every request in a conversation of its own."""
+    """Send every request to a model, each in a separate conversation."""
     options = ["--chat", "--tools", work / "tools.json", "--prompts-file", work / "requests.txt"]
     options += ["--temperature", 0, "--max-new-tokens", _ANSWER_TOKENS, "--json"]
     printed = _run("payload.generate", model, *options)

@@ -50,6 +50,23 @@ def test_a_run_that_is_followed_counts_presses(later: Callable[[float], None]) -
         assert found.count == 2
 
 
+def test_a_signal_that_arrives_while_another_is_handled_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A press waits for further signals of itself; `kill` in this time is another request."""
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    with Interrupts() as found:
+        signal.raise_signal(signal.SIGINT)
+    assert found.count == 2 and waited == [PRESS_S]
+
+
 def test_a_supervisor_counts_presses(later: Callable[[float], None]) -> None:
     found = Wakeups([signal.SIGINT, signal.SIGTERM])
     press()
@@ -115,7 +132,7 @@ def test_one_press_during_a_long_call_of_c_code_is_one_request(
     def send() -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(PRESS_S / 4)
+            time.sleep(0.01)
         later(10 * PRESS_S)  # the duration of the call
 
     sender = threading.Thread(target=send)

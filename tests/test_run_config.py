@@ -128,7 +128,7 @@ def test_all_mistakes_are_reported_together() -> None:
         ("train.lr=1", r"unknown key .* Did you mean optimizer\.lr\? "),
         ("trian.steps=5", r"unknown section 'trian'. Did you mean train\.steps\? "),
         ("train.zzz=5", r"unknown key in \[train\]: 'zzz'. Known: "),
-        ("steps=5", r"write it as section\.key=value.* Did you mean train\.steps\?"),
+        ("steps=5", r"write the setting as section\.key=value.* Did you mean train\.steps\?"),
         ("train.steps=many", "train.steps = 'many': must be a whole number"),
         ("train.steps=0", "train.steps = 0: must be at least 1"),
     ],

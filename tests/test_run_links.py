@@ -201,7 +201,7 @@ def test_a_linked_log_is_not_printed_and_a_pipe_does_not_hold_an_upload(
     words = ["logs", "demo", "--runs-dir", str(run.root.parent)]
     assert main(words, os.environ) == ExitCode.CONFIG
     said = capsys.readouterr()
-    assert "is not followed" in " ".join(said.err.split()) and "private" not in said.out
+    assert "Links are not followed" in " ".join(said.err.split()) and "private" not in said.out
     run.rank_log(0).unlink()
     put_link(run.logs, victim)
     assert main(words, os.environ) == ExitCode.CONFIG

@@ -84,7 +84,9 @@ class Interrupts:
         return self.count > handled
 
     def _note(self, number: int, _frame: object) -> None:
-        self.count += self._requests.is_new(number)
+        # Not in one expression: further signals are handled, and counted, within `is_new`.
+        if self._requests.is_new(number):
+            self.count += 1
 
 
 def interrupt_once(*, by_system: bool = False) -> None:

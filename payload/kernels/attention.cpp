@@ -377,6 +377,7 @@ int tileforge_attention_forward(const bf16* qkv, const bf16* qk, const int64_t* 
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
+    begin_products();
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < batch * key_heads; ++task) {
       const int64_t b = task / key_heads, h = task % key_heads, head = h * s.group();
@@ -406,6 +407,7 @@ int tileforge_attention_backward(const bf16* qkv, const bf16* qk, const int64_t*
 #pragma omp parallel num_threads(threads)
   {
     Scratch scratch;
+    begin_products();
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < batch * key_heads; ++task) {
       const int64_t b = task / key_heads, h = task % key_heads, head = h * s.group();

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,8 +17,16 @@ from payload.core.files import fsync_folder
 from payload.kernels.code_caches import is_own_file, own_folder
 from payload.kernels.unavailable import KernelsUnavailableError
 
-SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
-_HEADERS = ("brgemm.h", "common.h", "layout.h")
+SOURCES = (
+    "attention.cpp",
+    "decoder.cpp",
+    "pointwise.cpp",
+    "products.cpp",
+    "tile_gradients.cpp",
+    "update.cpp",
+)
+_HEADERS = ("brgemm.h", "common.h", "layout.h", "tile_gradients.h", "tiles.h")
+KERNELS = tuple(Path(__file__).parent / each for each in SOURCES)
 COMPILERS = ("g++", "clang++")
 
 # errno and floating-point traps would prevent vectorisation. NaN and infinity still work.
@@ -43,14 +52,16 @@ _GCC_FLAGS = ("-fno-thread-jumps",)
 _TIMEOUT_S = 300
 
 
-def built_library(cache: Path) -> Path:
+def built_library(cache: Path, *, name: str = "kernels", sources: Sequence[Path] = KERNELS) -> Path:
     """Return the shared library in `cache`, building it if missing.
 
-    If several processes call this, one builds and the others wait. Raises KernelsUnavailableError.
+    `sources` replace the kernels' sources; they may include the kernels' headers, and `name` begins
+    the library's name. If several processes call this, one builds and the others wait. Raises
+    KernelsUnavailableError.
     """
     if platform.system() != "Linux":
         raise KernelsUnavailableError(f"they need Linux, this machine has {platform.system()}")
-    library = cache / f"kernels-{_fingerprint()}.so"
+    library = cache / f"{name}-{_fingerprint(sources)}.so"
     try:
         own_folder(cache)
         if is_own_file(library):
@@ -58,21 +69,21 @@ def built_library(cache: Path) -> Path:
         with (cache / "build.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_own_file(library):
-                _compile(library)
+                _compile(library, sources)
     except OSError as error:
         raise KernelsUnavailableError(f"{cache} cannot be used: {error.strerror}") from None
     return library
 
 
-def _compile(library: Path) -> None:
+def _compile(library: Path, sources: Sequence[Path]) -> None:
     """Build the library under a temporary name, then rename it, so that it is never incomplete."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise KernelsUnavailableError("this machine has no C++ compiler (apt-get install g++)")
-    folder, torch_libraries = Path(__file__).parent, Path(torch.__file__).parent / "lib"
+    torch_libraries = Path(torch.__file__).parent / "lib"
     partial = library.with_suffix(f".{os.getpid()}.partial")
     flags = _FLAGS + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
-    command = [compiler, *flags, *(str(folder / name) for name in SOURCES), "-o", str(partial)]
+    command = [compiler, *flags, *map(str, sources), "-o", str(partial)]
     # The process has already loaded torch's libraries, so the library needs no path to them.
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
     try:
@@ -102,11 +113,11 @@ def _compile(library: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _fingerprint() -> str:
+def _fingerprint(sources: Sequence[Path]) -> str:
     """Return a hash of all inputs of the build: different machines may share a home folder."""
     digest = hashlib.sha256()
-    for name in (*SOURCES, *_HEADERS):
-        digest.update((Path(__file__).parent / name).read_bytes())
+    for path in (*sources, *(Path(__file__).parent / each for each in _HEADERS)):
+        digest.update(path.read_bytes())
     digest.update(" ".join((*_FLAGS, *_GCC_FLAGS, torch.__version__, platform.machine())).encode())
     digest.update("".join(_cpu_description()).encode())
     return digest.hexdigest()[:20]

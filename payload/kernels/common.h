@@ -12,6 +12,7 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#include <sys/mman.h>
 
 // The bits of a bfloat16, the upper half of a float.
 using bf16 = uint16_t;
@@ -122,13 +123,14 @@ class Scratch {
   void reset() { next_ = 0; }
   template <typename T>
   T* take(int64_t count) {
-    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    const size_t least = count * sizeof(T), unit = least < kHugePage / 2 ? 64 : kHugePage;
+    const size_t bytes = (least + unit - 1) / unit * unit;
     if (next_ == pieces_.size()) pieces_.push_back({});
     auto& piece = pieces_[next_++];
     if (piece.bytes < bytes) {
       std::free(piece.memory);
       piece = {};
-      piece.memory = std::aligned_alloc(64, bytes);
+      piece.memory = allocate(bytes);
       if (!piece.memory) throw std::bad_alloc();
       piece.bytes = bytes;
     }
@@ -140,6 +142,19 @@ class Scratch {
     void* memory = nullptr;
     size_t bytes = 0;
   };
+  static constexpr size_t kHugePage = 1 << 21;
+
+  // Large pieces are advised to use huge pages: with pages of 4 KB, products of packed operands ran
+  // at 0.8 of their speed.
+  static void* allocate(size_t bytes) {
+    if (bytes < kHugePage) return std::aligned_alloc(64, bytes);
+    void* memory = std::aligned_alloc(kHugePage, bytes);
+#ifdef MADV_HUGEPAGE
+    if (memory) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    return memory;
+  }
+
   std::vector<Piece> pieces_;
   size_t next_ = 0;
 };

@@ -6,6 +6,7 @@
 // and the gradient once for each block that stays in a core's L2 cache.
 #include "brgemm.h"
 #include "layout.h"
+#include "tile_gradients.h"
 
 namespace {
 
@@ -70,6 +71,7 @@ int tileforge_has_products() {
   alignas(64) float sums[32 * 32];
   for (int i = 0; i < 32 * 32; ++i) left[i] = right[i] = to_bf16(1.0f);
   try {
+    begin_products();
     product(32, 32, 32, left, 32, right, 32, sums, 32, false);
     release_products();
   } catch (...) {
@@ -89,6 +91,10 @@ int tileforge_weight_gradient(const bf16* const* grad, int64_t slice, const bf16
                               void* const* totals, const int64_t* rows_of, const int64_t* adds,
                               int64_t number, int64_t tokens, int64_t width, int rounds,
                               int threads) try {
+  if (tiles::available()) {
+    return tile_weight_gradient(grad, slice, x, totals, rows_of, adds, number, tokens, width,
+                                rounds != 0, threads);
+  }
   const int64_t pairs = padded(tokens) / 2, panels = (width + kPanel - 1) / kPanel;
   int64_t rows = 0;
   for (int64_t i = 0; i < number; ++i) rows += rows_of[i];
@@ -117,6 +123,7 @@ int tileforge_weight_gradient(const bf16* const* grad, int64_t slice, const bf16
 #pragma omp for schedule(static)
     for (int64_t pair = 0; pair < pairs; ++pair) pack_tokens(x, tokens, width, pair, packed);
     Scratch own;
+    begin_products();
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t block = 0; block < count; ++block) {
       for (int64_t split = 0; split < splits; ++split) {

@@ -51,3 +51,28 @@ def test_the_last_line_has_this_project_s_results_beside_its_peers(tmp_path: Pat
     assert line["peak_rss_bytes"] == peaks["tileforge"] > 10**8
     assert set(peaks) == {"tileforge", "transformers", "trl"}
     assert line["ratio_vs_transformers"] > 0 and line["ratio_vs_trl"] > 0
+
+
+@pytest.mark.slow
+def test_auto_ends_with_one_line_to_send(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    sizes = ["--micro-batch-size", "1", "--sequence-length", "16", "--steps", "2"]
+    command = [sys.executable, "-m", "benchmarks.step", "--auto", "--model", str(tmp_path), *sizes]
+    done = subprocess.run(
+        [*command, "--threads", "1"],
+        cwd=REPO,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"class {result['machine_class']}, {os.cpu_count()} CPUs, ")
+    expected = (
+        f"{tmp_path.name}, 1 x 16 tokens, {result['dtype']}: {result['tokens_per_s']:.0f} tok"
+    )
+    assert expected in line
+    assert f"{result['ratio_vs_transformers']:.2f} times transformers" in line

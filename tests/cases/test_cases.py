@@ -234,8 +234,10 @@ def test_a_system_column_begins_both_conversations_of_a_pair(
 def test_rows_that_are_marked_bad_are_left_out_and_counted(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert prepared(model, tmp_path / "out", name) == 0
-    assert re.search(r"\b10\b[^\n]*label", capsys.readouterr().err)
+    words = prepare_words(model, FILES / name, tmp_path / "out")
+    words.remove("--quiet")
+    assert data(words) == ExitCode.OK
+    assert re.search(r"\b10 rows\b[^\n]*label", capsys.readouterr().err)
     meta = load_meta(tmp_path / "out")
     assert meta.train_documents + meta.val_documents == 10
     shown = [sample(tmp_path / "out", capsys, "--sample", str(n)) for n in range(3)]

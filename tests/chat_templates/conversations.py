@@ -1,4 +1,4 @@
-"""The rows that every template renders. Each field holds a word that occurs nowhere else."""
+"""The rows that every template renders. Each field has a term that occurs in no other field."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def as_file_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as OpenAI's files have it: the arguments of a call are JSON text."""
+    """Return a row in OpenAI's format: the arguments of a call are JSON text."""
     copied: dict[str, Any] = json.loads(json.dumps(row))
     for message in copied["messages"]:
         for call in message.get("tool_calls", ()):
@@ -88,7 +88,7 @@ def as_file_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_words(message: dict[str, Any]) -> list[str]:
-    """Return the words of a message that its rendering must contain, in the usual order."""
+    """Return the terms of a message that its rendering must contain, in the usual order."""
     texts = [message.get(key) for key in ("reasoning_content", "content")]
     words = [text.split()[-1] for text in texts if text]
     return words + ["thimble" for _ in message.get("tool_calls", ())]

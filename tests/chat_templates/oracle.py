@@ -208,14 +208,14 @@ def runs(ids: Sequence[int], mask: Sequence[int]) -> list[Turn]:
 
 
 def _last_end(words: list[str], text: str) -> int | None:
-    """Return the end of the last one of the words in the text; None if one is missing."""
+    """Return the end of the last of these terms in the text; None if one is missing."""
     if any(word not in text for word in words):
         return None
     return max(text.rindex(word) + len(word) for word in words)
 
 
 def _require(words: tuple[str, ...] | list[str], text: str, what: str) -> None:
-    """Raise LostError if the text lacks one of the words."""
+    """Raise LostError if the text lacks one of these terms."""
     missing = [word for word in words if word not in text]
     if missing:
         raise LostError(f"{what}: {', '.join(missing)}")
@@ -253,8 +253,11 @@ def _after_header(header: str, prompt: str, text: str, *, limit: int) -> int:
     That is the end of the longest possible end of `header` behind the common start of both texts.
     """
     common = _common(prompt, text)
-    for start in range(len(header)):
-        place = text.rfind(header[start:], 0, limit)
-        if place >= 0 and place + len(header) - start > common:
-            return place + len(header) - start
+    marks = header.rstrip()
+    for start in range(len(marks)):
+        place = text.rfind(marks[start:], 0, limit)
+        end = place + len(marks) - start
+        if place >= 0 and end >= common:
+            space = header[len(marks) :]
+            return end + len(space) if text.startswith(space, end) else end
     return min(common, limit)

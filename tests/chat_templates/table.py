@@ -81,7 +81,7 @@ def _outcome(oracle: Oracle, row: Mapping[str, Any], source: Path, tokenizer: Pa
 def _expected(oracle: Oracle, row: Mapping[str, Any]) -> Expected:
     """Return what the oracle expects of a row, with the arguments of calls in either form.
 
-    A file has them as text, and most templates take objects; some take text alone.
+    In a file the arguments are text. Most templates take objects, some take text alone.
     """
     try:
         return oracle.expected(row)

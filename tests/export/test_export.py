@@ -482,7 +482,7 @@ def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Pa
     assert not found.adds_bos and not found.adds_eos
     for before, after, words in (
         (["#"], [], "adds '#' before each text, but llama.cpp can add only the bos_token"),
-        (["!", "#"], [], "it puts '!', '#' before"),
+        (["!", "#"], [], "adds '!', '#' before"),
         (["!"], ["#"], "adds '#' after each text, but llama.cpp can add only the eos_token"),
     ):
         with pytest.raises(CheckpointError, match=words):

@@ -46,28 +46,24 @@ STEP = StepMetrics(
 def test_a_signal_to_a_process_and_to_its_group_is_one_request() -> None:
     """`timeout` sends SIGTERM to both, https://www.gnu.org/software/coreutils/timeout."""
     with Interrupts() as interrupts:
-        for number, count in (
-            (signal.SIGTERM, 1),
-            (signal.SIGTERM, 1),
-            (signal.SIGHUP, 1),
-            (signal.SIGINT, 2),
-            (signal.SIGINT, 2),
-        ):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
-            assert interrupts.count == count, number
+            assert interrupts.count == 1, number
+        signal.raise_signal(signal.SIGINT)  # tests/test_interrupts.py has two of one press
+        assert interrupts.count == 2
 
 
 def test_a_tail_gives_whole_lines_and_starts_again_when_the_file_shrinks(tmp_path: Path) -> None:
     path = tmp_path / "log"
     tail = Tail(path)
-    assert tail.lines() == []
+    assert list(tail.lines()) == []
     path.write_bytes(b"one\ntw")
-    assert tail.lines() == ["one"]
+    assert list(tail.lines()) == ["one"]
     path.write_bytes(b"one\ntwo\nthree")
-    assert (tail.lines(), tail.rest()) == (["two"], "three")
+    assert (list(tail.lines()), tail.rest()) == (["two"], "three")
     path.write_bytes(b"new\n")
-    assert tail.lines() == ["new"]
-    assert Tail(path, from_end=True).lines() == []
+    assert list(tail.lines()) == ["new"]
+    assert list(Tail(path, from_end=True).lines()) == []
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["cut in place", "replaced"])
@@ -78,22 +74,22 @@ def test_a_file_that_was_cut_and_grew_past_the_old_end_unseen_is_read_from_its_s
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 4.25}}\n' for step in range(1, 20)))
     tail = Tail(path, from_end=from_end)
-    tail.lines()
+    list(tail.lines())
     rows = [f'{{"step": {step}, "loss": 3.125}}' for step in range(1, 40)]
     if replaced:
         write_whole(path, "\n".join(rows) + "\n")
     else:
         path.write_text("\n".join(rows) + "\n")
-    assert tail.lines() == rows
+    assert list(tail.lines()) == rows
 
 
 def test_a_replaced_file_of_the_same_beginning_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("1\n2\n3\n")
     tail = Tail(path)
-    tail.lines()
+    list(tail.lines())
     write_whole(path, "1\n2\n3\n4\n")
-    assert tail.lines() == ["1", "2", "3", "4"]
+    assert list(tail.lines()) == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "dangling link"])
@@ -105,7 +101,7 @@ def test_other_file_types_have_no_lines_and_do_not_block(tmp_path: Path, kind: s
         os.mkfifo(path)
     else:
         path.symlink_to("nowhere")
-    assert Tail(path, from_end=True).lines() == Tail(path).lines() == []
+    assert list(Tail(path, from_end=True).lines()) == list(Tail(path).lines()) == []
 
 
 def test_a_line_without_an_end_does_not_pile_up(tmp_path: Path) -> None:
@@ -120,7 +116,7 @@ def test_escape_sequences_of_a_log_do_not_come_out_of_a_tail(tmp_path: Path) -> 
     path = tmp_path / "log"
     path.write_bytes(b"\x1b]52;c;aGk=\x07safe\x1b[2J\r\xc2\x9b31m\nrest\x1b]0;title")
     tail = Tail(path)
-    assert (tail.lines(), tail.rest()) == (["safe"], "rest")
+    assert (list(tail.lines()), tail.rest()) == (["safe"], "rest")
 
 
 RESTART = """\
@@ -140,7 +136,7 @@ def test_a_run_that_restarted_between_reads_is_still_followed(tmp_path: Path, ho
     first = "".join(to_json_line(replace(STEP, step=step)) for step in range(1, 20))
     paths.metrics.write_text(first)
     tail = Tail(paths.metrics)
-    tail.lines()
+    list(tail.lines())
     # Rows of another length: an old offset is in the middle of one.
     again = "".join(to_json_line(replace(STEP, step=step, loss=2.25)) for step in range(1, 32))
     command = [sys.executable, "-c", RESTART, str(paths.metrics), how, again]

@@ -256,7 +256,7 @@ def test_a_head_that_says_it_saves_for_ever_can_be_left_and_nothing_is_killed(
     run = RemoteRun(
         paths,
         make_cluster(node),
-        run_dir=PurePosixPath("/home/op/tileforge/runs/one"),
+        run_dir=PurePosixPath("/srv/tileforge/runs/one"),
         key=tmp_path / "key",
         connect=lambda: pytest.fail("no connection is needed"),
     )

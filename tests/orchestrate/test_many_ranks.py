@@ -136,7 +136,7 @@ def test_following_512_ranks_here_shows_one_readable_line(tmp_path: Path) -> Non
         LiveLine(console, train=TrainSection(steps=1000), nodes=NODES) as live,
     ):
         for _ in range(100):
-            assert log.lines() == []
+            assert list(log.lines()) == []
             show_steps(metrics, live)
             show_progress(paths, live, stale=None)
             show_state(paths, live, stopping=False)

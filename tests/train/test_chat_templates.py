@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 STEPS, ROWS = 50, 60
-LENGTHS = {"one turn": 128, "three turns": 256, "tools": 512, "thoughts": 128}
+LENGTHS = {"one turn": 128, "three turns": 256, "tools": 768, "thoughts": 128}
 """Tokens of a block for each kind of rows."""
 TEMPLATES = ("qwen3_training", "glm4moe_training", "nemotron_3_nano_training")
 """They have `{% generation %}` blocks, tools and thoughts."""
@@ -78,8 +78,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return a small model whose tokenizer has one of TRL's training templates."""
     folder = tmp_path_factory.mktemp("model") / "model"
     make_tokenizer(folder, trl_templates()[f"trl/{request.param}"])
-    sizes = {"vocab_size": 1024, "max_position_embeddings": 512, "pad_token_id": None}
-    make_folder({**CASES["llama"], **sizes}, folder)
+    sizes = {"vocab_size": 1024, "max_position_embeddings": max(LENGTHS.values())}
+    make_folder({**CASES["llama"], **sizes, "pad_token_id": None}, folder)
     return folder
 
 

@@ -35,6 +35,8 @@ def in_slices(grad: Tensor, *, width: int) -> list[Tensor]:
         (1024, 256, 64),
         (1057, 272, 70),
         (2111, 520, 130),
+        (300, 800, 1700),
+        (260, 1100, 1250),
     ],
 )
 def test_a_weight_s_gradient_is_the_sum_over_tokens(

@@ -42,12 +42,17 @@ def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:
         (
             0,
             3.5,
-            r"4 more checkpoint.* need .*: 4 in total.* Free space or lower train.keep_checkpoints",
+            r"4 more checkpoint.* need .*\. The disk must hold 4 checkpoints.* Free space or lower "
+            r"train.keep_checkpoints",
         ),
         (0, 4.5, None),
-        (1, 2.5, r"3 more checkpoint\(s\) need .*: 4 in total"),
+        (1, 2.5, r"3 more checkpoint\(s\) need .*\. The disk must hold 4 checkpoints"),
         (1, 3.5, None),
-        (3, 0.5, r"1 more checkpoint\(s\) need .*: 4 in total.* Free space\.$"),
+        (
+            3,
+            0.5,
+            r"1 more checkpoint\(s\) need .*\. The disk must hold 4 checkpoints.* Free space\.$",
+        ),
         (3, 1.5, None),
         (5, 1.5, None),
     ],
@@ -71,7 +76,9 @@ def test_a_run_with_a_store_needs_room_for_the_checkpoint_that_is_uploaded(tmp_p
     with_store = ["train.keep_checkpoints=2", f"storage.results={tmp_path / 'store'}"]
     config = parse_run_config("", overrides=with_store, where="test")
     shape = shape_of_a_checkpoint(room=4.5)
-    with pytest.raises(ConfigError, match=r"5 more checkpoint.* 5 in total.*the one in upload"):
+    with pytest.raises(
+        ConfigError, match=r"5 more checkpoint.* must hold 5 checkpoints.*the one in upload"
+    ):
         require_disk_space(config, shape, paths=RunPaths(tmp_path))
 
 

@@ -176,7 +176,7 @@ class _ClassifyJob:
         )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:
-        """Return the split that the files' names declare, otherwise a share of each label's texts.
+        """Return the split that the names of the files define, or a share of each label's texts.
 
         Raises DataError for a label that the training files or the validation files lack.
         """

@@ -308,8 +308,9 @@ def _num_chars(value: object) -> int:
 def _is_sequential(program: Node) -> bool:
     """Return True if later messages never change the text of a message.
 
-    True only for programs with one loop over the messages, which read nothing else of them than the
-    first message, and no attribute of the loop that depends on later messages. False may be wrong.
+    True only for a program with one loop over the messages. Outside of the loop the program may
+    read only the first message, and inside no attribute of the loop that depends on later messages.
+    For other programs the result is False, even if no text changes.
     """
     from jinja2 import nodes
 

@@ -23,9 +23,9 @@ class TurnEnd:
     """The end of a turn before a message of one role."""
 
     stops: tuple[str, ...]
-    """Stop tokens of the model. If the template writes other tokens, its own token.
+    """Stop tokens of the model. Without one in the template's text, the template's own token.
 
-    Empty if the template writes no token before a message of this role.
+    Empty if the template ends no turn before a message of this role.
     """
     last: str
     """The text that follows the answer of the last turn."""

@@ -340,7 +340,7 @@ class _Row:
         return found if found >= 0 else min(same, limit)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
-        """Return the text of a turn, with its stop token, and the index of the end."""
+        """Return the text of a turn, with a stop token, and the index after this token."""
         if (found := self._stop_in(text, start, number)) is not None:
             return text, found
         end = self._end(number)

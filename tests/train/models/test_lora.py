@@ -331,7 +331,7 @@ def test_every_key_that_peft_writes_passes_with_its_default(
 
 def test_an_adapter_of_another_model_is_refused(base: Path) -> None:
     model = with_weights(base)
-    with pytest.raises(CheckpointError, match="not this model's adapter"):
+    with pytest.raises(CheckpointError, match="does not contain this model's adapter"):
         load_adapter(model, {"base_model.model.x.lora_A.weight": torch.zeros(1)}, where="there")
 
 

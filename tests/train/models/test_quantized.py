@@ -297,7 +297,7 @@ LORA = '[model]\nquantize = "nf4"\ninit = "somewhere"\n[adapter]\nkind = "lora"\
     ("text", "problem"),
     [
         ('[model]\nquantize = "nf4"\n', "4-bit weights cannot be trained"),
-        (LORA + '[engine]\nkind = "ipex"\n', 'does not run on engine.kind = "ipex"'),
+        (LORA + '[engine]\nkind = "ipex"\n', 'does not run with engine.kind = "ipex"'),
         (LORA + '[distributed]\nstrategy = "shard"\n', "does not run with distributed.strategy"),
         (LORA.replace("nf4", "int4"), "model.quantize = 'int4'"),
     ],
