@@ -61,8 +61,10 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
             f"{OR_SKIP}",
         ),
         (
-            {"messages": [{"role": "tool", "content": "x"}, ANSWER]},
-            f"messages[0]: unknown role 'tool'. Use one of: system, user, assistant. {OR_SKIP}",
+            {"messages": [{"role": "robot", "content": "x"}, ANSWER]},
+            "messages[0]: unknown role 'robot'. Use one of: system, developer, user, human, "
+            "assistant, gpt, chatgpt, bot, model, tool, function, observation, tool_response, "
+            f"ipython, function_call, tool_call. {OR_SKIP}",
         ),
         ({"messages": []}, f"messages is [], not a list of messages. {WRITE_LIST}"),
         ({"messages": "hello"}, f"messages is 'hello', not a list of messages. {WRITE_LIST}"),
@@ -76,21 +78,26 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
             f"messages[1] content is 3, not text. {OR_SKIP}",
         ),
         (
-            {"question": "a", "answer": "b"},
-            "no conversation in the columns 'question', 'answer'. Formats: messages; "
-            "conversations (ShareGPT); prompt, completion; instruction, output (Alpaca). "
-            + OR_SKIP,
+            {"question": "a", "reply": "b"},
+            "no conversation in the columns 'question', 'reply'. Formats: messages; conversations; "
+            "conversation; prompt, completion; instruction, output; instruction, response; "
+            "question, answer; question, response; query, response; query, answer; prompt, "
+            "response; problem, solution; user, assistant; input, output. Name your columns with "
+            f"--columns, such as --columns QUESTION=user,ANSWER=assistant. {OR_SKIP}",
         ),
         (
             {"prompt": "a", "completion": None},
-            f"completion is None, not a list of messages. {WRITE_LIST}",
+            f"completion is None, not text and not a list of messages. {OR_SKIP}",
         ),
         (
             {"conversations": [{"from": "human", "value": "a"}]},
             "no message has role 'assistant', so there is nothing to train on. Add the answer. "
             f"{OR_SKIP}",
         ),
-        ({"instruction": 3, "output": "b"}, f"instruction is 3, not text. {OR_SKIP}"),
+        (
+            {"instruction": 3, "output": "b"},
+            f"instruction is 3, not text and not a list of messages. {OR_SKIP}",
+        ),
     ],
 )
 def test_a_conversation_that_is_none(
@@ -185,7 +192,7 @@ def test_a_file_without_rows(
             'text,label\n"red,a\nblue,b\n',
             (),
             "{csv} line 2: not CSV in UTF-8: unexpected end of data. Correct its quotes: put a "
-            'field with commas or line ends in "...", and write " inside it as "".',
+            'field with delimiters or line ends in "...", and write " inside it as "".',
         ),
         (
             "text,label\nred,a,b\n",
@@ -464,17 +471,19 @@ def test_a_kind_of_adapter_that_is_not_lora(
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
+        ("x.json", "[]", "--data {file}: no rows. Use a file with data."),
         (
-            "x.json",
-            "[]",
-            ".json is not supported. Convert it to jsonl (a JSON object a line), csv, parquet or "
-            "plain text.",
+            "x.xlsx",
+            "PK\3\4",
+            "{file}: a zip file, such as .xlsx or .docx, which is not supported. Save a table as "
+            "CSV, or unpack it. Supported: JSON, JSON Lines, CSV, parquet, Arrow and plain text.",
         ),
         (
             "x.jsonl",
             '{"a": 1}',
-            "no known column found in the columns 'a'. Choose the task with --task, and columns "
-            "with --text-column and --label-column.",
+            "--data {file}: no known column found in the columns 'a'. Name the columns with "
+            "--columns, such as --columns QUESTION=user,ANSWER=assistant; or choose the task with "
+            "--task, and columns with --text-column and --label-column.",
         ),
     ],
 )
@@ -490,5 +499,5 @@ def test_data_that_finetune_does_not_understand(
     (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     words = ["--model", str(place / "model"), "--data", str(tmp_path / name), "--dry-run"]
-    require_refusal(capsys, finetune(words), f"--data {tmp_path / name}: {problem}")
+    require_refusal(capsys, finetune(words), problem.replace("{file}", str(tmp_path / name)))
     assert [each.name for each in tmp_path.iterdir()] == [name]

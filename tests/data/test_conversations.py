@@ -297,6 +297,8 @@ REWRITING = PLAIN_TEMPLATE.replace(
 )
 """It omits earlier answers when later messages follow."""
 EMPTY_ANSWERS = MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>'", "'' + ''", 1)
+OTHERS_MARKED = MARKED_TEMPLATE.replace("== 'assistant'", "== 'user'", 1)
+"""The blocks are around the user's turns."""
 NO_MARKS = (
     "{% for m in messages %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     "{{ m['content'] }}{% endfor %}"
@@ -308,6 +310,7 @@ NO_MARKS = (
     [
         (CHAT, REWRITING, "message 1 of 4: the template leaves out the key 'content'"),
         (CHAT, EMPTY_ANSWERS, "message 2 of 4: the message is in no {% generation %} block"),
+        (CHAT, OTHERS_MARKED, "message 2 of 4: no stop token follows"),
         (PREFERENCE, NO_MARKS, "no stop token follows the assistant's turns"),
         *((task, None, "the model has no chat template") for task in TASKS.values()),
         (CHAT, "{% for x in %}", "is not a valid template"),

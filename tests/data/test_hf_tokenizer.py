@@ -164,7 +164,7 @@ def failing(folder: Path) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     config = {
         "eos_token": "</s>",
-        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "chat_template": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -188,7 +188,8 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
 def test_prepare_with_a_tokenizer_that_fails_ends_in_one_line(tmp_path: Path, task: str) -> None:
     source = tmp_path / "in.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zebra"}]
-    rows = [{"text": "zebra", "label": n % 2 + 1, "messages": turns} for n in range(9)]
+    texts = [{"text": "zebra", "label": n % 2 + 1} for n in range(9)]
+    rows = [{"messages": turns}] * 9 if task == "chat" else texts
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run_here(
         "prepare", "--task", task, "--source", "jsonl", "--input", source, "--quiet",

@@ -29,7 +29,11 @@ _END = {
     "normalized": False,
     "special": True,
 }
-_TEMPLATE = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %} {% endfor %}"
+_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %} "
+    "{% endfor %}"
+)
 _SENTENCE = "The quick brown fox jumps over the lazy dog"
 
 

@@ -171,7 +171,7 @@ def test_data_of_a_lowercasing_tokenizer_has_its_tokens_and_identity(tmp_path: P
     assert "tokenizer.json" in meta.tokenizer_files
     lower = load_tokenizer("gpt2").encode_one(b"text").tolist()
     assert np.fromfile(out / "train.bin", np.uint16).tolist()[:1] == lower
-    with pytest.raises(DataError, match=r"they differ in: normalizer\)"):
+    with pytest.raises(DataError, match=r"\(the two differ in: normalizer\)"):
         require_same_tokenizer(meta, data=out, folder=gpt2_folder(tmp_path / "plain"), init="plain")
 
 

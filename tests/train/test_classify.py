@@ -227,7 +227,8 @@ def test_a_classifier_that_fills_texts_up_otherwise_is_refused_in_its_own_words(
 ) -> None:
     model = load(trained / "checkpoints" / "step_00000012")
     task = Classify(data, with_padding(data, 7), sequence_length=16, loss=Classification())
-    with pytest.raises(CheckpointError, match="'x': its padding token is 50256, the data"):
+    problem = "'x': its padding token is 50256, but the padding token of the data is 7"
+    with pytest.raises(CheckpointError, match=problem):
         task.adapt_model(model, seed=1, init="x")
 
 

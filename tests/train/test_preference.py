@@ -52,6 +52,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 FASTER = ("optimizer.lr=0.01", "optimizer.min_lr=0.01")
 FAST_LORA = (*LORA, *FASTER)
 ROWS = pairs(60)
+ENDS_AT_STOP = (
+    "{% for message in messages %}"
+    "{{ '' if loop.first else '\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n' }}{% endif %}"
+)
+"""PLAIN_TEMPLATE without the line end behind the last stop token, which TRL would train."""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +120,9 @@ def trl_trainer(model: Path, rows: list[dict[str, Any]], folder: Path) -> Any:
         }
         for row in rows
     ]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.chat_template == PLAIN_TEMPLATE
+    tokenizer.chat_template = ENDS_AT_STOP
     settings = DPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=BATCH,
@@ -137,7 +148,7 @@ def trl_trainer(model: Path, rows: list[dict[str, Any]], folder: Path) -> Any:
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=settings,
         train_dataset=Dataset.from_list(messages),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=tokenizer,
     )
 
 

@@ -19,16 +19,20 @@ from tests.train.task_runs import CHAT_LENGTH, CLASSIFY, chat_config, classify_b
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-USER_MARKED = MARKED_TEMPLATE.replace("== 'assistant'", "== 'user'", 1)
+LESS_MARKED = MARKED_TEMPLATE.replace(
+    "{% generation %}{{ message['content'] +",
+    "{{ message['content'][:1] }}{% generation %}{{ message['content'][1:] +",
+)
 
 
 @pytest.mark.processes  # rendering the template starts one
-def test_conversations_whose_template_marks_other_turns_are_other_data(tmp_path: Path) -> None:
+def test_conversations_whose_template_marks_other_tokens_are_other_data(tmp_path: Path) -> None:
+    assert LESS_MARKED != MARKED_TEMPLATE
     model = make_model(tmp_path / "model", template=MARKED_TEMPLATE)
     config = chat_config(tmp_path, model, [{"messages": each} for each in conversations(20)])
     train_alone(tmp_path / "run", config, "train.steps=1")
     data = load_run_config(config).data.folder()
-    (model / "chat_template.jinja").write_text(USER_MARKED, encoding="utf-8")
+    (model / "chat_template.jinja").write_text(LESS_MARKED, encoding="utf-8")
     source = next(tmp_path.rglob("*.jsonl"))
     other = prepare(model, source, tmp_path / "other", "--sequence-length", CHAT_LENGTH)
     assert (other / "train.bin").read_bytes() == (data / "train.bin").read_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,12 @@ class SampleTokenizer:
     unescaped_samples: int = 0
     """Samples in which the tokenizer still turned the text into the special token."""
     _literal: LiteralTextEncoder | None = None
+    _special: dict[int, str] = field(init=False)
+    """Text of each special token."""
+
+    def __post_init__(self) -> None:
+        added = self.tokenizer.raw.get("added_tokens") or ()
+        self._special = {each["id"]: each["content"] for each in added if each.get("special")}
 
     def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:
         """Return the tokens of each sample, and which are trained. Raises DataError."""
@@ -47,10 +53,18 @@ class SampleTokenizer:
             # No earlier token predicts the first token.
             trained[:1] = False
             found.append((tokens, trained))
+            if self._special.keys() >= set(tokens.tolist()):
+                # Only the template's tokens are there, and not one of the text.
+                self.check.require_blank(self._without_special(sample.text))
         content = [text.encode() for text in texts]
         self.check.add_rows(content, [tokens for tokens, _ in encoded])
         self.text_bytes += sum(map(len, content))
         return found
+
+    def _without_special(self, text: str) -> str:
+        for token in sorted(self._special.values(), key=len, reverse=True):
+            text = text.replace(token, "")
+        return text
 
     def _with_literals(self, sample: RenderedSample) -> tuple[_Tokens, list[Span]]:
         if self._literal is None:

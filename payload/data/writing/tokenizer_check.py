@@ -61,13 +61,7 @@ class TokenizerCheck:
         """
         lengths = np.diff(offsets)
         for index in np.flatnonzero(lengths == 0).tolist():
-            text = texts[index].decode("utf-8", "replace")
-            # A tokenizer's normalization can remove all of a text, for example control characters.
-            if text.strip() and self._tokenizer.normalized(text).strip():
-                self._report(
-                    "no tokens",
-                    f"{len(texts[index]):,} bytes of text became no token: {shown(text)}.",
-                )
+            self.require_blank(texts[index].decode("utf-8", "replace"))
         self._bytes += sum(map(len, texts))
         self._tokens += int(lengths.sum())
         if self._tokenizer.unknown is not None:
@@ -76,6 +70,14 @@ class TokenizerCheck:
         if not self._rates_checked and self._bytes >= _FIRST_CHECK_BYTES:
             self._rates_checked = True
             self.finish()
+
+    def require_blank(self, text: str) -> None:
+        """Check that a text without tokens has no content. Raises DataError."""
+        # A tokenizer's normalization can remove all of a text, for example control characters.
+        if text.strip() and self._tokenizer.normalized(text).strip():
+            self._report(
+                "no tokens", f"{len(text.encode()):,} bytes of text became no token: {shown(text)}."
+            )
 
     def add_rows(self, texts: Sequence[bytes], rows: Sequence[Tokens]) -> None:
         """Check and count texts with the tokens of each. Raises DataError."""
