@@ -28,7 +28,7 @@ from benchmarks.harness import REPO, Benchmark
 from benchmarks.tool_requests import TOOLS, Request, requests
 
 CONVERSATIONS, REQUESTS, GOAL = 500, 100, 90
-_LENGTH = 1024
+_LENGTH = 800
 _BATCH = 2
 _LEARNING_RATE = 2e-4
 _ANSWER_TOKENS = 64
@@ -107,7 +107,7 @@ def _train(arguments: argparse.Namespace, work: Path) -> float:
         init = "{arguments.model}"
         [batch]
         global_batch_size = {_BATCH}
-        micro_batch_size = 1
+        micro_batch_size = {_BATCH}
         [optimizer]
         lr = {_LEARNING_RATE}
         min_lr = {_LEARNING_RATE / 10}

@@ -130,6 +130,11 @@ def _overlap(ending: str, text: str, start: int) -> int:
     return 0
 
 
+def _white_end(text: str) -> str:
+    """Return the white space at the end of a text."""
+    return text[len(text.rstrip()) :]
+
+
 class _RejectedError(DataError):
     """The template rejects the conversation."""
 
@@ -299,6 +304,10 @@ class _Row:
         if tail is None or has_thought:
             return answered, start
         after = end_of_empty_thought(answered, start)
+        if tail.closing is None and after > start:
+            # The model writes the white space after the marks that the prompt lacks.
+            after = start + len(answered[start:after].rstrip())
+            after += _overlap(_white_end(prompt), answered, after)
         if tail.closing is None or self._options.thoughts in ("keep", "drop"):
             return answered, after
         if self._options.thoughts == "refuse":
@@ -318,8 +327,11 @@ class _Row:
     def _behind(self, head: str, number: int, answered: str) -> int:
         """Return where the end of a prompt is, in a text that renders earlier messages otherwise.
 
-        That is the place behind the longest end of `head` that the text has before the answer.
+        That is the place behind the longest end of `head` that the text has before the answer. The
+        white space at the end of `head` can differ from the text's.
         """
+        space = _white_end(head)
+        head = head.removesuffix(space)
         message = self._messages[number]
         names = [each.get("function", each).get("name") for each in message.get("tool_calls") or ()]
         values = [message.get("content"), thought_of(message), *names]
@@ -335,7 +347,9 @@ class _Row:
                 low, found = size, place + size
             else:
                 high = size - 1
-        return found if found >= 0 else min(same, limit)
+        if found < 0:
+            return min(same, limit)
+        return found + _overlap(space, answered, found)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
         """Return the text of a turn, with a stop token, and the index after this token."""
