@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import REPO, Benchmark
 from benchmarks.tool_requests import TOOLS, Request, requests
 
 CONVERSATIONS, REQUESTS, GOAL = 500, 100, 90
-_LENGTH = 1024
+_LENGTH = 800
 _BATCH = 2
 _LEARNING_RATE = 2e-4
 _ANSWER_TOKENS = 64
@@ -107,7 +106,7 @@ def _train(arguments: argparse.Namespace, work: Path) -> float:
         init = "{arguments.model}"
         [batch]
         global_batch_size = {_BATCH}
-        micro_batch_size = 1
+        micro_batch_size = {_BATCH}
         [optimizer]
         lr = {_LEARNING_RATE}
         min_lr = {_LEARNING_RATE / 10}
@@ -134,32 +133,17 @@ def _score(work: Path, model: Path, held_out: Sequence[Request]) -> Score:
     (work / f"{model.name}_answers.jsonl").write_text(printed, encoding="utf-8")
     answers = [json.loads(line) for line in printed.splitlines()]
     assert [each["prompt"] for each in answers] == [each.text for each in held_out]
-    calls = [_only_call(each) for each in answers]
+    calls = [each["samples"][0].get("tool_calls", []) for each in answers]
     pairs = [
-        (call["arguments"], each.arguments)
-        for call, each in zip(calls, held_out, strict=True)
-        if call is not None and call["name"] == each.function
+        (found[0]["arguments"], each.arguments)
+        for found, each in zip(calls, held_out, strict=True)
+        if len(found) == 1 and found[0]["name"] == each.function
     ]
     return Score(
         requests=len(held_out),
         right_function=len(pairs),
         right_values=sum(found == wanted for found, wanted in pairs),
     )
-
-
-def _only_call(answer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return name and arguments of an answer's call, or None without exactly one valid call."""
-    calls = answer.get("tool_calls") or []
-    if len(calls) != 1:
-        return None
-    function = calls[0]["function"]
-    arguments = function["arguments"]
-    try:
-        found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return None
-    is_valid = isinstance(found, dict)
-    return {"name": function["name"], "arguments": found} if is_valid else None
 
 
 def _run(module: str, *words: object) -> str:

@@ -237,6 +237,10 @@ def _answer_start(prompt: str, text: str, *, limit: int, has_thought: bool) -> i
         start = _after_header(header, prompt, text, limit=limit)
     if opened and not has_thought and (empty := _EMPTY_THOUGHT.match(text, start)):
         start = empty.end()
+        if _CLOSES.search(prompt):
+            # The prompt ends behind the thoughts: the model writes what the prompt lacks.
+            mark_end = empty.start() + len(empty[0].rstrip())
+            start = _after_space(prompt[len(prompt.rstrip()) :], text, mark_end)
     return start
 
 
@@ -245,6 +249,15 @@ def _common(one: str, other: str) -> int:
         if left != right:
             return index
     return min(len(one), len(other))
+
+
+def _after_space(space: str, text: str, end: int) -> int:
+    """Return where the text continues after `end` behind the white space of a prompt's end.
+
+    If the text has only the last part of it there, behind that part.
+    """
+    tails = (space[index:] for index in range(len(space)))
+    return end + next((len(each) for each in tails if text.startswith(each, end)), 0)
 
 
 def _after_header(header: str, prompt: str, text: str, *, limit: int) -> int:
@@ -258,6 +271,5 @@ def _after_header(header: str, prompt: str, text: str, *, limit: int) -> int:
         place = text.rfind(marks[start:], 0, limit)
         end = place + len(marks) - start
         if place >= 0 and end >= common:
-            space = header[len(marks) :]
-            return end + len(space) if text.startswith(space, end) else end
+            return _after_space(header[len(marks) :], text, end)
     return min(common, limit)

@@ -79,10 +79,14 @@ def package_templates(package: SourcePackage) -> dict[str, str]:
 
 
 def all_templates() -> dict[str, str]:
-    """Return every template by name, without the copies of another one."""
+    """Return every template by name, without the copies of another one.
+
+    A time of day is left out of the dates that templates write, as two renderings would differ.
+    """
     templates = trl_templates()
     for package in PACKAGES:
         templates |= package_templates(package)
+    templates = {name: text.replace(" %H:%M:%S", "") for name, text in templates.items()}
     different = {text.strip(): name for name, text in reversed(templates.items())}
     kept_names = set(different.values())
     found = {name: text for name, text in templates.items() if name in kept_names}

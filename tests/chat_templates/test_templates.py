@@ -15,6 +15,8 @@ pytestmark = pytest.mark.processes
 _FEW = ("trl/gptoss", "trl/qwen3_5_think", "trl/glm4moe")
 """Templates of three kinds: harmony, a prompt that opens the thoughts, a stop token that only the
 next message writes."""
+_LEAST_RIGHT = {"one turn": 147, "three turns": 141, "tools": 114, "thoughts": 50}
+"""The number of templates that train each row."""
 
 
 @pytest.mark.parametrize("name", _FEW)
@@ -38,6 +40,5 @@ def test_every_template_trains_what_a_server_would_have_to_produce() -> None:
                 wrong.append(f"{name}, {row}: {outcome.detail}")
     assert not wrong, "\n".join(wrong)
     # Most templates take a conversation of plain turns; a table of refusals would prove nothing.
-    assert counts["one turn", RIGHT] > 140 and counts["three turns", RIGHT] > 130
-    assert counts["tools", RIGHT] > 100 and counts["thoughts", RIGHT] > 40
+    assert all(counts[row, RIGHT] >= least for row, least in _LEAST_RIGHT.items())
     assert all(counts[row, BOTH_REFUSE] < 25 for row in ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +33,25 @@ pytestmark = [
 STEPS, ROWS = 50, 60
 LENGTHS = {"one turn": 128, "three turns": 256, "tools": 768, "thoughts": 128}
 """Tokens of a block for each kind of rows."""
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": max(LENGTHS.values()),
+    "pad_token_id": None,
+}
 TEMPLATES = ("qwen3_training", "glm4moe_training", "nemotron_3_nano_training")
 """They have `{% generation %}` blocks, tools and thoughts."""
+SAMPLE = {
+    ("qwen3_training", "one turn"),
+    ("nemotron_3_nano_training", "three turns"),
+    ("glm4moe_training", "tools"),
+    ("qwen3_training", "thoughts"),
+}
+"""Every template and every kind of rows; `make test-seeds` runs the other pairs."""
 _TEXT = "what is the one two three of and walnut cactus gondola bramble"
 _WORDS = _TEXT.split()
 
@@ -73,13 +91,10 @@ def rows_of(kind: str) -> list[Row]:
     return made
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small model whose tokenizer has one of TRL's training templates."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    make_tokenizer(folder, trl_templates()[f"trl/{request.param}"])
-    sizes = {"vocab_size": 1024, "max_position_embeddings": max(LENGTHS.values())}
-    make_folder({**CASES["llama"], **sizes, "pad_token_id": None}, folder)
+def make_model(folder: Path, template: str) -> Path:
+    """Make a small model whose tokenizer has one of TRL's training templates."""
+    make_tokenizer(folder, trl_templates()[f"trl/{template}"])
+    make_folder({**CASES["llama"], **SIZES}, folder)
     return folder
 
 
@@ -133,10 +148,17 @@ def packed_documents(
     return found
 
 
-@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.seeds)
+        for pair in itertools.product(TEMPLATES, LENGTHS)
+    ],
+)
 def test_fifty_losses_and_every_mask_are_those_of_trl(
-    model: Path, kind: str, tmp_path: Path
+    template: str, kind: str, tmp_path: Path
 ) -> None:
+    model = make_model(tmp_path / "model", template)
     rows, length = rows_of(kind), LENGTHS[kind]
     source = write_rows(tmp_path / "in.jsonl", [as_file_row(row) for row in rows])
     flags = ("--sequence-length", length, "--val-fraction", 0.1)

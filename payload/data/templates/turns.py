@@ -130,6 +130,11 @@ def _overlap(ending: str, text: str, start: int) -> int:
     return 0
 
 
+def _white_end(text: str) -> str:
+    """Return the white space at the end of a text."""
+    return text[len(text.rstrip()) :]
+
+
 class _RejectedError(DataError):
     """The template rejects the conversation."""
 
@@ -301,6 +306,10 @@ class _Row:
         if tail is None or has_thought:
             return answered, start
         after = end_of_empty_thought(answered, start)
+        if tail.closing is None and after > start:
+            # The model writes the white space after the marks that the prompt lacks.
+            after = start + len(answered[start:after].rstrip())
+            after += _overlap(_white_end(prompt), answered, after)
         if tail.closing is None or self._options.thoughts in ("keep", "drop"):
             return answered, after
         if self._options.thoughts == "refuse":
@@ -321,7 +330,10 @@ class _Row:
         """Return where the prompt ends in a text that renders earlier messages in another way.
 
         This is the index after the longest end of `head` that occurs in the text before the answer.
+        The white space at the end of `head` may differ in the text.
         """
+        space = _white_end(head)
+        head = head.removesuffix(space)
         message = self._messages[number]
         names = [each.get("function", each).get("name") for each in message.get("tool_calls") or ()]
         values = [message.get("content"), thought_of(message), *names]
@@ -337,7 +349,9 @@ class _Row:
                 low, found = size, place + size
             else:
                 high = size - 1
-        return found if found >= 0 else min(same, limit)
+        if found < 0:
+            return min(same, limit)
+        return found + _overlap(space, answered, found)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
         """Return the text of a turn, with a stop token, and the index after this token."""
