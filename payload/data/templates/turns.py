@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from payload.core.errors import DataError
 from payload.data.rows.conversation import Conversation, Message
-from payload.data.templates.control_tokens import Span, take_marks, without_marks
+from payload.data.templates.control_tokens import Span, mark_in, take_marks, without_marks
 from payload.data.templates.lost_keys import leaves, require_rendered
 from payload.data.templates.stop_tokens import first_of
 from payload.data.templates.thoughts import (
@@ -171,7 +171,13 @@ class _Row:
         self._mark_special_tokens()
 
     def _mark_special_tokens(self) -> None:
-        """Mark the row's special tokens, unless the marks change the rendered text."""
+        """Mark the row's special tokens, unless the marks change the rendered text.
+
+        Raises DataError for a row with a mark, which would change what is a special token.
+        """
+        mark = mark_in([self._messages, self._tools, self._documents, self._variables])
+        if mark is not None:
+            raise DataError(f"a text has the noncharacter U+{ord(mark):04X}. Remove it.")
         control = self._template.control_tokens()
         given = [each for each in self._messages if each["role"] != "assistant"]
         if not control.is_in([given, self._tools, self._documents]):
@@ -227,13 +233,17 @@ class _Row:
         for number in self._numbers:
             prompt, answered = texts[number, True], texts.get((number + 1, False), whole)
             text, start = self._located(number, prompt, answered)
+            if number + 1 < size and answered is whole and not self._follows(number, text, start):
+                # The template changed the content, and a later message may quote it.
+                ((answered, _),) = self._render([(number + 1, False)])
+                text, start = self._located(number, prompt, answered)
             text, end = self._ended(text, start, number)
             self._require_rendered(number, text[:end], start)
             turns.append(_Turn(text=text, spans=[(start, end)], through=end))
         return whole, turns
 
     def _is_in_whole(self, number: int) -> bool:
-        """Return True if a turn certainly is a part of the whole text, up to its stop token."""
+        """Return True if a turn probably is a part of the whole text, up to its stop token."""
         end = self._ends.get("user")
         if not self._template.process.is_sequential or end is None or not end.is_same:
             return False
@@ -241,7 +251,11 @@ class _Row:
         content = message.get("content")
         if message.get("tool_calls") or not isinstance(content, str) or not content.strip():
             return False
-        return first_of(end.stops, content) is None
+        return thought_of(message) is None and first_of(end.stops, content) is None
+
+    def _follows(self, number: int, text: str, start: int) -> bool:
+        """Return True if the text continues at `start` with the unchanged content of a message."""
+        return text[start:].lstrip().startswith(str(self._messages[number]["content"]).strip())
 
     def _marked_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template with `{% generation %}` blocks.
