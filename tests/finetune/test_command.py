@@ -109,14 +109,18 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     "link", ["finetuned", "finetuned/chats", "finetuned/chats/data", "own/data"]
 )
 def test_a_link_in_the_output_folder_that_leads_elsewhere_is_refused(
-    place: Path, tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    link: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
     here = tmp_path / "project"
     (here / link).parent.mkdir(parents=True)
     (here / link).symlink_to(other)
-    os.chdir(here)
+    monkeypatch.chdir(here)
     words = ["--out", "own"] if link.startswith("own") else []
     assert main([*command(place, "--data", place / "chats.jsonl", *words)[3:]]) == ExitCode.CONFIG
     (line,) = capsys.readouterr().err.splitlines()
