@@ -37,7 +37,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._pattern.search(value) is not None
         if isinstance(value, Mapping):
-            return any(map(self.is_in, value.values()))
+            return any(map(self.is_in, (*value, *value.values())))
         return isinstance(value, (list, tuple)) and any(map(self.is_in, value))
 
     def mark(self, value: Any) -> Any:
@@ -45,7 +45,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._pattern.sub(f"{_BEGIN}\\g<0>{_END}", value)
         if isinstance(value, Mapping):
-            return {key: self.mark(each) for key, each in value.items()}
+            return {self.mark(key): self.mark(each) for key, each in value.items()}
         return [self.mark(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def mark_messages(self, messages: Sequence[Message]) -> list[Message]:
