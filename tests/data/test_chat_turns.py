@@ -271,6 +271,15 @@ def test_a_special_token_in_the_name_of_a_parameter_is_encoded_as_text(tmp_path:
     assert [sample.text[slice(*each)] for each in sample.literal] == [END, "<|im_start|>"]
 
 
+def test_a_special_token_that_cannot_be_marked_is_reported(tmp_path: Path) -> None:
+    cut = PLAIN_TEMPLATE.replace("message['content']", "message['content'][:25]")
+    folder = make_tokenizer(tmp_path / "model", template=cut)
+    rows = [{"messages": pair(f"a question {END} and more", "b")}] * 20
+    out = prepare(folder, write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out")
+    chat = load_meta(out).chat
+    assert chat is not None and (chat.literal_samples, chat.unescaped_samples) == (0, 20)
+
+
 DROPS_THOUGHTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
     "{{ m.content.split('</think>')[-1].replace('**', '') }}{% else %}{{ m.content }}{% endif %}"

@@ -28,7 +28,8 @@ class SampleTokenizer:
     literal_samples: int = 0
     """Samples in which a special token of the row was encoded as text."""
     unescaped_samples: int = 0
-    """Samples in which the tokenizer makes the special token from its text nevertheless."""
+    """Samples in which a special token of the row remains one: the tokenizer makes it from its
+    text, or the template rendered another text with marks around it."""
     _literal: LiteralTextEncoder | None = None
 
     def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:
@@ -41,6 +42,8 @@ class SampleTokenizer:
         for index, sample in enumerate(samples):
             if sample.literal:
                 encoded[index] = self._with_literals(sample)
+            elif sample.has_unmarked:
+                self.unescaped_samples += 1
         found = []
         for sample, (tokens, offsets) in zip(samples, encoded, strict=True):
             trained = in_spans(offsets, sample.spans)

@@ -65,6 +65,8 @@ class RenderedSample:
     """Ranges of characters that are trained, in order; each ends with a stop token."""
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
+    has_unmarked: bool = False
+    """True if special tokens of the row are not in `literal`, as marks change the rendered text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +86,15 @@ def render_samples(
     out, and a turn without a stop token.
     """
     try:
-        whole, turns = _Row(template, conversation, options).turns()
+        row = _Row(template, conversation, options)
+        whole, turns = row.turns()
     except _RejectedError:
         # Some templates take the arguments of calls only as JSON text.
         changed = _with_text_arguments(conversation)
         if changed is None:
             raise
-        whole, turns = _Row(template, changed, options).turns()
+        row = _Row(template, changed, options)
+        whole, turns = row.turns()
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):
@@ -111,7 +115,9 @@ def render_samples(
     samples = []
     for text, spans in reversed(texts):
         plain, ranges, literal = take_marks(text, spans)
-        samples.append(RenderedSample(text=plain, spans=ranges, literal=literal))
+        samples.append(
+            RenderedSample(text=plain, spans=ranges, literal=literal, has_unmarked=row.has_unmarked)
+        )
     return samples
 
 
@@ -168,6 +174,7 @@ class _Row:
         self._ends = template.turn_ends(self._variables)
         numbers = [number for number, trained in enumerate(conversation.trained) if trained]
         self._numbers = numbers[-1:] if options.train_on == "last" else numbers
+        self.has_unmarked = False
         self._mark_special_tokens()
 
     def _mark_special_tokens(self) -> None:
@@ -192,6 +199,7 @@ class _Row:
         except DataError:
             is_same = False
         if not is_same:
+            self.has_unmarked = True
             self._messages, self._tools, self._documents = before
 
     def _render(
