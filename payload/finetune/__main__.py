@@ -21,6 +21,7 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command
+from payload.core.symlink_safety import inside_folder
 from payload.core.tasks import TASK_KINDS
 from payload.data.shared_flags import (
     add_hub_flags,
@@ -30,7 +31,7 @@ from payload.data.shared_flags import (
     add_val_fraction_flag,
     forwarded_words,
 )
-from payload.run_record.run_files import DEFAULT_RUNS_DIR
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, NAMES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +67,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     from payload.data.sources.source_flags import SourceRequest
     from payload.finetune.decide import FinetuneRequest, decide
 
-    out = arguments.out or Path("finetuned", Path(arguments.data).name.partition(".")[0] or "data")
+    out = _out_folder(arguments)
     request = FinetuneRequest(
         model=arguments.model,
         data=arguments.data,
@@ -115,6 +116,26 @@ def _finetune(arguments: argparse.Namespace) -> int:
     # The run replaces this process, so that it receives the signals and sets the exit code.
     program = module_command("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
+
+
+def _out_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder for data and run.toml.
+
+    Raises ConfigError for a link in it that the user has not named and that leads elsewhere: the
+    author of the current folder could make the command write to any folder.
+    """
+    out: Path | None = arguments.out
+    home = out or Path()
+    name = Path(arguments.data).name.partition(".")[0] or "data"
+    out = out or Path("finetuned", name)
+    for path in (out, out / "data", out / NAMES.config.name):
+        try:
+            inside_folder(path, home=home)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror}, or choose another folder with --out."
+            ) from None
+    return out
 
 
 def _sequence_length(arguments: argparse.Namespace) -> tuple[str, ...]:

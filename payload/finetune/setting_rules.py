@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.config.settings import toml_value
+from payload.core.errors import ConfigError
+from payload.core.printable_text import PLAIN_TEXT, shown
 from payload.core.tasks import TaskKind
 from payload.models.spec import ModelSpec
 
@@ -191,7 +193,17 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
 
 
 def render(choices: Iterable[Choice], *, head: Sequence[str]) -> str:
-    """Render run.toml: sections in order of appearance, each setting with its reason."""
+    """Render run.toml: sections in order of appearance, each setting with its reason.
+
+    Raises ConfigError for a control character in `head`: TOML would read the rest of a name with a
+    line break as settings.
+    """
+    for line in head:
+        if not PLAIN_TEXT.fullmatch(line):
+            raise ConfigError(
+                f"{shown(line)} has a control character, such as a line break. Rename the file or "
+                "folder."
+            )
     sections: dict[str, list[Choice]] = {}
     for each in choices:
         sections.setdefault(each.key.partition(".")[0], []).append(each)

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,56 @@ def test_rows_with_label_false_are_left_out_and_counted(tmp_path: Path) -> None:
     assert meta.train_documents + meta.val_documents == 20
     for number in range(3):
         assert "bad" not in run_here("show", tmp_path / "out", "--sample", number).stdout
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_row_that_is_nested_deeply_is_a_bad_row(as_text: bool, tmp_path: Path) -> None:
+    good = {"messages": turn("a", "b")}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested(800)}}]
+    bad = {**good, "tools": json.dumps(tools) if as_text else tools}
+    path = write_rows(tmp_path / "in.jsonl", [bad, *[good] * 20])
+    folder = make_tokenizer(tmp_path / "model")
+    words = ("prepare", "--task", "chat", "--input", path, "--tokenizer", folder)
+    done = run_here(*words, "--out", tmp_path / "a")
+    assert done.returncode == ExitCode.CONFIG
+    (line,) = (each for each in done.stderr.splitlines() if each.startswith("error: "))
+    assert f"{path} line 1: " in line
+    done = run_here(*words, "--out", tmp_path / "b", "--skip-bad")
+    assert done.returncode == 0 and load_meta(tmp_path / "b").skipped_documents == 1
+
+
+def test_a_pipe_between_the_files_does_not_block(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    os.mkfifo(tmp_path / "valid.jsonl")
+    done = run_here("show", tmp_path)
+    assert done.returncode == ExitCode.CONFIG
+    assert "valid.jsonl: not a regular file" in done.stderr
+
+
+def test_a_table_with_an_endless_line_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "in.csv.xz"
+    path.write_bytes(lzma.compress(b"text,label\n" + b"a," * 2**20))
+    monkeypatch.setattr("payload.data.rows.file_rows._FIELD_BYTES", 2**16)
+    rows = open_rows(SourceRequest(kind="auto", inputs=(str(path),)))
+    rows.identity()
+    with pytest.raises(DataError, match="a line is longer than"):
+        list(rows.read())
+
+
+def test_the_name_of_a_file_sends_nothing_to_the_terminal(tmp_path: Path) -> None:
+    for name in ("train.\x1b]0;title\x07.jsonl", "valid.\x1b[31m-00000-of-00002.jsonl"):
+        write_rows(tmp_path / name, [{"text": "abc"}] * 30)
+    out = tmp_path / "out"
+    done = run_here("prepare", "--source", "jsonl", "--input", tmp_path, "--out", out, "--dry-run")
+    assert done.returncode == 0 and "splits by file name" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr

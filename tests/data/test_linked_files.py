@@ -67,6 +67,20 @@ def test_a_chat_template_and_its_tokens_are_not_read_through_a_link(
         read_chat_template(linked(folder, name))
 
 
+@pytest.mark.processes  # a process renders the template
+def test_named_templates_are_not_read_through_a_linked_folder(folder: Path) -> None:
+    private = folder.parent / "private"
+    private.mkdir()
+    (private / "tool_use.jinja").write_text("private {{ messages }}")
+    more = folder / "additional_chat_templates"
+    more.symlink_to(private)
+    with pytest.raises(DataError, match="a link that leads out of its folder"):
+        read_chat_template(folder)
+    more.unlink()
+    private.rename(more)
+    assert "private" in read_chat_template(folder).source
+
+
 def test_a_link_is_not_sent_to_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET)
     model = make_model(tmp_path / "model")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.config.run_config import parse_run_config
-from payload.core.errors import DataError
+from payload.core.errors import ConfigError, DataError
 from payload.data.detect import DataOptions, detect_data
 from payload.finetune.setting_rules import (
     Choice,
@@ -101,6 +101,12 @@ def test_the_run_toml_has_every_choice_and_its_reason() -> None:
     )
     assert tomllib.loads(text)["model"]["init"] == 'a "folder"\\here'
     assert parse_run_config(text, where="test").optimizer.lr == 5e-5
+
+
+def test_a_name_with_a_line_break_adds_no_settings_to_run_toml() -> None:
+    name = "chats\n[storage]\nresults = 'gs://other'\n#.jsonl"
+    with pytest.raises(ConfigError, match="has a control character, such as a line break"):
+        render([Choice(key="train.steps", value=7, reason="seven")], head=(f"On {name}",))
 
 
 def test_values_are_written_with_all_their_digits() -> None:

@@ -104,6 +104,30 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    "link", ["finetuned", "finetuned/chats", "finetuned/chats/data", "own/data"]
+)
+def test_a_link_in_the_output_folder_that_leads_elsewhere_is_refused(
+    place: Path,
+    tmp_path: Path,
+    link: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    here = tmp_path / "project"
+    (here / link).parent.mkdir(parents=True)
+    (here / link).symlink_to(other)
+    monkeypatch.chdir(here)
+    words = ["--out", "own"] if link.startswith("own") else []
+    assert main([*command(place, "--data", place / "chats.jsonl", *words)[3:]]) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"a link that leads out of its folder, to {other}" in line and "--out" in line
+    assert list(other.iterdir()) == []
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("in_process")
 def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller_dtype(

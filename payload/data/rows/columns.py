@@ -71,6 +71,8 @@ OPENAI_PROMPT = "input"
 """Column with the object that holds `messages` and `tools` in OpenAI's preference tuning."""
 OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 
+_MOST_LEVELS = 100
+"""Depth of the values of a row; the schemas of tools have about ten levels."""
 METADATA = re.compile(
     r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
     r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip|model)"
@@ -129,6 +131,21 @@ def texts_in(value: object) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from texts_in(each)
+
+
+def is_deep(value: object) -> bool:
+    """Return True if converting a JSON value could exceed the recursion limit."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (Mapping, list, tuple))
+            for inner in (each.values() if isinstance(each, Mapping) else each)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def without_nulls(value: Any) -> Any:

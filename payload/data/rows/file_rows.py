@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,8 @@ class FileRows(Rows):
                 skipped = 1
             else:
                 file.seek(0)
-            reader = csv.reader(file, strict=True, delimiter=found.delimiter)
+            lines = iter(partial(_read_line, file, path), "")
+            reader = csv.reader(lines, strict=True, delimiter=found.delimiter)
             header: list[str] | None = None
             while True:
                 line = reader.line_num + 1 + skipped
@@ -188,6 +190,14 @@ class _Files(ColumnFiles):
     def paths(self) -> list[Path]:
         """Return the files that `identity` found."""
         return self._files
+
+
+def _read_line(file: io.TextIOWrapper, path: Path) -> str:
+    """Return the next line; "" at the end. Raises DataError for a line that could fill memory."""
+    line = file.readline(_FIELD_BYTES + 1)
+    if len(line) > _FIELD_BYTES:
+        raise DataError(f"{path}: a line is longer than {_FIELD_BYTES >> 20} MiB. Shorten it.")
+    return line
 
 
 def _header(fields: Sequence[str], path: Path) -> list[str]:

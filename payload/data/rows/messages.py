@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from payload.core.printable_text import shown
-from payload.data.rows.columns import METADATA, TOOLS, TRAIN_KEYS, is_absent
+from payload.data.rows.columns import METADATA, TOOLS, TRAIN_KEYS, is_absent, is_deep
 
 ASSISTANT = "assistant"
 ROLES: Mapping[str, str] = {
@@ -259,10 +260,9 @@ def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
 def parsed(value: object) -> object:
     """Return the object or list in a JSON text; another value is returned unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            return value if is_deep(found) else found
     return value
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from payload.core.errors import DataError
 from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
-from payload.data.rows.columns import METADATA, without_nulls
+from payload.data.rows.columns import METADATA, is_deep, without_nulls
 from payload.data.rows.named_columns import NamedColumns
 from payload.data.sources.documents import Survey
 from payload.data.sources.source_flags import SourceRequest
@@ -153,6 +153,8 @@ class Rows(ABC):
         number = self.next_number
         self.num_rows += 1
         self.next_number += 1
+        if not isinstance(values, str) and is_deep(values):
+            values = "its values are nested too deeply."
         if isinstance(values, str):
             self.skip(where, values)
         else:
@@ -169,8 +171,9 @@ class Rows(ABC):
                 self.next_number += len(table)
                 continue
             for values in table:
-                given = {name: without_nulls(value) for name, value in values.items()}
-                yield from self._row(f"{where} row {self.num_rows + 1}", given)
+                if not is_deep(values):
+                    values = {name: without_nulls(value) for name, value in values.items()}
+                yield from self._row(f"{where} row {self.num_rows + 1}", values)
 
 
 def in_batches(

@@ -24,7 +24,8 @@ def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set
     found = find_files(
         [Path(each) for each in inputs], glob=glob or "*", leave_out=() if glob else BACKUPS
     )
-    read = split_files(found).read()
+    # A pipe would block; the source reports it.
+    read = [path for path in split_files(found).read() if path.is_file()]
     kinds: dict[Path, FileKind] = {}
     for path in read[:_MOST_FILES]:
         kinds[path] = detect_format(path).kind

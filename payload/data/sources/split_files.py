@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from payload.core.printable_text import shown_name
+
 FileSplitName = Literal["train", "valid", "test"]
 SPLIT_WORDS: dict[str, FileSplitName] = {
     "train": "train",
@@ -78,6 +80,6 @@ def split_of(path: Path) -> FileSplitName | None:
 
 
 def _names(files: Iterable[Path]) -> str:
-    names = [path.name for path in files]
+    names = [shown_name(path.name) for path in files]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -16,6 +16,7 @@ from typing import Any
 
 from payload.core.errors import DataError
 from payload.core.one_line import printable_line
+from payload.core.printable_text import shown_name
 from payload.core.symlink_safety import inside_folder
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.source_flags import SourceRequest
@@ -93,7 +94,7 @@ def missing_shards(files: Sequence[Path | str]) -> str | None:
             key = f"{shard['start']}-*-of-{shard['count']}{shard['end']}", int(shard["count"])
             found.setdefault(key, set()).add(int(shard["number"]))
     incomplete = [
-        f"{name}: {len(numbers)} of {count} files"
+        f"{shown_name(name)}: {len(numbers)} of {count} files"
         for (name, count), numbers in found.items()
         if len(numbers) < count
     ]

@@ -28,7 +28,11 @@ class SampleTokenizer:
     literal_samples: int = 0
     """Samples in which a special token of the row was encoded as text."""
     unescaped_samples: int = 0
-    """Samples in which the tokenizer still turned the text into the special token."""
+    """Samples in which a special token of the row is encoded as a special token.
+
+    Either the tokenizer turns the text into the token in any case, or the marks around the token
+    changed what the template rendered.
+    """
     _literal: LiteralTextEncoder | None = None
     _special: dict[int, str] = field(init=False)
     """Text of each special token."""
@@ -47,6 +51,8 @@ class SampleTokenizer:
         for index, sample in enumerate(samples):
             if sample.literal:
                 encoded[index] = self._with_literals(sample)
+            elif sample.has_unmarked:
+                self.unescaped_samples += 1
         found = []
         for sample, (tokens, offsets) in zip(samples, encoded, strict=True):
             trained = in_spans(offsets, sample.spans)

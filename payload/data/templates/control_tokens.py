@@ -9,6 +9,7 @@ Source of the approach: `sanitize_control_tokens` of transformers 5.23.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from payload.data.rows.conversation import Message
 Span = tuple[int, int]
 """Range of characters of a text: the first one, and the end (exclusive)."""
 
-# Unicode's noncharacters, which no text may contain.
+# Unicode's noncharacters, which no text may contain: a row that has one is refused.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 
@@ -32,11 +33,11 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def is_in(self, value: object) -> bool:
-        """Return True if a text inside a JSON value has a special token, and no mark."""
+        """Return True if a text inside a JSON value has a special token."""
         if isinstance(value, str):
-            return self._pattern.search(value) is not None and _MARKS.search(value) is None
+            return self._pattern.search(value) is not None
         if isinstance(value, Mapping):
-            return any(map(self.is_in, value.values()))
+            return any(map(self.is_in, (*value, *value.values())))
         return isinstance(value, (list, tuple)) and any(map(self.is_in, value))
 
     def mark(self, value: Any) -> Any:
@@ -44,7 +45,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._pattern.sub(f"{_BEGIN}\\g<0>{_END}", value)
         if isinstance(value, Mapping):
-            return {key: self.mark(each) for key, each in value.items()}
+            return {self.mark(key): self.mark(each) for key, each in value.items()}
         return [self.mark(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def mark_messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -53,6 +54,12 @@ class ControlTokens:
             message if message["role"] == "assistant" else self.mark(message)
             for message in messages
         ]
+
+
+def mark_in(value: object) -> str | None:
+    """Return the first mark in the texts of a JSON value, or None."""
+    found = _MARKS.search(json.dumps(value, ensure_ascii=False, default=str))
+    return None if found is None else found.group()
 
 
 def without_marks(text: str) -> str:

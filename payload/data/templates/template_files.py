@@ -79,21 +79,22 @@ def _own_files(folder: Path) -> dict[str, str]:
     found = {_DEFAULT: _text(folder / TEMPLATE_FILE)}
     more = folder / _FOLDER
     if more.is_dir():
-        found |= {each.name.removesuffix(_SUFFIX): _text(each) for each in more.glob(f"*{_SUFFIX}")}
+        names = more.glob(f"*{_SUFFIX}")
+        found |= {each.name.removesuffix(_SUFFIX): _text(each, home=folder) for each in names}
     return {name: text for name, text in found.items() if text is not None}
 
 
-def _text(path: Path) -> str | None:
-    content = _read(path)
+def _text(path: Path, *, home: Path | None = None) -> str | None:
+    content = _read(path, home=home)
     try:
         return None if content is None else content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _unreadable(path, error) from None
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: Path, *, home: Path | None = None) -> bytes | None:
     try:
-        return read_bytes(inside_folder(path))
+        return read_bytes(inside_folder(path, home=home))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

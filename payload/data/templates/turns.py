@@ -17,7 +17,7 @@ from typing import Any, Literal
 from payload.core.errors import DataError
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates.chat_template import ChatTemplate
-from payload.data.templates.control_tokens import Span, take_marks, without_marks
+from payload.data.templates.control_tokens import Span, mark_in, take_marks, without_marks
 from payload.data.templates.lost_keys import leaves, require_rendered
 from payload.data.templates.stop_tokens import first_of
 from payload.data.templates.thoughts import (
@@ -63,6 +63,8 @@ class RenderedSample:
     """Ranges of characters that are trained, in order; each ends with a stop token."""
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
+    has_unmarked: bool = False
+    """True if special tokens of the row are not in `literal`, as marks change the rendered text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +87,15 @@ def render_samples(
     that the template rejects, a key that the template leaves out, and a turn without a stop token.
     """
     try:
-        whole, turns = _Row(template, conversation, options).turns()
+        row = _Row(template, conversation, options)
+        whole, turns = row.turns()
     except _RejectedError:
         # Some templates take the arguments of calls only as JSON text.
         changed = _with_text_arguments(conversation)
         if changed is None:
             raise
-        whole, turns = _Row(template, changed, options).turns()
+        row = _Row(template, changed, options)
+        whole, turns = row.turns()
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):
@@ -112,7 +116,9 @@ def render_samples(
     samples = []
     for text, spans in reversed(texts):
         plain, ranges, literal = take_marks(text, spans)
-        samples.append(RenderedSample(text=plain, spans=ranges, literal=literal))
+        samples.append(
+            RenderedSample(text=plain, spans=ranges, literal=literal, has_unmarked=row.has_unmarked)
+        )
     return samples
 
 
@@ -174,10 +180,17 @@ class _Row:
         self._ends = template.turn_ends(self._variables)
         numbers = [number for number, trained in enumerate(conversation.trained) if trained]
         self._numbers = numbers[-1:] if options.train_on == "last" else numbers
+        self.has_unmarked = False
         self._mark_special_tokens()
 
     def _mark_special_tokens(self) -> None:
-        """Mark the row's special tokens, unless the marks change the rendered text."""
+        """Mark the row's special tokens, unless the marks change the rendered text.
+
+        Raises DataError for a row with a mark, which would change what is a special token.
+        """
+        mark = mark_in([self._messages, self._tools, self._documents, self._variables])
+        if mark is not None:
+            raise DataError(f"a text has the noncharacter U+{ord(mark):04X}. Remove it.")
         control = self._template.control_tokens()
         given = [each for each in self._messages if each["role"] != "assistant"]
         if not control.is_in([given, self._tools, self._documents]):
@@ -192,6 +205,7 @@ class _Row:
         except DataError:
             is_same = False
         if not is_same:
+            self.has_unmarked = True
             self._messages, self._tools, self._documents = before
 
     def _render(
@@ -233,13 +247,17 @@ class _Row:
         for number in self._numbers:
             prompt, answered = texts[number, True], texts.get((number + 1, False), whole)
             text, start = self._located(number, prompt, answered)
+            if number + 1 < size and answered is whole and not self._follows(number, text, start):
+                # The template changed the content, and a later message may quote it.
+                ((answered, _),) = self._render([(number + 1, False)])
+                text, start = self._located(number, prompt, answered)
             text, end = self._ended(text, start, number)
             self._require_rendered(number, text[:end], start)
             turns.append(_Turn(text=text, spans=[(start, end)], through=end))
         return whole, turns
 
     def _is_in_whole(self, number: int) -> bool:
-        """Return True if a turn certainly is a part of the whole text, up to its stop token."""
+        """Return True if a turn probably is a part of the whole text, up to its stop token."""
         end = self._ends.get("user")
         if not self._template.process.is_sequential or end is None or not end.is_same:
             return False
@@ -247,7 +265,11 @@ class _Row:
         content = message.get("content")
         if message.get("tool_calls") or not isinstance(content, str) or not content.strip():
             return False
-        return first_of(end.stops, content) is None
+        return thought_of(message) is None and first_of(end.stops, content) is None
+
+    def _follows(self, number: int, text: str, start: int) -> bool:
+        """Return True if the text continues at `start` with the unchanged content of a message."""
+        return text[start:].lstrip().startswith(str(self._messages[number]["content"]).strip())
 
     def _marked_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template with `{% generation %}` blocks.
