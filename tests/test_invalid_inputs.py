@@ -82,8 +82,9 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
             "no conversation in the columns 'question', 'reply'. Formats: messages; conversations; "
             "conversation; prompt, completion; instruction, output; instruction, response; "
             "question, answer; question, response; query, response; query, answer; prompt, "
-            "response; problem, solution; user, assistant; input, output. Name your columns with "
-            f"--columns, such as --columns QUESTION=user,ANSWER=assistant. {OR_SKIP}",
+            "response; problem, solution; user, assistant; input, output. Map your columns to "
+            "known names with --columns, such as --columns QUESTION=user,ANSWER=assistant. "
+            f"{OR_SKIP}",
         ),
         (
             {"prompt": "a", "completion": None},
@@ -191,8 +192,8 @@ def test_a_file_without_rows(
         (
             'text,label\n"red,a\nblue,b\n',
             (),
-            "{csv} line 2: not CSV in UTF-8: unexpected end of data. Correct its quotes: put a "
-            'field with delimiters or line ends in "...", and write " inside it as "".',
+            "{csv} line 2: not CSV in UTF-8: unexpected end of data. Correct the quotes: put a "
+            'field with delimiters or line ends in "...", and write a " inside the field as "".',
         ),
         (
             "text,label\nred,a,b\n",
@@ -476,14 +477,15 @@ def test_a_kind_of_adapter_that_is_not_lora(
             "x.xlsx",
             "PK\3\4",
             "{file}: a zip file, such as .xlsx or .docx, which is not supported. Save a table as "
-            "CSV, or unpack it. Supported: JSON, JSON Lines, CSV, parquet, Arrow and plain text.",
+            "CSV, or unpack the file. Supported: JSON, JSON Lines, CSV, parquet, Arrow and "
+            "plain text.",
         ),
         (
             "x.jsonl",
             '{"a": 1}',
-            "--data {file}: no known column found in the columns 'a'. Name the columns with "
-            "--columns, such as --columns QUESTION=user,ANSWER=assistant; or choose the task with "
-            "--task, and columns with --text-column and --label-column.",
+            "--data {file}: no known column found in the columns 'a'. Map the columns to known "
+            "names with --columns, such as --columns QUESTION=user,ANSWER=assistant. Or choose "
+            "the task with --task, and the columns with --text-column and --label-column.",
         ),
     ],
 )
