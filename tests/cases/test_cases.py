@@ -272,7 +272,11 @@ def test_common_formats_are_accepted(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [*((name, flags) for name, flags, _ in COMMON), ("kto.jsonl", ()), ("kto_messages.jsonl", ())],
+    [
+        ("content_parts.jsonl", ()),
+        ("question_answer.jsonl", ("--columns", "question=user,answer=assistant")),
+        ("kto.jsonl", ()),
+    ],
 )
 def test_finetune_recognises_conversations(
     name: str, flags: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]
