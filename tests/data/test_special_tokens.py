@@ -102,7 +102,9 @@ def test_a_token_that_no_file_names_is_empty_as_in_transformers_or_refused(tmp_p
     found = read_chat_template(folder).render(messages, add_generation_prompt=False)
     assert found == own.apply_chat_template(messages, tokenize=False) == "a|"
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "OddTokenizer"}')
-    with pytest.raises(DataError, match="it uses sep_token, which is missing in tokenizer_config"):
+    with pytest.raises(
+        DataError, match="the template uses sep_token, which is missing in tokenizer_config"
+    ):
         read_chat_template(folder)
 
 

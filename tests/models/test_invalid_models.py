@@ -50,7 +50,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_NETWORK = (
     "not a local folder, and could not be downloaded from the Hugging Face hub "
     "(ConnectionRefusedError: [Errno 111] Connection refused). Check the name or the network, or "
-    "name a folder."
+    "use a folder."
 )
 IS_OFFLINE = (
     "HF_HUB_OFFLINE is set, and the model is not in the cache ({cache}). Download it while online "

@@ -221,7 +221,7 @@ def test_a_library_missing_on_a_node_is_31_and_the_key_is_removed(
     with mounted(nodes, 2, "--bind", tmp_path / "not-executable", helper):
         code, report, _ = operator.preflight()
     assert code == ExitCode.PREFLIGHT
-    cause = "mpirun's helper hydra_bstrap_proxy cannot be run on it"
+    cause = "mpirun's helper hydra_bstrap_proxy cannot be run on this node"
     assert errors(report) == {"node-2 mpirun": cause}
     assert_nothing_is_left(nodes)
     lock = nodes.home_of(2) / ".ssh" / ".tileforge.lock"

@@ -47,6 +47,8 @@ class Case:
     """The run that it continues from step 3; `alone` is the run of one rank."""
     spoiled: tuple[int, str] | None = None
     """A rank and its parameter that is changed at step 3."""
+    isa: str = ""
+    """ONEDNN_MAX_CPU_ISA of the run, if its arithmetic must not depend on the layout of tensors."""
     repeats: bool = False
     """True if other cases cover its code; only `make test-all` runs it."""
 
@@ -96,7 +98,12 @@ KERNELS = {
 
 WITHOUT_KERNELS = {
     f"{name}, bf16 without kernels": replace(
-        STRATEGIES[name], settings=(*BF16, "engine.kernels=off"), repeats=True
+        STRATEGIES[name],
+        settings=(*BF16, "engine.kernels=off"),
+        # With AMX tiles, oneDNN adds in an order that depends on the layout of the weights, which
+        # differs between DeepSpeed and shards.
+        isa="AVX512_CORE_BF16",
+        repeats=True,
     )
     for name in ("shard", "zero3")
 }

@@ -42,7 +42,7 @@ class Runs:
         self._models: dict[str, tuple[str, ...]] = {}
         self._alone: dict[tuple[str, tuple[str, ...]], Path] = {}
         self._outputs: dict[str, str] = {}
-        self._failed: set[tuple[int, bool, bool, bool]] = set()
+        self._failed: set[tuple[int, bool, str, bool, bool]] = set()
 
     def folder(self, name: str) -> Path:
         """Return the folder of a run."""
@@ -86,8 +86,8 @@ class Runs:
         for name, folder in folders.items():
             if _CASES[name].resumes:
                 first_half(self.resumed(name), folder)
-        ranks, zero3, *_ = _start_of(_CASES[names[0]])
-        env = rank_env()
+        ranks, zero3, isa, *_ = _start_of(_CASES[names[0]])
+        env = rank_env() | ({"ONEDNN_MAX_CPU_ISA": isa} if isa else {})
         if zero3:  # The environment of the tests lacks DeepSpeed.
             env["PYTHONPATH"] = os.pathsep.join((str(REPO), str(deepspeed_folder())))
         outputs = train_several(
@@ -115,9 +115,10 @@ class Runs:
 _CASES: Mapping[str, Case] = {name: case for table in RUNS for name, case in table.items()}
 
 
-def _start_of(case: Case) -> tuple[int, bool, bool, bool]:
+def _start_of(case: Case) -> tuple[int, bool, str, bool, bool]:
     """Return a key: runs with equal keys share a start; resumed ones have other processes."""
-    return case.ranks, ZERO3 in case.strategy, case.resumes not in ("", "alone"), is_slow(case)
+    is_resumed = case.resumes not in ("", "alone")
+    return case.ranks, ZERO3 in case.strategy, case.isa, is_resumed, is_slow(case)
 
 
 def norms(run_dir: Path) -> list[float]:
