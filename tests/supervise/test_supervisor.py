@@ -395,7 +395,7 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
 
 
 def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "2", ranks=1)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "5", ranks=1)
     first = supervise(paths)
     wait_for_steps(paths, ranks=1)
     first.kill()
