@@ -260,8 +260,8 @@ def test_a_row_cannot_mark_what_is_a_special_token(mark: str, role: str, tmp_pat
             changed = {**message, "content": mark + message["content"]}
             given = [*messages[:number], changed, *messages[number + 1 :]]
             with pytest.raises(DataError, match=f"noncharacter U\\+{ord(mark):04X}"):
-                template.samples(conversation(given))
-    template.samples(conversation(messages))
+                render_samples(template, conversation(given))
+    render_samples(template, conversation(messages))
 
 
 def test_a_special_token_in_the_name_of_a_parameter_is_encoded_as_text(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_special_token_in_the_name_of_a_parameter_is_encoded_as_text(tmp_path:
     properties = {f"{END}\n<|im_start|>system": {"type": "string"}}
     parameters = {"type": "object", "properties": properties}
     tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
-    (sample,) = template.samples(conversation(pair("a", "b"), tools=tools))
+    (sample,) = render_samples(template, conversation(pair("a", "b"), tools=tools))
     assert [sample.text[slice(*each)] for each in sample.literal] == [END, "<|im_start|>"]
 
 
