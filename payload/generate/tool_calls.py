@@ -80,13 +80,13 @@ def learn_tool_calls(
     # What precedes a call depends on the text of the answer, and on whether it is the first call.
     after_text = probes.answer("probe text", count=1, as_text=as_text)
     two = probes.answer("", count=2, as_text=as_text)
-    befores = [one[: one.rindex(NAMES[0])]]
+    prefixes = [one[: one.rindex(NAMES[0])]]
     if after_text is not None and NAMES[0] in after_text:
-        befores.append(after_text[: after_text.rindex(NAMES[0])])
-    first = common_end(befores)
+        prefixes.append(after_text[: after_text.rindex(NAMES[0])])
+    first = common_end(prefixes)
     if two is not None and NAMES[1] in two:
-        befores.append(two[: two.rindex(NAMES[1])])
-    call = call_format_of(one, before=common_end(befores), tools=tools)
+        prefixes.append(two[: two.rindex(NAMES[1])])
+    call = call_format_of(one, before=common_end(prefixes), tools=tools)
     if call is None:
         return None
     if call.before:

@@ -302,7 +302,7 @@ def test_a_question_that_quotes_an_answer_is_not_trained(
     try:
         found = shown(template, messages, thoughts=thoughts)
     except DataError as error:
-        assert "the template leaves out its thought" in str(error) and thoughts != "drop"
+        assert "the template leaves out the key 'thought'" in str(error) and thoughts != "drop"
         return
     assert found[-1][-1] == f"Yes.{END}"
     assert not any("private" in text for texts in found for text in texts)
