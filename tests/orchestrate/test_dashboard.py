@@ -179,7 +179,7 @@ def test_the_command_ends_all_that_it_started(
     assert len(mine) >= 2
     while not (line := process.stderr.readline()).startswith("If names under .localhost"):
         assert line
-    assert f"(Safari, scripts): http://127.0.0.1:{address.port}/" in line
+    assert f", open: http://127.0.0.1:{address.port}/" in line
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 0
