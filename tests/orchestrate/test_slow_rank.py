@@ -33,7 +33,7 @@ SETTINGS = (
 )
 _STEPS = 20
 _NAMED = re.compile(
-    r"warning: rank 1 on (\S+) has been slow since step (\d+).*: .* See its log: (.*)"
+    r"warning: rank 1 on (\S+) has been slow since step (\d+).*: .* See the rank's log: (.*)"
 )
 _PERIOD_S, _LOOK_S = 0.2, 0.005
 
