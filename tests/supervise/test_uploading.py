@@ -171,7 +171,7 @@ def test_a_folder_that_is_not_mounted_is_not_an_empty_store(
         write_checkpoint(resumed.checkpoints, 500, seed=3)
         address = str(store_of(resumed).address)
         write_json(resumed.store_state, StoreState(address=address, checkpoint="step_00001000"))
-    with pytest.raises(PreflightError, match=r"no run found.*mount it"):
+    with pytest.raises(PreflightError, match=r"no run found.*mount this folder"):
         restore(resumed)
 
 
