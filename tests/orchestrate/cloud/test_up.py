@@ -218,7 +218,11 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
     site.pulumi.on("preview", out="14 to create\n")
     site.pulumi.on(told.split()[0], takes_s=60.0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "payload.orchestrate", command, "--yes", "--without-collect"],
+        # A hangup counts also if the tests were started with nohup.
+        [
+            *("env", "--default-signal=HUP", sys.executable, "-m", "payload.orchestrate"),
+            *(command, "--yes", "--without-collect"),
+        ],
         cwd=site.folder,
         env={**site.env, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
