@@ -220,7 +220,7 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
     process = subprocess.Popen(
         # A hangup counts also if the tests were started with nohup.
         [
-            *("env", "--default-signal=HUP", sys.executable, "-m", "payload.orchestrate"),
+            *("/usr/bin/env", "--default-signal=HUP", sys.executable, "-m", "payload.orchestrate"),
             *(command, "--yes", "--without-collect"),
         ],
         cwd=site.folder,
