@@ -27,7 +27,7 @@ def test_a_few_templates_train_what_a_server_would_have_to_produce(name: str) ->
     }
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.timeout(3600)
 def test_every_template_trains_what_a_server_would_have_to_produce() -> None:
     """Also the command `python -m tests.chat_templates`, which prints the table."""
