@@ -200,7 +200,7 @@ def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_fir
         finally:
             first.thaw()
     assert code == ExitCode.HANG, output
-    assert "does not answer: node-1" in str(state(paths).error)
+    assert "does not answer): node-1" in str(state(paths).error)
     wait_until(
         lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
     )
@@ -244,7 +244,7 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
     finally:
         node.thaw()
     assert ended.exit_class == "hang", ended
-    assert "does not answer: node-2" in str(ended.error)
+    assert "does not answer): node-2" in str(ended.error)
     code, output = cluster.do("attach", "torn")
     assert code == ExitCode.HANG, output
     wait_until(
