@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: seconds of each kind of operation.
+"""Seconds of a training step, by kind of operation.
 
     python -m benchmarks.step_profile --model gpt2 --micro-batch-size 4 --steps 6
     python -m benchmarks.step_profile --model FOLDER --micro-batch-size 4 --steps 6

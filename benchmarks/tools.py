@@ -35,7 +35,7 @@ _ANSWER_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How many of the requests a model answers with the right call."""
+    """Numbers of requests that a model answers with the right call."""
 
     requests: int
     right_function: int

@@ -54,7 +54,7 @@ _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 TokenDtype = Literal["uint16", "uint32"]
 OnLong = Literal["truncate", "drop", "refuse", "split"]
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
-"""How thoughts of the assistant are trained.
+"""Treatment of the assistant's thoughts.
 
 `keep`: as in the row. `drop`: without them. `empty`: as in the row; if a prompt opens a block of
 thoughts and the row lacks one, the end of the block is trained with the answer. `refuse`:
@@ -91,7 +91,8 @@ class SplitRecord:
     method: Literal["permutation", "hash", "stratified", "files"]
     """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
     the document's number, if the number of documents was not known in advance. `stratified`: the
-    same share of each label's texts. `files`: those of the files that are named for validation."""
+    same share of each label's texts. `files`: the
+    documents of the validation files."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 
@@ -122,7 +123,7 @@ class ChatRecord:
     split_conversations: int = checked(0, low=0)
     """Conversations longer than a block, which continue in further blocks."""
     thoughts: Thoughts = "keep"
-    """How thoughts of the assistant were trained."""
+    """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
     """Samples beyond one a conversation: a template that renders earlier turns differently once
     others follow needs several."""
@@ -168,7 +169,7 @@ class PreferenceRecord:
     pad_token: int = checked(low=0)
     """Token that pads the shorter conversations of a batch."""
     thoughts: Thoughts = "keep"
-    """How thoughts of the assistant were trained."""
+    """Treatment of the assistant's thoughts, as in --thoughts."""
     literal_samples: int = checked(0, low=0)
     """Conversations with a special token in a row's text, which was encoded as text."""
     unescaped_samples: int = checked(0, low=0)

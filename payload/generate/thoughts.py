@@ -22,7 +22,7 @@ _TOKEN_AT_START = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:
-    """How thoughts are written, and how the text after them begins."""
+    """Delimiters of the thoughts, and of the text after them."""
 
     begin: str = "<think>"
     end: str = "</think>"

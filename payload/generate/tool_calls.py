@@ -26,7 +26,7 @@ from payload.generate.shared_text import common_end, common_start, unfinished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallFormat:
-    """How a template writes the calls of an answer."""
+    """Format in which a template writes the calls of an answer."""
 
     before_all: str
     """Text before the first call, such as a token that begins a list; often empty. `NAMES[0]`

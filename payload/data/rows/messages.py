@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from payload.core.printable_text import shown
@@ -206,11 +207,11 @@ def number_of(value: object) -> float | None:
     """Return a boolean, a number, or such a value written as text, as a number; otherwise None."""
     if isinstance(value, str):
         value = {"true": 1, "false": 0}.get(value.strip().lower(), value)
-    if isinstance(value, (Mapping, list, tuple)):
+    if not isinstance(value, (str, int, float, Decimal)):
         return None
     try:
-        return float(value)  # type: ignore[arg-type]  # a failure means None
-    except (TypeError, ValueError, OverflowError):
+        return float(value)
+    except (ValueError, OverflowError):
         return None
 
 

@@ -1,4 +1,4 @@
-"""How a template ends the assistant's turn, found by rendering short conversations."""
+"""Finds the text with which a template ends a turn, by rendering short conversations."""
 
 from __future__ import annotations
 
