@@ -1,6 +1,7 @@
 """The cluster program for Pulumi: loads settings, builds components, exports the inventory.
 
-Pulumi runs it for `pulumi preview`, `up` and `destroy`; docs/operating.md lists the commands.
+Pulumi runs it for `pulumi preview`, `up` and `destroy`. docs/guides/operating.md lists the
+commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The security rules, for the policy pack, the tests and docs/security.md.
+"""The security rules, for the policy pack, the tests and docs/explanations/security.md.
 
 A rule checks plain resources, as Pulumi records them, and yields problems. Numbers refer to the
 CIS Google Cloud Foundations Benchmark 4.0.0, checkov and Trivy.
@@ -32,7 +32,7 @@ class Rule:
     tools: str = ""
     """Names of this rule in other scanners."""
     level: Literal["mandatory", "advisory"] = "mandatory"
-    """Advisory if an access mode violates the rule, for a reason in docs/security.md."""
+    """Advisory if an access mode violates the rule; docs/explanations/security.md gives the reason."""
 
 
 RULES = (
@@ -281,7 +281,7 @@ EXCEPTIONS: Mapping[str, frozenset[str]] = {
     "iap": frozenset({"os-login"}),
     "direct": frozenset({"os-login", "proxy-only", "no-public-address"}),
 }
-"""Rules that each accessMode does not follow; docs/security.md states the reasons."""
+"""Rules that each accessMode does not follow; docs/explanations/security.md states the reasons."""
 
 
 def findings(resources: Sequence[Resource]) -> dict[str, list[str]]:

@@ -86,7 +86,7 @@ class DistributedSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackSection:
-    """[track]; docs/report.md lists what each tracker stores, and where"""
+    """[track]; docs/guides/report.md lists what each tracker stores, and where"""
 
     to: tuple[str, ...] = ("auto",)
     """Trackers that also get metrics, settings, results and the report: `trackio`, `tensorboard`,
@@ -104,7 +104,7 @@ class TrackSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorSection:
-    """[monitor]; docs/monitoring.md lists metrics, dashboards and alerts"""
+    """[monitor]; docs/guides/monitoring.md lists metrics, dashboards and alerts"""
 
     enabled: Literal["auto", "on", "off"] = "auto"
     """Serve the run's metrics to Prometheus, only on the head's loopback address. auto: on a head
@@ -153,7 +153,7 @@ class LimitsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSection:
-    """[storage]; docs/storage.md"""
+    """[storage]; docs/guides/storage.md"""
 
     results: str = AUTO
     """Store to which the head copies checkpoints, metrics and logs: `gs://BUCKET/PREFIX`, or the

@@ -1,7 +1,7 @@
 """Predicts the time of a step on any number of ranks and any network.
 
 `plan`, `preflight`, the trainer's start and `benchmarks.scaling` all use this prediction;
-docs/scaling.md describes its terms, its fit to measurements and its errors.
+docs/explanations/scaling.md describes its terms, its fit to measurements and its errors.
 """
 
 from __future__ import annotations

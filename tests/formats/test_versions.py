@@ -1,6 +1,6 @@
 """Readers with unknown input: a key, a tensor, another version.
 
-docs/formats.md documents each case.
+docs/reference/formats.md documents each case.
 """
 
 from __future__ import annotations

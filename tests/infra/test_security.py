@@ -283,19 +283,19 @@ def test_every_row_of_the_benchmarks_has_a_rule(row: str) -> None:
 def test_a_recommendation_that_is_not_met_is_no_rules_and_is_in_the_security_page() -> None:
     claimed = " ".join(rule.cis for rule in RULES).replace(",", " ").split()
     assert set(NOT_MET) == {"2.12", "4.7", "4.11", "4.12"} and not set(NOT_MET) & set(claimed)
-    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/explanations/security.md").read_text(encoding="utf-8")
     for number, why in NOT_MET.items():
         assert f"| {number} | {why} |" in page
 
 
 def test_every_rule_and_exception_is_in_the_security_page() -> None:
-    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/explanations/security.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"`{rule.name}`" in page
 
 
 def test_every_row_of_who_may_be_hostile_names_tests_that_exist() -> None:
-    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/explanations/security.md").read_text(encoding="utf-8")
     _, _, rest = page.partition("## Who may be hostile\n")
     rows = [line for line in rest.partition("\n### ")[0].splitlines() if line.startswith("| ")]
     header, *rows = rows

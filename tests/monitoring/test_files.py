@@ -104,12 +104,12 @@ def test_the_key_of_grafana_s_packages_has_the_documented_fingerprint() -> None:
     length = int.from_bytes(packets[1:3], "big")
     fingerprint = hashlib.sha1(packets[: 3 + length]).hexdigest().upper()
     assert fingerprint == "B53AE77BADB630A683046005963FA27710458545"
-    for name in ("docs/monitoring.md", "docs/security.md"):
+    for name in ("docs/guides/monitoring.md", "docs/explanations/security.md"):
         assert fingerprint in (REPO / name).read_text(encoding="utf-8")
 
 
 def test_the_page_on_monitoring_names_every_metric_and_alert() -> None:
-    page = (REPO / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "guides" / "monitoring.md").read_text(encoding="utf-8")
     rules = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))
     alerts = [rule["alert"] for group in rules["groups"] for rule in group["rules"]]
     assert [name for name in alerts if f"`{name}`" not in page] == []

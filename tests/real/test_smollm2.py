@@ -213,7 +213,7 @@ def test_a_chat_turn_gets_an_answer(
 def test_lm_evaluation_harness_takes_a_checkpoint_by_the_documented_command(
     trained: Path, tmp_path: Path
 ) -> None:
-    page = (REPO / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "guides" / "models.md").read_text(encoding="utf-8")
     (line,) = [each for each in page.splitlines() if each.startswith("lm_eval ")]
     (checkpoint,) = (trained / "checkpoints").glob("step_*")
     named = "pretrained=runs/latest/checkpoints/best"

@@ -214,7 +214,8 @@ TABLES = {
     "cluster settings": cluster_settings,
 }
 PAGES = tuple(
-    README.parent / name for name in ("README.md", "docs/operating.md", "docs/security.md")
+    README.parent / name
+    for name in ("README.md", "docs/guides/operating.md", "docs/explanations/security.md")
 )
 
 

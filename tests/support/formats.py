@@ -20,7 +20,7 @@ VERSION_KEY = "schema_version"
 
 _KINDS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "null"}
 _NUMBER = re.compile(r"\d+")
-_PAGE = "docs/formats.md"
+_PAGE = "docs/reference/formats.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class Engine(ABC):
         if self.needs_image and job.image is None:
             raise UsageError(
                 f"--export {self.name} needs a container image with this project. Build an image "
-                "(docs/exports.md) and pass its name with --image."
+                "(docs/guides/exports.md) and pass its name with --image."
             )
         if not self.takes_image and job.image is not None:
             raise UsageError(

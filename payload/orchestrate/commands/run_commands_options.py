@@ -127,7 +127,7 @@ class PlanOptions(NewRunOptions):
         "compare the parallel strategies by memory and predicted step time only"
     )
     export: str | None = option(
-        "write a job file for this engine (docs/exports.md)", choices=_engines, group=_EXPORT
+        "write a job file for this engine (docs/guides/exports.md)", choices=_engines, group=_EXPORT
     )
     out: Path | None = option("job file (default: stdout)", metavar="FILE", group=_EXPORT)
     image: str | None = option("container image with this project", metavar="NAME", group=_EXPORT)

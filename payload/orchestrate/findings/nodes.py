@@ -446,7 +446,10 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
         "reach it, too; the port where the ranks meet has no password"
     )
     meeting = f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}"
-    fix = f"Open TCP {meeting} and 32768-60999 to the nodes' addresses alone (docs/security.md)."
+    fix = (
+        f"Open TCP {meeting} and 32768-60999 to the nodes' addresses alone "
+        "(docs/explanations/security.md)."
+    )
     return _warning(head, "ports", cause, fix)
 
 

@@ -16,7 +16,7 @@ PROGRAMS = ("payload/", "infra/", "bootstrap/", "benchmarks/", "__main__.py")
 # The changelog quotes the messages and names of earlier versions.
 _SKIPPED = (
     "CHANGELOG.md",
-    "docs/moved.md",
+    "docs/reference/moved.md",
     "benchmarks/results/",
     "tests/golden/",
     "tests/fixtures/",
