@@ -32,7 +32,7 @@ class Rule:
     tools: str = ""
     """Names of this rule in other scanners."""
     level: Literal["mandatory", "advisory"] = "mandatory"
-    """Advisory if an access mode violates the rule; docs/explanations/security.md gives the reason."""
+    """Advisory if an access mode violates it; docs/explanations/security.md gives the reason."""
 
 
 RULES = (
