@@ -56,7 +56,8 @@ def _resolved(runs_dir: str | None) -> Path:
         return (Path(runs_dir) if runs_dir else default_runs_dir()).resolve()
     except (OSError, RuntimeError):  # RuntimeError: a link loop, before Python 3.13
         raise UsageError(
-            f"--runs-dir {runs_dir}: its links form a loop. Choose another folder."
+            f"--runs-dir {runs_dir}: the symbolic links in this path form a loop. Choose another "
+            "folder."
         ) from None
 
 

@@ -186,7 +186,7 @@ def for_prediction(config: RunConfig, nodes: Sequence[Node]) -> RunConfig:
     return replace(config, device=replace(config.device, kind="cuda"))
 
 
-GPU_GUESS = "the predicted step assumes an MFU on GPUs that no run has confirmed"
+GPU_GUESS = "the predicted step time assumes an MFU that was not measured on GPUs"
 """Note of a plan with a predicted step time on GPUs."""
 
 

@@ -433,8 +433,8 @@ def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentit
         found,
         place=f"run {run_dir.name} here",
         other=f"{run_dir} on {head.node.name}",
-        fix="Start this run under another id with --run-id, or name another --runs-dir to follow "
-        "that run.",
+        fix="Start this run under another id with --run-id, or choose another --runs-dir to "
+        "follow the run on the cluster.",
     )
 
 

@@ -64,12 +64,14 @@ def refuse_to_remove(
     if is_alive or is_supervised(paths):
         raise UsageError(f"run {paths.run_id} is running. Stop it first.")
     if _may_be_saving(paths):
-        raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
+        raise UsageError(
+            f"run {paths.run_id}: its ranks may still be saving. Try again in a minute."
+        )
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):
             raise UsageError(
-                f"run {paths.run_id}: run {other.run_id} starts from it and is running. Stop that "
-                "run first."
+                f"run {paths.run_id}: run {other.run_id}, which started from its weights, is "
+                f"running. Stop run {other.run_id} first."
             )
         if other != paths and not is_forced and needs(other, paths):
             raise UsageError(

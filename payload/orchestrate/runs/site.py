@@ -93,7 +93,7 @@ class SiteRun(ABC):
 
     def start_line(self) -> str | None:
         """Return the line that `run` prints after the start; None if the site has printed it."""
-        return f"run {self.paths.run_id}: {self.where}; everything in {self.paths.root}"
+        return f"run {self.paths.run_id}: {self.where}; files: {self.paths.root}"
 
     def detached(self) -> str | None:
         """Return the message of a command that detaches from the run; None if the run has ended."""

@@ -85,7 +85,7 @@ class ClusterRun(SiteRun):
                 return self._run.signal([number], request=request)
             except TileforgeError as error:
                 raise SshUnreachableError(
-                    f"the stop was not delivered: {error} By the last known state, "
+                    f"the stop was not delivered: {error} As far as this machine knows, "
                     f"{how_to_attach(self.paths)}."
                 ) from None
 
@@ -198,7 +198,7 @@ def update_with_retries(
             if ends is None:
                 ends = time.monotonic() + _RECONNECT_S
                 say(f"connection lost, retrying for {_RECONNECT_S:g} s: {error}")
-            message = f"{error} By the last known state, {how_to_attach(run.paths)}."
+            message = f"{error} As far as this machine knows, {how_to_attach(run.paths)}."
             retry = time.monotonic() + _RETRY_S
             while time.monotonic() < retry and not interrupted():
                 time.sleep(_TICK_S)
@@ -378,7 +378,7 @@ def _fetch_records(
     except ConfigError as unfit:
         return {}, unfit
     for error in update.missed.values():
-        talk.print(f"warning: incomplete: {error}")
+        talk.print(f"warning: the collected results are incomplete: {error}")
     for problem in update.damaged:
         talk.print(f"warning: {problem}")
     return update.missed, None
@@ -418,4 +418,7 @@ def _end_processes(
 
 
 def _how_to_resume(run: RemoteRun) -> str:
-    return f"The local files stay: {run_command('collect', run.paths)} continues from there."
+    return (
+        f"The local files are kept: {run_command('collect', run.paths)} fetches only what is "
+        "missing."
+    )

@@ -148,7 +148,7 @@ def start_supervisor(
         raise
     if begun.pid is not None:
         return
-    reason = begun.said or f"run {begun.running} was started in between"
+    reason = begun.said or f"another operator has started run {begun.running} in the meantime"
     remove_key(cluster, name, talk)
     run.close()
     raise ClusterNotReadyError(f"the supervisor did not start: {reason}", _failure_code(begun))

@@ -51,10 +51,10 @@ def test_records_that_came_with_a_folder_prove_nothing(
     words = ["sweep", "--cluster", "mine", "--project", PROJECT]
     # There is no terminal, and --yes does not confirm it.
     assert main([*words, "--delete", "--yes"], site.env) == ExitCode.USAGE
-    assert "Answer it at a terminal; --yes does not apply" in capsys.readouterr().err
+    assert "Answer this question at a terminal; --yes does not answer" in capsys.readouterr().err
     assert main(words, site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "which another folder built" in err and "remove with" not in err
+    assert "was built from another folder" in err and "remove with" not in err
     assert count(site) == before
     # A cluster of an older version: its name must be typed once.
     monkeypatch.setattr("sys.stdin", Answers("mine\n"))

@@ -75,7 +75,7 @@ def test_without_a_stack_it_is_this_machine_and_the_reason_is_said(
 def test_without_pulumi_or_outputs_it_is_this_machine(site: Site) -> None:
     assert "Pulumi is not installed" in load_cluster(None, env={"PATH": "/nowhere"}).why
     site.pulumi.outputs()
-    assert "nothing is up" in load_cluster(None, env=site.env).why
+    assert "the selected stack has no cluster" in load_cluster(None, env=site.env).why
     (site.folder / "Pulumi.yaml").unlink()
     assert "no Pulumi project" in load_cluster(None, env=site.env).why
 
@@ -91,7 +91,7 @@ def test_without_inventory_pulumi_is_not_started_in_another_project(
     monkeypatch.chdir(foreign.parent)
     chosen = load_cluster(None, env=site.env)
     assert chosen.inventory.access.kind == "local"
-    assert "is another project; to use its stack" in chosen.headline()
+    assert "belongs to another project; to use a stack" in chosen.headline()
     assert site.pulumi.calls() == []
 
 

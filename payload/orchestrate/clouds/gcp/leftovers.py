@@ -41,9 +41,9 @@ from payload.stack.resource_labels import KEPT_LABEL
 
 _SCHEMA_VERSION = 1
 _LOSSES = {
-    BUCKET: "  # deletes the results in it",
-    FILESTORE: "  # deletes the data on it",
-    **dict.fromkeys(SAVED, "  # deletes the data in it"),
+    BUCKET: "  # deletes the results in the bucket",
+    FILESTORE: "  # deletes the data on the instance",
+    **dict.fromkeys(SAVED, "  # deletes the saved data"),
 }
 
 
@@ -109,7 +109,7 @@ class Sweep:
         lines = []
         for title, resources in (
             *self._titled(self.left),
-            ("kept: it holds results", self.kept),
+            ("kept, with results", self.kept),
             ("not this cluster's", self.others),
             *self._titled(self.living),
         ):
@@ -234,9 +234,9 @@ def report_leftovers(found: Sweep, *, talk: Console) -> None:
     left = found.all_left()
     if left and found.may_live():
         raise TeardownError(
-            f"{len(left)} resource(s) in project {found.project} look left over, but their cluster "
-            f"can be in use in locations that were not listed: {'; '.join(found.blind)} Nothing "
-            "was removed. If the cluster is gone: "
+            f"{len(left)} resource(s) in project {found.project} look left over, but their "
+            f"cluster can be in use in locations that were not listed: {'; '.join(found.blind)} "
+            "Nothing was removed. If the cluster no longer exists, remove them: "
             + command("orchestrate", "sweep", "--cluster", next(iter(found.left)), "--delete")
         )
     for line in describe_others(found.others):
@@ -274,8 +274,8 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
     for cluster, resources in found.left.items():
         for line in describe_others([each for each in resources if each not in mine]):
             talk.print(
-                f"cluster {cluster}, which another folder built according to its identity, {line}. "
-                "Remove this cluster with a command in that folder; or: "
+                f"cluster {cluster}: {line}. By its identity, this cluster was built from another "
+                "folder. Remove the cluster from that folder; or: "
                 + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
                 + " --identity ID --delete"
             )
