@@ -34,9 +34,9 @@ def program_identity(root: Path, cluster: str) -> str:
     recorded, is_proven = recorded_cluster_identity(root, cluster)
     if not is_preview and recorded is not None and not is_proven:
         raise ConfigError(
-            f".cluster/{cluster}/identity.json: not proven to be yours; it can be from a clone or "
-            "an older version. If the cluster is yours, run tileforge up --dry-run and type the "
-            "cluster's name."
+            f".cluster/{cluster}/identity.json: nothing on this machine proves that this file is "
+            "yours: it may come from a clone or an older version. If the cluster is yours, run "
+            "tileforge up --dry-run and type the cluster's name."
         )
     return resolve_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
 

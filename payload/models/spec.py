@@ -286,12 +286,18 @@ class ModelSpec(ABC):
     def why_not_tensor(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         del ranks
-        return f"model_type = {self.model_type!r} uses transformers' layers, whole on each rank"
+        return (
+            f"model_type = {self.model_type!r} uses transformers' layers, which cannot be split "
+            "over ranks"
+        )
 
     def why_not_stages(self, stages: int) -> str | None:
         """Return why the layers cannot be divided into `stages` stages, or None if they can."""
         del stages
-        return f"model_type = {self.model_type!r} uses transformers' layers, whole on each rank"
+        return (
+            f"model_type = {self.model_type!r} uses transformers' layers, which cannot be split "
+            "over ranks"
+        )
 
     def num_trainable_params(self) -> int:
         """Return the number of weights with a gradient and optimizer state."""

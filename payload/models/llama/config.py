@@ -362,7 +362,10 @@ def _require_equal_layers(config: DecoderConfig, where: str) -> None:
     ):
         size = getattr(config, key)
         if size is not None and size < cast(int, config.max_position_embeddings):
-            problem = f"a {config.model_type} is not trained with it. Set it to null"
+            problem = (
+                f"models of type {config.model_type} are not trained with this key. Set the key "
+                "to null"
+            )
             _refuse(where, key, size, problem)
 
 

@@ -130,7 +130,7 @@ class Preference(Task):
         elif resumes:
             raise CheckpointError(
                 f"{self.folder}: no reference log-probabilities in {dtype} are stored, and a "
-                "resumed run no longer has the weights of its start. Compute them with: "
+                "resumed run no longer has its initial weights. Compute them with: "
                 f"{self._again(dtype)}"
             )
         else:

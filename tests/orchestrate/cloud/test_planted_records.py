@@ -107,7 +107,7 @@ def test_the_program_builds_nothing_with_an_identity_that_came_with_the_folder(
     monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: True)
     assert program_identity(tmp_path, "dev") == CLUSTER
     monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: False)
-    with pytest.raises(ConfigError, match="not proven to be yours"):
+    with pytest.raises(ConfigError, match="nothing on this machine proves"):
         program_identity(tmp_path, "dev")
     accept_cluster_identity(tmp_path, "dev")
     assert program_identity(tmp_path, "dev") == CLUSTER

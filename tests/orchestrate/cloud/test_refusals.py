@@ -62,7 +62,7 @@ CASES = {
         "found, notFound",
         ExitCode.CONFIG,
         "The project was not found, or this login has no access",
-        "List yours: gcloud projects list; then: pulumi config set project ID",
+        "List your projects: gcloud projects list; then: pulumi config set project ID",
     ),
     # midl-dev/tezos-on-gke 7
     "a project that is gone": (

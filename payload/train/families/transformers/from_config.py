@@ -83,7 +83,7 @@ def module_class(config: _Config) -> Any:
     if not is_text_alone or getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(
             f"config.json: model_type = {shown(config.model_type)}: transformers has no text-only "
-            "causal language model for it. Use the model's text-only version."
+            "causal language model of this type. Use the model's text-only version."
         )
     return kind
 

@@ -264,8 +264,8 @@ class TransformersLM(CausalLM):
         """Load weights that transformers renames or merges, compared with the files."""
         if self._dropped:
             raise CheckpointError(
-                f"{where}: does not contain the weights that config.json describes. Use the folder "
-                "of a whole classifier."
+                f"{where}: does not contain the weights that config.json describes. Use a folder "
+                "with all weights of a classifier."
             )
         if any(isinstance(each, QuantizedLinear) for each in self.module.modules()):
             raise CheckpointError(
