@@ -233,9 +233,9 @@ class ModelSpec(ABC):
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        They are only if a gradient comes from a single bf16 matmul, which autocast would round as
-        well: with one rank and one micro-batch per step. Sums over micro-batches or ranks are in
-        fp32.
+        They are in bf16 only if a gradient comes from a single bf16 matmul, which autocast would
+        round as well: with one rank and one micro-batch per step. Sums over micro-batches or ranks
+        are in fp32.
         """
         del setting
         return False, False

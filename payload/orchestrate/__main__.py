@@ -84,7 +84,7 @@ def _check_run_ids(arguments: argparse.Namespace, takes_address: Sequence[str]) 
 
 
 def parser(only: str | None = None) -> CommandParser:
-    """Return the command line; only the command `only` has its options if it is a command."""
+    """Return the command line; if `only` is a command, only this command has its options."""
     made = CommandParser(
         prog=command("orchestrate"),
         description="Build clusters; plan, start and follow training runs. Results go to stdout, "

@@ -121,7 +121,7 @@ class StopSignal:
 
 
 class ExitRecorder:
-    """Ends this process on an error: prints it, writes the exit record and exits."""
+    """Ends this process on an error: prints the error, writes the exit record and exits."""
 
     def __init__(self) -> None:
         self.paths: RunPaths | None = None

@@ -317,7 +317,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
 
 
 def supported_activation(name: str) -> Activation:
-    """Return the activation for our modules; for an unsupported name, return any."""
+    """Return the activation for our modules; for an unsupported name, return an arbitrary one."""
     return _ACTIVATIONS.get(name, "silu")
 
 

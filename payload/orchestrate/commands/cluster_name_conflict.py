@@ -32,7 +32,7 @@ from payload.stack.cluster_identity import (
 
 
 def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] = ()) -> str | None:
-    """Return the identity of the cluster built from `folder`, or None if it has no record.
+    """Return the identity of the cluster built from `folder`, or None if the folder has no record.
 
     `state_identities` come from the stack's state. An identity that only the folder's file
     contains is accepted after the operator types the cluster's name. Raises ConfigError if the

@@ -385,9 +385,10 @@ def collect_from_store(
 ) -> Path | None:
     """Fetch a run's records and newest valid checkpoint; return the checkpoint's path, if any.
 
-    The user has named `store`, so a later resume may write to it. Existing local files stay, except
-    records of a run that has progressed further in the store. Raises ConfigError if the store has
-    no run or a different run under that id, UsageError for a run on this machine, and StoreError.
+    The user has named `store`, so a later resume may write to it. Existing local files are kept,
+    except records of a run that has progressed further in the store. Raises ConfigError if the
+    store has no run or a different run under that id, UsageError for a run on this machine, and
+    StoreError.
     """
     if not paths.root.exists():
         fetch_run_atomically(store, paths)

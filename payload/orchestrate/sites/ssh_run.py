@@ -142,7 +142,7 @@ class ClusterRun(SiteRun):
 
 
 class EndedCopy(SiteRun):
-    """The read-only copy of an ended run, so damaged that its cluster cannot be determined."""
+    """The read-only copy of an ended run whose damaged records do not show its cluster."""
 
     has_job = False
     is_copied = True

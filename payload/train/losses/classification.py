@@ -27,7 +27,7 @@ class Classification(Loss):
 
     @classmethod
     def of(cls, task: TaskSection, meta: DataMeta) -> Self:
-        """Return the loss with the run's class weights. Raises ConfigError for invalid ones."""
+        """Return the loss with the run's class weights. Raises ConfigError for invalid weights."""
         return cls(class_weights(task.class_weights, meta))
 
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:

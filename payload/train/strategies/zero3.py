@@ -96,7 +96,7 @@ class Zero3(Strategy):
         """Do nothing: `optimizers` has already distributed rank 0's weights."""
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank holds all gradients."""
 
     def finish(self) -> float:
         """Return 0: DeepSpeed waits in forward and backward, and sets the mean gradients."""

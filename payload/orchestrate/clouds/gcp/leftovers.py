@@ -229,7 +229,7 @@ def print_leftovers(found: Sweep) -> None:
 
 
 def report_leftovers(found: Sweep, *, talk: Console) -> None:
-    """Report that no resource is left. Raises TeardownError if resources are or can be left."""
+    """Report that no resource is left. Raises TeardownError if any remain or may remain."""
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
     if left and found.may_live():
@@ -282,7 +282,7 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
 
 
 def folder_ownership(folder: Path, cluster: str) -> Ownership:
-    """Return the folder's stored identity as proof of ownership; none if the file is damaged."""
+    """Return the folder's stored identity as proof of ownership; no proof if the file is damaged."""
     identity = None
     with suppress(ConfigError):
         identity = known_cluster_identity(folder, cluster)

@@ -94,7 +94,7 @@ def _rules(google: Google, constraint: str) -> Sequence[_Rule]:
 
 
 def check_boolean_policy(google: Google, constraint: str, effect: str) -> Check:
-    """Check that the policy `constraint` is not enforced; `effect` names what it prevents."""
+    """Check that the policy `constraint` is not enforced; `effect` is what the policy prevents."""
     name = f"policy {constraint}"
     try:
         rules = _rules(google, constraint)

@@ -63,7 +63,7 @@ _DOWN = command("orchestrate", "down")
 
 
 class StackBusyError(ConfigError):
-    """Another `pulumi` process holds the stack's lock, so this one has not started."""
+    """Another `pulumi` process holds the stack's lock, so this process has not started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
