@@ -196,7 +196,7 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
 
 
 def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
-    """Return the folder with the weights to load: `checkpoint`, or `model.init` if that is None.
+    """Return the folder of the weights to load: `checkpoint`, or `model.init` without a checkpoint.
 
     `checkpoint` belongs to the run and is already verified. A run that trains an adapter always
     reads `model.init`, because its checkpoints do not contain the base's weights. Raises

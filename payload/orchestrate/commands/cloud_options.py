@@ -30,7 +30,7 @@ def _project() -> str | None:
 
 def _delete_filestore() -> list[str]:
     names: list[str] = option(
-        "delete this Filestore instance with its data, and do not ask for its name; --yes alone "
+        "delete this Filestore instance with its data, without a prompt for its name; --yes alone "
         "does not delete it; can be repeated",
         metavar="NAME",
         group=_RESULTS,
@@ -78,14 +78,14 @@ class UpOptions:
     )
     take_over: str | None = option(
         "first remove the other cluster that has the same name and this identity (`none`: no "
-        "identity); asks you to type the cluster's name",
+        "identity); prompts for the cluster's name",
         metavar="ID",
         advanced=True,
     )
     delete_filestore: list[str] = _delete_filestore()
     stopped: StoppedChoice | None = option(
-        "start stopped machines, replace them and their disks, or leave them (default: ask; with "
-        "--yes: start the machines that Google stopped)",
+        "start stopped machines, replace them and their disks, or leave them (default: prompt; "
+        "with --yes: start the machines that Google stopped)",
         default=None,
     )
     results_may_be_lost: bool = option(
@@ -104,7 +104,7 @@ class SweepOptions:
     project: str | None = _project()
     identity: str | None = option(
         "choose the cluster with this identity (`none`: no identity), even if another folder "
-        "built it; asks you to type the cluster's name",
+        "built it; prompts for the cluster's name",
         metavar="ID",
         advanced=True,
     )
@@ -127,7 +127,7 @@ class DownOptions:
     runs_dir: Path = runs_dir_option()
     without_collect: bool = option("also destroy results that are not collected", group=_RESULTS)
     delete_bucket: str | None = option(
-        "also delete this results bucket with its contents; asks you to type the bucket's name, "
+        "also delete this results bucket with its contents; prompts for the bucket's name, "
         "even with --yes",
         metavar="NAME",
         group=_RESULTS,

@@ -183,9 +183,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "rehearse": OrchestrateCommand(
         summary="test a complete cluster life cycle within a budget",
         description="Test the smallest cluster in its own stack: doctor, up, preflight, a run of "
-        "ten steps, repair of a deleted node, down, sweep. The command asks before it spends "
-        "money, and removes everything after a failure. The command prints a page for bug "
-        "reports: the time of each step, resource and request, and all errors.",
+        "ten steps, repair of a deleted node, down, sweep. The command requires confirmation "
+        "before it spends money, and removes everything after a failure. The command prints a "
+        "page for bug reports: the time of each step, resource and request, and all errors.",
         example="--budget-usd 1",
         options=cloud.RehearseOptions,
         program="rehearse:rehearse",

@@ -89,7 +89,7 @@ class SiteRun(ABC):
 
     @abstractmethod
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Collect results and end remaining processes; with `at_once`, ranks get no time to save."""
+        """Collect results and end remaining processes; with `at_once`, ranks cannot save first."""
 
     def start_line(self) -> str | None:
         """Return the line that `run` prints after the start; None if the site has printed it."""

@@ -85,7 +85,7 @@ class ClusterRun(SiteRun):
                 return self._run.signal([number], request=request)
             except TileforgeError as error:
                 raise SshUnreachableError(
-                    f"the stop was not delivered: {error} As far as this machine knows, "
+                    f"the stop was not delivered: {error} By the last known state, "
                     f"{how_to_attach(self.paths)}."
                 ) from None
 
@@ -198,7 +198,7 @@ def update_with_retries(
             if ends is None:
                 ends = time.monotonic() + _RECONNECT_S
                 say(f"connection lost, retrying for {_RECONNECT_S:g} s: {error}")
-            message = f"{error} As far as this machine knows, {how_to_attach(run.paths)}."
+            message = f"{error} By the last known state, {how_to_attach(run.paths)}."
             retry = time.monotonic() + _RETRY_S
             while time.monotonic() < retry and not interrupted():
                 time.sleep(_TICK_S)

@@ -282,7 +282,7 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
 
 
 def folder_ownership(folder: Path, cluster: str) -> Ownership:
-    """Return the folder's stored identity as proof of ownership; no proof if the file is damaged."""
+    """Return the folder's stored identity as proof of ownership; no proof from a damaged file."""
     identity = None
     with suppress(ConfigError):
         identity = known_cluster_identity(folder, cluster)
