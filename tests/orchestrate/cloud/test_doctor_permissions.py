@@ -92,9 +92,9 @@ def test_the_image_has_to_be_of_a_trusted_project(
 @pytest.mark.parametrize(
     ("members", "may_grant", "settings", "outcome", "words"),
     [
-        ([COMPUTE], False, {}, "ok", "the service agents can use it"),
+        ([COMPUTE], False, {}, "ok", "the service agents can use the key"),
         ([COMPUTE], False, {"bucket": "create"}, "error", STORAGE),
-        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "can use it"),
+        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "can use the key"),
         ([COMPUTE], False, {"sharedStorage": "filestore"}, "error", FILESTORE),
         ([], True, {}, "ok", "`up` will let the service agents use the key"),
         ([], True, {"kmsGrant": "false"}, "error", f"add-iam-policy-binding {KEY} --role=roles/"),

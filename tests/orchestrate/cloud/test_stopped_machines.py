@@ -228,7 +228,7 @@ def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Ca
     machine(site, "mine-1")["status"] = "RUNNING"
     main(["doctor", "--json"], site.env)
     checks = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["machines"]["found"] == "none of 3 is stopped"
+    assert checks["machines"]["found"] == "3 checked, none stopped"
 
 
 def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> None:

@@ -300,7 +300,7 @@ def test_a_clusters_filestore_instance_is_found_with_its_price_and_removed(
     assert "Filestore instance  mine-shared" in out and "somebody-elses" not in out
     assert "0.351" in out and "at least $0.35/h" in err
     assert "gcloud filestore instances delete mine-shared --zone=us-central1-a" in err
-    assert "# deletes the data on it" in err
+    assert "# deletes the data on the instance" in err
     deletes = ("--cluster", "mine", "--delete", "--yes")
     assert sweep(site, *deletes) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
