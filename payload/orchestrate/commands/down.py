@@ -272,9 +272,14 @@ def _resolve_cluster(
     record_outputs(outputs, folder=folder, made_bucket=state.bucket)
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
-        raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
+        raise ConfigError(
+            f"--cluster {options.cluster}: the stack's cluster is {cluster}. Leave --cluster out."
+        )
     if options.project not in (None, outputs.project):
-        raise ConfigError(f"--project {options.project}: the stack's project is {outputs.project}.")
+        raise ConfigError(
+            f"--project {options.project}: the stack's project is {outputs.project}. Leave "
+            "--project out."
+        )
     return cluster, outputs.project, outputs
 
 

@@ -226,7 +226,10 @@ class RemoteRun:
             say("the run's supervisor has ended: waiting until the ranks have saved")
             while self.inventory.head in left and not grace_period.is_over():
                 if interrupted():
-                    raise RankLostError(f"ranks of run {self.paths.run_id} may still be saving.")
+                    raise RankLostError(
+                        f"ranks of run {self.paths.run_id} may still be saving. Try again in a "
+                        "minute."
+                    )
                 time.sleep(0.5)
                 self.refresh()
                 left = ask(left)
@@ -242,7 +245,10 @@ class RemoteRun:
                 time.sleep(0.5)
         if left:
             listed = "; ".join(f"{node.name}: {found[node.name]}" for node in left)
-            raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
+            raise RankLostError(
+                f"processes of run {self.paths.run_id} do not end: {listed}. Restart these nodes, "
+                "then try again."
+            )
         if gone:
             raise NodesError(f"checking for processes of run {self.paths.run_id}", gone)
 

@@ -120,7 +120,10 @@ def remove_run(paths: RunPaths) -> None:
             with suppress(FileNotFoundError):  # another command has completed it
                 _finish(holder)
     except OSError as error:
-        raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
+        raise ConfigError(
+            f"{paths.root}: cannot be removed ({error.strerror}). Remove the folder yourself: rm "
+            f"-r {paths.root}"
+        ) from None
 
 
 def finish_removals(runs_dir: Path) -> None:

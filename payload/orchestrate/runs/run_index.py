@@ -393,7 +393,10 @@ def collect_from_store(
     if not paths.root.exists():
         fetch_run_atomically(store, paths)
     elif not has_run(store):
-        raise ConfigError(f"{store.address}: contains no run.")
+        raise ConfigError(
+            f"{store.address}: contains no run. List the runs of a store: "
+            f"{command('storage', 'list', 'gs://BUCKET/PREFIX')}"
+        )
     # Checked even if the folder was just created: a run with that id may have begun since.
     _require_copy(store, paths)
     own = known_identity(paths)

@@ -165,7 +165,9 @@ def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
         raise ConfigError(_refusal(error.message, config, env)) from None
     job_id = printed.strip().partition(";")[0]
     if not re.fullmatch(r"\d{1,20}", job_id):
-        raise PreflightError(f"sbatch printed {job_id!r} instead of a job id.")
+        raise PreflightError(
+            f"sbatch printed {job_id!r} instead of a job id. Look for the job: squeue --me"
+        )
     return job_id
 
 

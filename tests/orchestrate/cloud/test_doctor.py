@@ -130,7 +130,7 @@ def test_the_gpus_of_this_machine_are_shown_and_fail_no_check(
     (row,) = [each for each in checks if each["name"] == "GPUs of this machine"]
     assert row["outcome"] == "warning" and row["exit_code"] == 0
     assert row["found"].startswith("2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on, torch ")
-    assert "CUDA_VISIBLE_DEVICES = '1' leaves 1 of 2" in row["found"]
+    assert "CUDA_VISIBLE_DEVICES = '1' makes 1 of 2 visible" in row["found"]
     assert "is a build without CUDA" in row["found"]
 
 

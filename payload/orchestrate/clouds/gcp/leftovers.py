@@ -260,8 +260,8 @@ def report_leftovers(found: Sweep, *, talk: Console) -> None:
         names = ", ".join(f"gs://{each.name}" for each in found.kept)
         talk.print(f"kept with its results: {names}")
     talk.print(
-        f"0 resources {whose} left in project {found.project}: checked {len(KINDS) + 3} kinds "
-        "in all zones and regions"
+        f"0 resources {whose} left in project {found.project}: checked {len(KINDS) + 3} kinds in "
+        "all zones and regions"
     )
 
 
