@@ -273,12 +273,13 @@ def _resolve_cluster(
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
         raise ConfigError(
-            f"--cluster {options.cluster}: the stack's cluster is {cluster}. Leave --cluster out."
+            f"--cluster {options.cluster}: the stack's cluster is {cluster}. To destroy that "
+            "cluster, leave --cluster out."
         )
     if options.project not in (None, outputs.project):
         raise ConfigError(
-            f"--project {options.project}: the stack's project is {outputs.project}. Leave "
-            "--project out."
+            f"--project {options.project}: the stack's project is {outputs.project}. To destroy "
+            "the stack's cluster, leave --project out."
         )
     return cluster, outputs.project, outputs
 
