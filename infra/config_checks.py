@@ -177,7 +177,7 @@ def _cidr(text: str) -> Iterator[Problem]:
     if network.prefixlen == 0:
         yield "operatorCidr", f" = {text!r}: is the whole internet. {fix}"
     elif network.version == 6:
-        yield "operatorCidr", f" = {text!r}: must be IPv4. {fix}"
+        yield "operatorCidr", f" = {text!r}: must be an IPv4 address range. {fix}"
     elif network.prefixlen < 24:
         yield "operatorCidr", f" = {text!r}: has more than 256 addresses. {fix}"
 

@@ -179,7 +179,7 @@ def partial_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, also if it lists no file."""
+    """Read a checkpoint's manifest. Raises CheckpointError, also for a manifest without files."""
     path, fix = folder / MANIFEST_FILE, "Use another checkpoint."
     try:
         raw = parse_json(read_bytes(path), where=str(path), error=CheckpointError, fix=fix)

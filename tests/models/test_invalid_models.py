@@ -57,7 +57,7 @@ IS_OFFLINE = (
     "(hf download), or use a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
-AGAIN = "Download the model again, or use another one."
+AGAIN = "Download the model again, or use another model."
 LAYOUT = "Use a folder in the Hugging Face layout."
 ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
 USE_A_WHOLE_MODEL = "Use a folder with the model's config.json and all its weight files."
@@ -266,7 +266,7 @@ CASES = {
     ),
     "text for weights": Case(
         content(WEIGHTS, "<html>Not found</html>"),
-        f"{{model}}/{WEIGHTS}: 22 bytes: truncated or not a safetensors file. {AGAIN}",
+        f"{{model}}/{WEIGHTS}: 22 bytes: the file is truncated, or not a safetensors file. {AGAIN}",
         has_sizes=True,
     ),
     "a pointer for weights": Case(

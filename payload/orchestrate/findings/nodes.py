@@ -43,7 +43,7 @@ class SharedFolder:
 
     folder: str = checked(max_chars=1024)
     mounted: bool
-    """False if /etc/fstab lists it, but it is not mounted."""
+    """False if /etc/fstab lists the folder, but the folder is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
     """None if the folder did not answer, or was not tried."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")

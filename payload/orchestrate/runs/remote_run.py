@@ -156,8 +156,8 @@ class RemoteRun:
         """Update the local copy from the head and, at the same time, from `others`.
 
         Raises an error of the head; an error of a worker does not affect the other nodes. `enough`
-        is called between the pieces of a long file. If it returns True, the next update copies the
-        rest.
+        is called between the pieces of a long file. If `enough` returns True, the next update
+        copies the rest.
         """
         head = self.inventory.head
         # The head is last, so that its records replace old ones that a worker still has.

@@ -58,8 +58,8 @@ def refuse_to_remove(
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
     if not is_own_run(paths) and newest_valid(paths.checkpoints) is None:
         raise UsageError(
-            f"{paths.root} is not a run, or its records are gone. To delete it anyway, remove it "
-            f"yourself: rm -r {paths.root}"
+            f"{paths.root} is not a run, or its records are gone. To delete this folder anyway: "
+            f"rm -r {paths.root}"
         )
     if is_alive or is_supervised(paths):
         raise UsageError(f"run {paths.run_id} is running. Stop it first.")

@@ -138,7 +138,7 @@ def write_on_nodes(
 def start_supervisor(
     run: RemoteRun, cluster: Cluster, *, grace_s: float, name: str, talk: Console
 ) -> None:
-    """Start the supervisor. Raises ClusterNotReadyError if it has not begun."""
+    """Start the supervisor. Raises ClusterNotReadyError if the supervisor has not begun."""
     try:
         begun = run.start(grace_s=grace_s, name=name)
     except (KeyboardInterrupt, TileforgeError):

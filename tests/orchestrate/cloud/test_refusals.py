@@ -181,7 +181,7 @@ CASES = {
         "on the resource projects/acme-lab/global/images/mine., conditionNotMet",
         ExitCode.AUTH,
         "An organization policy forbids this change",
-        "pulumi config set region REGION, and zones of it",
+        "pulumi config set region REGION, and zones of that region",
     ),
     # GoogleCloudPlatform/compute-image-tools 1834
     "vmExternalIpAccess": (

@@ -143,7 +143,10 @@ def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> 
     pulumi = Pulumi(site.env, folder=site.folder)
     good = inventory_output("mine", ["mine-0"])
     for outputs, message in (
-        ({"inventory": good | {"schema_version": 0}}, "schema_version is 0, this release reads 1"),
+        (
+            {"inventory": good | {"schema_version": 0}},
+            "schema_version is 0, but this release reads 1",
+        ),
         ({"inventory": good}, "output project = None"),
         ({"inventory": good, "project": "p", "region": "r", "hourly_usd": "x"}, "hourly_usd"),
         ({"inventory": good, "project": "p", "region": "r", "expires": "soon"}, "ISO 8601"),

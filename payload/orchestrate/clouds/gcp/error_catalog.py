@@ -30,7 +30,7 @@ _OTHER_WAYS = {
         "reach the head through Google's proxy: pulumi config set accessMode iap"
     ),
     "gcp.resourceLocations": (
-        "use an allowed region: pulumi config set region REGION, and zones of it"
+        "use an allowed region: pulumi config set region REGION, and zones of that region"
     ),
     "gcp.restrictCmekCryptoKeyProjects": (
         "use a key from an allowed project: pulumi config set kmsKey NAME"
