@@ -87,7 +87,7 @@ def test_nan_is_never_saved_over_the_only_good_checkpoint(
 
     monkeypatch.setattr(Trainer, "_train_step", spoiled)
     saving = ("train.steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=1")
-    with pytest.raises(TrainingError, match=r"after step 4 \S+ holds NaN .* of step 2 or before"):
+    with pytest.raises(TrainingError, match=r"after step 4 \S+ holds NaN .* of step 2 or earlier"):
         train_alone(tmp_path, tiny_config, *saving)
     (kept,) = checkpoint_folders(RunPaths(tmp_path).checkpoints)
     assert kept == RunPaths(tmp_path).checkpoint(2)
