@@ -91,7 +91,7 @@ def prepare(root: Path, *, steps: int) -> None:
     text, path = _CONFIG.format(data=root.resolve() / "data", steps=steps), root / "run.toml"
     if path.exists():
         if path.read_text(encoding="utf-8") != text:
-            raise SystemExit(f"error: {root} has runs of other settings. Name another folder.")
+            raise SystemExit(f"error: {root} has runs of other settings. Choose another folder.")
         return
     make_data_folder(root / "data", vocab_size=_VOCAB)
     make_folder({**CASES["llama"], "vocab_size": _VOCAB}, root / "llama")

@@ -54,8 +54,8 @@ class NodeBootstrap:
     """Values for rendering a node's user-data."""
 
     authorized_keys: tuple[str, ...]
-    """Public keys that can log in as `trainer`, each as a line of an authorized_keys file. Only if
-    `os_login_user` is set can the tuple be empty."""
+    """Public keys that can log in as `trainer`, each as a line of an authorized_keys file. The
+    tuple can be empty only if `os_login_user` is set."""
     version: str
     """The payload's version, which the state file records."""
     extras: str = "train"

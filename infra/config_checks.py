@@ -89,8 +89,8 @@ def _machine(config: ClusterConfig) -> Iterator[Problem]:
     if config.confidential and not machine.name.startswith("c3-standard-"):
         yield (
             "confidential",
-            f" = true, but only c3-standard machines have TDX, not {machine.name}. Change it: "
-            "pulumi config set machineType c3-standard-8",
+            f" = true, but only c3-standard machines have TDX, not {machine.name}. Change the "
+            "machine type: pulumi config set machineType c3-standard-8",
         )
 
 
@@ -177,7 +177,7 @@ def _cidr(text: str) -> Iterator[Problem]:
     if network.prefixlen == 0:
         yield "operatorCidr", f" = {text!r}: is the whole internet. {fix}"
     elif network.version == 6:
-        yield "operatorCidr", f" = {text!r}: must be IPv4. {fix}"
+        yield "operatorCidr", f" = {text!r}: must be an IPv4 address range. {fix}"
     elif network.prefixlen < 24:
         yield "operatorCidr", f" = {text!r}: has more than 256 addresses. {fix}"
 
@@ -187,7 +187,8 @@ def _network(config: ClusterConfig) -> Iterator[Problem]:
         yield (
             "egress",
             " = 'none' with accessMode direct, which gives the head an external address. Change "
-            "one of them: pulumi config set accessMode iap; or: pulumi config set egress nat",
+            "one of these settings: pulumi config set accessMode iap; or: pulumi config set "
+            "egress nat",
         )
     if config.egress == "none" and not config.wheelhouse:
         yield (

@@ -67,7 +67,7 @@ def test_the_cluster_costs_what_its_nodes_cost_or_is_not_priced() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, "schema_version is 2, this release reads 1"),
+        ({"schema_version": 2}, "schema_version is 2, but this release reads 1"),
         ({"nodes": []}, "nodes is empty: at least one node is needed"),
         ({"nodes": [{"name": "a"}]}, r"nodes\[0\]: missing: address, physical_cores, memory_gib"),
         ({"nodes": ["a"]}, r"nodes\[0\]: expected an object, got 'a'"),

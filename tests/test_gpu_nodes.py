@@ -82,7 +82,7 @@ def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_pea
     on_gpus, said = step_s(gpu)
     on_cores, nothing = step_s(replace(gpu, gpus=0))
     assert on_gpus is not None and on_cores is not None and on_gpus != on_cores
-    assert "assumes an MFU on GPUs that no run has confirmed" in said and "GPU" not in nothing
+    assert "assumes an MFU that was not measured on GPUs" in said and "GPU" not in nothing
 
 
 def test_unmeasured_gpu_nodes_are_estimated_at_the_share_of_the_cores_that_the_sentence_names(

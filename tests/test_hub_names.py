@@ -97,7 +97,7 @@ def test_a_checkpoint_is_a_run_here_although_it_has_a_hub_name_s_form(
     (clone / "exp/copy").symlink_to(step)
     for name, found in (("exp/first", step.relative_to(clone)), ("exp/copy", Path("exp/copy"))):
         assert checkpoint_folder(name) == found
-        assert f"'{name}': reads the local {found}, not a hub model" in caplog.text
+        assert f"'{name}': using the local folder {found}, not the hub model" in caplog.text
         with pytest.raises(CheckpointError, match="is ambiguous"):
             find_source(name, setting="model.init")
     with pytest.raises(CheckpointError, match="is ambiguous"):

@@ -312,7 +312,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("model.init={place}/nowhere",),
             "model.init = '{place}/nowhere': the folder does not exist. Correct the path, or "
-            "name a run, a checkpoint, a folder in the Hugging Face layout or a model on the hub.",
+            "use a run, a checkpoint, a folder in the Hugging Face layout or a model on the hub.",
         ),
     ],
 )
@@ -427,9 +427,9 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert done.returncode == ExitCode.CONFIG, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"error: model.init = '{init}': this is an adapter, but adapter.kind = 'lora' needs whole "
-        "weights as its base. Merge the adapter first with python -m payload.export --checkpoint "
-        f"{init} --merge."
+        f"error: model.init = '{init}': this is an adapter, but adapter.kind = 'lora' needs a "
+        "complete model as its base. Merge the adapter first with python -m payload.export "
+        f"--checkpoint {init} --merge."
     )
     assert not (tmp_path / "run").exists()
 

@@ -243,7 +243,7 @@ def test_cuda_visible_devices_leaves_what_cuda_would_see(
     if visible is not None:
         found = faults(facts, gpus=3, gpu_memory_gib=40.0)
         assert [fault.cause for fault in found] == [
-            f"CUDA_VISIBLE_DEVICES = {visible!r} leaves {len(indexes)} of its 3 GPU(s), "
+            f"CUDA_VISIBLE_DEVICES = {visible!r} makes {len(indexes)} of its 3 GPU(s) visible, "
             "device.kind = 'cuda' requires 3"
         ]
 
@@ -343,8 +343,8 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
             A100,
             {"device.kind": "cuda", "launch.ranks_per_node": "2"},
             ExitCode.CONFIG,
-            "CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), device.kind = 'cuda' requires 2. "
-            "Unset this variable on the node, or set launch.ranks_per_node = 1.",
+            "CUDA_VISIBLE_DEVICES = '1' makes 1 of its 2 GPU(s) visible, device.kind = 'cuda' "
+            "requires 2. Unset this variable on the node, or set launch.ranks_per_node = 1.",
         ),
         # It computes on the CPU, with a rank for each NUMA domain.
         (A100 | {"driver_version": "535.183.01"}, {}, ExitCode.OK, "driver 535.183.01"),

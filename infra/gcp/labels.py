@@ -34,9 +34,9 @@ def program_identity(root: Path, cluster: str) -> str:
     recorded, is_proven = recorded_cluster_identity(root, cluster)
     if not is_preview and recorded is not None and not is_proven:
         raise ConfigError(
-            f".cluster/{cluster}/identity.json: not proven to be yours; it can be from a clone or "
-            "an older version. If the cluster is yours, run tileforge up --dry-run and type the "
-            "cluster's name."
+            f".cluster/{cluster}/identity.json: nothing on this machine proves that this file is "
+            "yours: it may come from a clone or an older version. If the cluster is yours, run "
+            "tileforge up --dry-run and type the cluster's name."
         )
     return resolve_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
 
@@ -53,8 +53,8 @@ def cluster_labels(
 def mark(labels: dict[str, str], text: str = "") -> str:
     """Return a description with `text` and the labels, for a resource that cannot have labels.
 
-    Use it with IGNORED. The expiry differs on each run, and a changed description would replace
-    some resources, such as the network with all machines.
+    Use the description with IGNORED. The expiry differs on each run, and a changed description
+    would replace some resources, such as the network with all machines.
     """
     own = " ".join(
         f"{name}={labels[name]}" for name in (CLUSTER_LABEL, IDENTITY_LABEL, EXPIRES_LABEL)

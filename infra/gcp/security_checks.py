@@ -260,7 +260,7 @@ def pinned_image(resource: Resource) -> Iterator[str]:
     """Yield violations of the rule pinned-image."""
     parameters = (resource["inputs"].get("bootDisk") or {}).get("initializeParams") or {}
     if not _NAMED_IMAGE.fullmatch(str(parameters.get("image"))):
-        yield f"boots {parameters.get('image')}, which is not a named image"
+        yield f"boots {parameters.get('image')}, which is not a fixed image"
 
 
 def private_bucket(resource: Resource) -> Iterator[str]:

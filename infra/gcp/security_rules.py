@@ -87,7 +87,7 @@ RULES = (
     Rule(
         name="narrow-ingress",
         tools="CKV2_GCP_12, CKV_GCP_75, CKV_GCP_77, CKV_GCP_88, CKV_GCP_106, GCP-0072, GCP-0074",
-        holds="allowed ingress has named ports and a limited source",
+        holds="allowed ingress lists its ports and limits its source",
         types=("Firewall",),
         problems=check.wide_ingress,
     ),
@@ -210,7 +210,7 @@ RULES = (
     ),
     Rule(
         name="pinned-image",
-        holds="a machine boots a named image, not an image family",
+        holds="a machine boots one fixed image, not an image family",
         types=("Instance",),
         problems=check.pinned_image,
     ),
@@ -267,12 +267,12 @@ RULES = (
 )
 
 NOT_MET: Mapping[str, str] = {
-    "2.12": "the network has no DNS policy that logs queries: it needs the API dns.googleapis.com, "
-    "and a leftover policy prevents removal of the network",
+    "2.12": "the network has no DNS policy that logs queries: such a policy needs the API "
+    "dns.googleapis.com, and a leftover policy prevents removal of the network",
     "4.7": "disks have Google's keys, or with `kmsKey` your key in Cloud KMS, but no key that you "
     "send with each request",
     "4.11": "machines are confidential only with `confidential: true`",
-    "4.12": "machines run for hours and boot a named image; OS Config does not report patches",
+    "4.12": "machines run for hours and boot a fixed image; OS Config does not report patches",
 }
 """CIS recommendations that the program does not follow, each with the reason."""
 

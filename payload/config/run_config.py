@@ -151,7 +151,7 @@ class RunConfig:
         )
 
     def used_engine(self) -> EngineSection:
-        """Return the effective engine settings: with zero3 and fp8, kernels are off."""
+        """Return the effective engine settings: with `zero3` or `fp8`, the kernels are off."""
         if self.distributed.strategy == "zero3" or self.precision.fp8 != "off":
             return replace(self.engine, kernels="off")
         return self.engine
@@ -205,7 +205,8 @@ class RunConfig:
         return "sharded" if self.distributed.strategy == "shard" else "lean"
 
     def recomputation(self) -> float:
-        """Return the factor of recomputation on the FLOPs: 4/3 with activation checkpointing."""
+        """Return the factor by which recomputation raises the FLOPs: 4/3 with activation
+        checkpointing."""
         return 4 / 3 if self.memory.activation_checkpointing == "on" else 1.0
 
     def adapted(self, spec: ModelSpec) -> ModelSpec:

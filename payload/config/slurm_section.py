@@ -70,7 +70,8 @@ class SlurmSection:
         loose = [each for each in arguments if not each.startswith("-")]
         if loose:
             found.append(
-                f"slurm.extra: {shown(loose[0])} is not an option. Write each as --option=value."
+                f"slurm.extra: {shown(loose[0])} is not an option. Write each option as "
+                "--option=value."
             )
         ours = [each for each in arguments if _is_own_option(each)]
         if ours:

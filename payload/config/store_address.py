@@ -38,7 +38,7 @@ class StoreAddress:
     """
 
     def under(self, name: str) -> StoreAddress:
-        """Return the address of `name` below this one."""
+        """Return the address of `name` below this address."""
         path = str(PurePosixPath(self.path, name)) if self.path else name
         return replace(self, path=path, num_below=self.num_below + len(PurePosixPath(name).parts))
 
@@ -60,7 +60,7 @@ class StoreAddress:
 
 
 def is_bucket_address(text: str) -> bool:
-    """Return True if a setting names a bucket, not a folder."""
+    """Return True if a setting is the address of a bucket, not a folder."""
     return text.startswith(SCHEME)
 
 

@@ -271,7 +271,7 @@ class TrainSection:
         if self.profile_rank >= world_size:
             raise ConfigError(
                 f"train.profile_rank = {self.profile_rank}: the ranks are 0 to {world_size - 1}, "
-                "so nothing would be recorded. Name one of them."
+                "so nothing would be recorded. Choose one of these ranks."
             )
 
 

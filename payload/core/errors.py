@@ -164,7 +164,7 @@ class BudgetError(TileforgeError):
 
 
 class NodesError(TileforgeError):
-    """One action failed on some nodes. Each failure is listed; the most specific sets the code."""
+    """One action failed on some nodes. Lists all failures; the most specific sets the exit code."""
 
     def __init__(self, what: str, failures: Mapping[str, TileforgeError]) -> None:
         """Take the failures by node; each message begins with the name of the node."""

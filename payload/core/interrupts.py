@@ -31,7 +31,8 @@ class Presses:
         """Record a signal that arrives now; return True if it is a new press.
 
         Waits `PRESS_S` for further signals of a new press. Python would run their handler only
-        after the next call of C code, such as a long matmul, and they would count as a new press.
+        after the next call of C code, such as a long matmul, and these signals would count as a new
+        press.
         """
         now_s = time.monotonic()
         if now_s - self._last_s < PRESS_S:
@@ -61,7 +62,7 @@ class _Requests:
 
 
 class Interrupts:
-    """Counts requests to end while it is entered: each Ctrl-C, but one SIGTERM or SIGHUP."""
+    """Counts requests to end within the block: each Ctrl-C, but one SIGTERM or SIGHUP."""
 
     def __init__(self) -> None:
         self.count = 0

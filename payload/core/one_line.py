@@ -13,7 +13,7 @@ def printable_line(text: str) -> str:
 def joined_lines(text: str, *, longest: int | None = 300) -> str:
     """Return all lines as one, with single spaces and without terminal control sequences.
 
-    A longer text is shortened to `longest` characters; None keeps it whole.
+    A longer text is shortened to `longest` characters; with None, no text is shortened.
     """
     flat = " ".join(printable(text).split())
     return flat if longest is None else shortened(flat, longest)

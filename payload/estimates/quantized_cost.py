@@ -12,9 +12,9 @@ from payload.estimates.compute_time import compute_time
 from payload.models.spec import ModelSpec
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
-"""Weights that an AVX-512 core dequantises per second, used if no run has measured it. The value
-for bf16 was measured on an EPYC, the value for fp32 on a Xeon without bf16 instructions, where bf16
-reached 4.1e9."""
+"""Weights that an AVX-512 core dequantises per second, used if no run has measured this rate. The
+value for bf16 was measured on an EPYC, the value for fp32 on a Xeon without bf16 instructions,
+where bf16 reached 4.1e9."""
 
 _GIB = 2**30
 

@@ -31,7 +31,7 @@ MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 """Files of a checkpoint with an adapter; they replace `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
-"""Files that a resume needs in addition to the weights. It needs no tokenizer files."""
+"""Files that a resume needs in addition to the weights. A resume needs no tokenizer files."""
 CHECKPOINTS_NAME = "checkpoints"
 """Name of a run's folder of checkpoints."""
 BEST_NAME = "best"
@@ -147,8 +147,8 @@ def newest_valid(
 def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
     """Return the checkpoints that may have the lowest validation loss; the first is the best.
 
-    `val_losses` is by step. A checkpoint without a known loss is not a candidate, except the one
-    that the link `best` names: it was evaluated, but its loss was lost, so it cannot be compared.
+    `val_losses` is by step. A checkpoint without a known loss is not a candidate, except the target
+    of the link `best`: that checkpoint was evaluated, but its loss is lost.
     """
     folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
     lowest = best_step(folders, val_losses)
@@ -179,7 +179,7 @@ def partial_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, also if it lists no file."""
+    """Read a checkpoint's manifest. Raises CheckpointError, also for a manifest without files."""
     path, fix = folder / MANIFEST_FILE, "Use another checkpoint."
     try:
         raw = parse_json(read_bytes(path), where=str(path), error=CheckpointError, fix=fix)

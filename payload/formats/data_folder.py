@@ -57,8 +57,8 @@ Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 
 `keep`: as in the row. `drop`: without them. `empty`: as in the row; if a prompt opens a block of
-thoughts and the row lacks one, the end of the block is trained with the answer. `refuse`:
-rejects such a row. `keep` and `drop` train only the answer there.
+thoughts and the row lacks one, the end of the block is trained with the answer. `refuse`: rejects
+such a row. For such a row, `keep` and `drop` train only the answer.
 """
 
 _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
@@ -125,14 +125,14 @@ class ChatRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
-    """Samples beyond one a conversation: a template that renders earlier turns differently once
-    others follow needs several."""
+    """Samples in addition to one per conversation: a template that renders a turn differently once
+    other turns follow needs several samples."""
     added_tokens: int = checked(0, low=0)
     """Tokens of these samples."""
     literal_samples: int = checked(0, low=0)
     """Samples with a special token in a row's text, which was encoded as text."""
     unescaped_samples: int = checked(0, low=0)
-    """Samples in which the tokenizer makes the special token from its text nevertheless."""
+    """Samples in which the tokenizer still encodes this text as the special token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class PreferenceRecord:
     literal_samples: int = checked(0, low=0)
     """Conversations with a special token in a row's text, which was encoded as text."""
     unescaped_samples: int = checked(0, low=0)
-    """Conversations in which the tokenizer makes the special token from its text nevertheless."""
+    """Conversations in which the tokenizer still encodes this text as the special token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 def load_meta(folder: Path) -> DataMeta:
     """Read a prepared folder's meta.json, and check the sizes of the files.
 
-    Raises DataError with the command that prepares the folder if it is missing or damaged. Links
+    If the folder is missing or damaged, raises DataError with the command that prepares it. Links
     out of the folder are refused: they could lead training to any file of the right size.
     """
     path = folder / META_NAME

@@ -53,7 +53,10 @@ def _how_to_prepare(given: Path) -> str:
     out = str(given.with_name(f"{name or 'my'}-tokens"))
     kind = _KINDS.get(given.suffix, "text")
     prepare = _prepare(kind, "--input", str(given), "--out", out)
-    return f"If it contains your texts, set data.dir to {out} and prepare them with: {prepare}"
+    return (
+        f"If this folder contains your texts, set data.dir to {out} and prepare them with: "
+        f"{prepare}"
+    )
 
 
 def prepare_again_hint(folder: Path, *, source: object) -> str:

@@ -213,9 +213,9 @@ def require_same_tokenizer(
         name = vocabulary_file(folder)
         if name is not None and not _is_vocabulary_of(meta, data, folder, error=error):
             raise error(
-                f"{settings[1]} = {init!r} has {name} but no {TOKENIZER_FILE}, and {settings[0]} = "
-                f"{str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which may "
-                f"differ. Prepare the data again after you have created the {TOKENIZER_FILE}: "
+                f"{settings[1]} = {init!r} has {name} but no {TOKENIZER_FILE}, and {settings[0]} "
+                f"= {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which may "
+                f"differ. First create the {TOKENIZER_FILE}, then prepare the data again: "
                 f"{write_tokenizer_again(folder)}"
             )
         return
@@ -248,8 +248,8 @@ def other_tokenizer(
     differing = f" (the two differ in: {', '.join(parts)})" if parts else ""
     return (
         f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, but "
-        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with that "
-        f"tokenizer: {again}"
+        f"{settings[1]} = {init!r} has another tokenizer{differing}. Prepare the data with the "
+        f"tokenizer of {settings[1]}: {again}"
     )
 
 

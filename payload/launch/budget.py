@@ -23,7 +23,7 @@ class TimeLimit:
     def stop_at_s(self, *, grace_s: float) -> float:
         """Return when the run must save and stop: `grace_s` before the limit.
 
-        If a tenth of the limit is shorter than `grace_s`, it is used instead of `grace_s`.
+        If a tenth of the limit is shorter than `grace_s`, that tenth is used instead.
         """
         return self.seconds - min(grace_s, self.seconds / 10)
 
@@ -71,8 +71,8 @@ class JobTime:
     def stop_after_s(self, *, grace_s: float) -> float:
         """Return when the run must save and stop: two minutes before the end of the job.
 
-        `grace_s` replaces the two minutes if it is longer. The run never stops earlier than a tenth
-        of the time that is left.
+        `grace_s` replaces the two minutes if `grace_s` is longer. The run never stops before a
+        tenth of the remaining time has passed.
         """
         return max(0.0, self.left_s - min(max(grace_s, _LEAST_JOB_MARGIN_S), self.left_s / 10))
 

@@ -95,7 +95,7 @@ def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
 
 
 def presets() -> dict[str, ModelSpec]:
-    """Return the specs of the named models of all families."""
+    """Return the specs that `model.preset` can select, of all families, by name."""
     return {name: spec for family in families() for name, spec in family.presets.items()}
 
 

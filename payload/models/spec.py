@@ -233,9 +233,9 @@ class ModelSpec(ABC):
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        They are only if a gradient comes from a single bf16 matmul, which autocast would round as
-        well: with one rank and one micro-batch per step. Sums over micro-batches or ranks are in
-        fp32.
+        They are in bf16 only if a gradient comes from a single bf16 matmul, which autocast would
+        round as well: with one rank and one micro-batch per step. Sums over micro-batches or ranks
+        are in fp32.
         """
         del setting
         return False, False
@@ -286,12 +286,18 @@ class ModelSpec(ABC):
     def why_not_tensor(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         del ranks
-        return f"model_type = {self.model_type!r} uses transformers' layers, whole on each rank"
+        return (
+            f"model_type = {self.model_type!r} uses transformers' layers, which cannot be split "
+            "over ranks"
+        )
 
     def why_not_stages(self, stages: int) -> str | None:
         """Return why the layers cannot be divided into `stages` stages, or None if they can."""
         del stages
-        return f"model_type = {self.model_type!r} uses transformers' layers, whole on each rank"
+        return (
+            f"model_type = {self.model_type!r} uses transformers' layers, which cannot be split "
+            "over ranks"
+        )
 
     def num_trainable_params(self) -> int:
         """Return the number of weights with a gradient and optimizer state."""

@@ -48,7 +48,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6
 _LFS_POINTER = b"version https://git-lfs"
-_FIX = "Download the model again, or use another one."
+_FIX = "Download the model again, or use another model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,8 @@ def _raw_header(path: Path, fix: str) -> tuple[dict[str, Any], int, int]:
             file.seek(8)
             if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    f"{path}: {size:,} bytes: truncated or not a safetensors file. {fix}"
+                    f"{path}: {size:,} bytes: the file is truncated, or not a safetensors file. "
+                    f"{fix}"
                 )
             content = file.read(length)
     except OSError as error:

@@ -56,7 +56,8 @@ def _resolved(runs_dir: str | None) -> Path:
         return (Path(runs_dir) if runs_dir else default_runs_dir()).resolve()
     except (OSError, RuntimeError):  # RuntimeError: a link loop, before Python 3.13
         raise UsageError(
-            f"--runs-dir {runs_dir}: its links form a loop. Choose another folder."
+            f"--runs-dir {runs_dir}: the symbolic links in this path form a loop. Choose another "
+            "folder."
         ) from None
 
 
@@ -83,7 +84,7 @@ def _check_run_ids(arguments: argparse.Namespace, takes_address: Sequence[str]) 
 
 
 def parser(only: str | None = None) -> CommandParser:
-    """Return the command line; only the command `only` has its options if it is a command."""
+    """Return the command line; if `only` is a command, only this command has its options."""
     made = CommandParser(
         prog=command("orchestrate"),
         description="Build clusters; plan, start and follow training runs. Results go to stdout, "

@@ -324,11 +324,12 @@ class RunState:
     note: str | None = None
     """The latest event, such as why the run was restarted and from which checkpoint."""
     spent_s: float = _seconds(0.0)
-    """Time that the run had a supervisor, over all attempts and resumes."""
+    """Time during which the run had a supervisor, over all attempts and resumes."""
     cost_usd: float | None = None
     """Cost of the nodes in that time; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
-    """Time for the ranks to save after a stop request; a checkpoint that progresses extends it."""
+    """Time for the ranks to save after a stop request; a checkpoint in progress extends this time.
+    """
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
     """Events of all attempts and resumes, the oldest first."""
     store: StoreState | None = None
@@ -344,7 +345,7 @@ class RunState:
 class StopRequest:
     """stop.json: written by a command before it signals the supervisor.
 
-    If the operating system sends a signal, this file does not exist.
+    If the signal comes from the operating system, this file does not exist.
     """
 
     pids: tuple[int, ...] = ()
@@ -428,7 +429,7 @@ def latest_folder(runs_dir: Path) -> Path | None:
 
 
 def point_latest_at(paths: RunPaths) -> None:
-    """Point the symlink `latest` at this run unless it points at a newer run. Raises OSError."""
+    """Point the symlink `latest` at this run, unless its target is newer. Raises OSError."""
     link = paths.root.with_name(LATEST)
     current = RunPaths(link).plan
     if current.exists() and current.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:

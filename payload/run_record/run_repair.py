@@ -117,7 +117,8 @@ def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunC
     text = checkpoint_config(valid) if valid else None
     if valid is None or text is None:
         raise ConfigError(
-            f"{problem} No valid checkpoint has the settings either. Pass them with --config FILE."
+            f"{problem} No valid checkpoint has the settings either. Pass the settings with "
+            "--config FILE."
         )
     config = parse_run_config(text, overrides=overrides, where=str(valid))
     with suppress(ConfigError):

@@ -39,8 +39,8 @@ class StackSettings:
     project: str = checked(
         "",
         pattern=_PROJECT,
-        refusal=" is not a Google Cloud project id. List yours: gcloud projects list; then: pulumi "
-        "config set project ID",
+        refusal=" is not a Google Cloud project id. List your projects: gcloud projects list; "
+        "then: pulumi config set project ID",
     )
     region: str = checked(
         "us-central1", pattern=REGION, refusal=" is not a region. Use a region such as us-central1."

@@ -141,9 +141,11 @@ def parser() -> CommandParser:
         at = _add_verb(commands, verb, summary, "gs://BUCKET/PREFIX")
         at.set_defaults(command=act)
         if verb == "check":
-            at.add_argument("--new", metavar="RUN", help="fail if the store has a run of this id")
+            at.add_argument(
+                "--new", metavar="RUN", help="fail if the store already has a run with this id"
+            )
         if verb == "serve":
-            below = "number of last components of the address that are not symlinks (default: 0)"
+            below = "how many components at the address's end must not be symlinks (default: 0)"
             at.add_argument("--below", type=int, default=0, metavar="N", help=below)
         at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
     for verb, act, summary in (

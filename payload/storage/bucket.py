@@ -270,15 +270,15 @@ class BucketStore:
         try:
             yield
         except libraries.errors.PreconditionFailed:
-            raise ConflictError(f"{what}: another process has written it") from None
+            raise ConflictError(f"{what}: another process has written this object") from None
         except libraries.errors.NotFound as error:
             # If listing or writing fails with NotFound, the bucket is missing.
             is_bucket = what.startswith(("listing", "writing"))
             if is_bucket or "bucket does not exist" in str(error):
                 raise StoreRefusedError(
-                    f"{what}: bucket {self.address.bucket!r} does not exist. Create one with the "
-                    "cluster: pulumi config set bucket create; or name another bucket in "
-                    "storage.results."
+                    f"{what}: bucket {self.address.bucket!r} does not exist. Create a bucket with "
+                    "the cluster: pulumi config set bucket create; or set storage.results to "
+                    "another bucket."
                 ) from None
             raise MissingObjectError(f"{what}: the object does not exist") from None
         except libraries.errors.Unauthorized as error:

@@ -305,7 +305,7 @@ def _generation(name: str, descriptor: int) -> int:
 
 def _require_generation(found: int, generation: int | None, path: Path) -> None:
     if generation is not None and found != generation:
-        raise ConflictError(f"writing {path}: another process has written it")
+        raise ConflictError(f"writing {path}: another process has written this file")
 
 
 def _lock(descriptor: int, *, root: Path) -> None:

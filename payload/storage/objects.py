@@ -69,7 +69,7 @@ class StoreReader(Protocol):
     def fetch(
         self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
     ) -> None:
-        """Write a whole object to `into`, a file at its start.
+        """Write a whole object to `into`, a file at position 0.
 
         Raises MissingObjectError, and TooLargeError for more than `most_bytes`, as the object may
         have changed since it was listed.

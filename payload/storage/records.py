@@ -166,7 +166,7 @@ def _download(
             return True
         say(f"warning: {name} is not downloaded: the file is over 1 GiB")
     except TooLargeError:
-        say(f"warning: {name} is not downloaded: the file is larger than listed")
+        say(f"warning: {name} is not downloaded: the file is larger than the store's list says")
     except MissingObjectError:
         pass
     except OSError as error:

@@ -74,7 +74,10 @@ def _make_room(paths: RunPaths) -> None:
         for sentence in move_blockers_aside(paths):
             print(f"warning: {sentence}", file=sys.stderr)
     except OSError as error:
-        raise PreflightError(f"{paths.root} cannot be written ({error.strerror}).") from None
+        raise PreflightError(
+            f"{paths.root} cannot be written ({error.strerror}). Free disk space, or correct the "
+            "folder's permissions."
+        ) from None
 
 
 def _parser() -> CommandParser:

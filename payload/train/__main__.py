@@ -121,7 +121,7 @@ class StopSignal:
 
 
 class ExitRecorder:
-    """Ends this process on an error: prints it, writes the exit record and exits."""
+    """Ends this process on an error: prints the error, writes the exit record and exits."""
 
     def __init__(self) -> None:
         self.paths: RunPaths | None = None
@@ -206,7 +206,7 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
     """
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
-        raise UsageError("name a config with --config FILE, or a run folder with --run-dir DIR.")
+        raise UsageError("choose a config with --config FILE, or a run folder with --run-dir DIR.")
     if arguments.run_dir is not None and not RUN_ID.fullmatch(arguments.run_dir.resolve().name):
         raise UsageError(
             f"--run-dir {str(arguments.run_dir)!r}: the folder's name is the run's id. Use "
@@ -264,8 +264,8 @@ def parser() -> CommandParser:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="run folder; its run.toml is the config without --config "
-        "(default: runs/<name>-<time>-<random>)",
+        help="run folder; without --config, its run.toml is the config (default: "
+        "runs/<name>-<time>-<random>)",
     )
     made.add_argument(
         "--set",

@@ -115,7 +115,7 @@ def _choose(choice: DtypeChoice, speeds: dict[Dtype, float]) -> tuple[Dtype, str
     compared = f"bf16 matmuls run at {gain:.1f}x the speed of fp32 on this cluster"
     if gain >= BF16_MIN_GAIN:
         return "bf16", compared
-    return "fp32", compared if gain < 1 else f"{compared}, not worth the rounding"
+    return "fp32", compared if gain < 1 else f"{compared}, too little to accept bf16's rounding"
 
 
 def _gemm_sizes(world: World) -> tuple[int, int]:

@@ -21,7 +21,8 @@ from payload.train.tasks.base import Task
 
 
 class Observer:
-    """Receives the progress of one rank's run, for measurements. This base class ignores it."""
+    """Receives the progress of one rank's run, for measurements. This base class ignores the
+    progress."""
 
     def before_model(self) -> None:
         """Called when the data is open, before the model is built."""

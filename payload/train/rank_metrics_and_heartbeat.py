@@ -121,7 +121,9 @@ class MetricsFile:
                     kept["val_loss" if "val_loss" in row else "loss", row["step"]] = line
         if damaged:
             aside = move_aside(path)
-            log.warning(f"{path}: left out {damaged} damaged line(s). The original file is {aside}")
+            log.warning(
+                f"{path}: {damaged} damaged line(s) were left out. The original file is {aside}"
+            )
         content = b"".join(kept.values())
         if path.is_symlink() or not path.exists() or path.stat().st_size != len(content):
             write_whole(path, content.decode())

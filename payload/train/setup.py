@@ -196,7 +196,7 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
 
 
 def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
-    """Return the folder with the weights to load: `checkpoint`, or `model.init` without one.
+    """Return the folder of the weights to load: `checkpoint`, or `model.init` without a checkpoint.
 
     `checkpoint` belongs to the run and is already verified. A run that trains an adapter always
     reads `model.init`, because its checkpoints do not contain the base's weights. Raises
@@ -207,7 +207,7 @@ def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
         checkpoint = None
     elif checkpoint is not None and has_adapter(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: this is an adapter, but the run trains whole weights (adapter.kind = "
+            f"{checkpoint}: this is an adapter, but the run trains all weights (adapter.kind = "
             "'none'), so the checkpoint belongs to another run. Move the checkpoint away."
         )
     return checkpoint or model_folder(config.model.init)
@@ -235,7 +235,7 @@ def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) 
     if has_adapter(folder):
         raise CheckpointError(
             f"model.init = {config.model.init!r}: this is an adapter, but adapter.kind = "
-            f"{config.adapter.kind!r} needs whole weights as its base. Merge the adapter first "
+            f"{config.adapter.kind!r} needs a complete model as its base. Merge the adapter first "
             f"with {command('export', '--checkpoint', config.model.init, '--merge')}."
         )
     source = config.model.init

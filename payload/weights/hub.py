@@ -248,7 +248,7 @@ class _Hub:
         if any(name in PICKLE_FILES or name.endswith(".bin") for name in names):
             raise self._refusal(
                 "its weights are only available as a pickle, which can run code when it is loaded",
-                "Use a model with safetensors, or convert it if you trust it.",
+                "Use a model with safetensors, or convert the pickle if you trust its source.",
             )
         if any(name.endswith(".gguf") for name in names):
             raise self._refusal(
@@ -274,7 +274,7 @@ class _Hub:
         if isinstance(error, errors.GatedRepoError):
             return self._refusal(
                 "the model is gated: only accounts that accepted its terms can download it",
-                f"Accept them at {host}/{name}, then log in (hf auth login, or HF_TOKEN).",
+                f"Accept the terms at {host}/{name}, then log in (hf auth login, or HF_TOKEN).",
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return self._refusal(

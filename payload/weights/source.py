@@ -187,7 +187,7 @@ def _weights_in(
         return newest
     if verify and (path / MANIFEST_FILE).exists() and (problems := manifest_problems(path)):
         raise CheckpointError(
-            f"{setting} = {name!r}: the checkpoint is damaged: {problems[0]} Name another "
+            f"{setting} = {name!r}: the checkpoint is damaged: {problems[0]} Choose another "
             "checkpoint."
         )
     return path
@@ -219,6 +219,6 @@ def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
     # `runs/typo` is a path if the folder `runs` exists.
     if is_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
         raise CheckpointError(
-            f"{setting} = {name!r}: the folder does not exist. Correct the path, or name a run, "
-            "a checkpoint, a folder in the Hugging Face layout or a model on the hub."
+            f"{setting} = {name!r}: the folder does not exist. Correct the path, or use a run, a "
+            "checkpoint, a folder in the Hugging Face layout or a model on the hub."
         )

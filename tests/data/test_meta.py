@@ -86,7 +86,7 @@ def test_changed_byte_is_found_by_verify(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 99}, "schema_version is 99, this release reads 1"),
+        ({"schema_version": 99}, "schema_version is 99, but this release reads 1"),
         ({"split": None}, "split: expected an object, got None"),
         ({"files": {"train.bin": {}}}, "missing: bytes, sha256"),
     ],

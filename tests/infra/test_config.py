@@ -128,7 +128,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"'0\.0\.0\.0/0': is the whole internet",
     ),
     ({"accessMode": "direct", "operatorCidr": "::/0"}, r"'::/0': is the whole internet"),
-    ({"accessMode": "direct", "operatorCidr": "2001:db8::1/128"}, r"must be IPv4"),
+    ({"accessMode": "direct", "operatorCidr": "2001:db8::1/128"}, r"must be an IPv4 address range"),
     ({"accessMode": "direct", "operatorCidr": "10.0.0.0/8"}, r"has more than 256 addresses"),
     ({"accessMode": "direct", "operatorCidr": "10.0.0.1/24"}, r"has host bits set"),
     ({"operatorCidr": "198.51.100.7/32"}, r"operatorCidr.*only for accessMode direct.*config rm"),

@@ -123,7 +123,7 @@ def test_a_new_launcher_is_one_file_and_trains(toy_run: tuple[RunPaths, str]) ->
     lines = Path(toy_launcher.__file__).read_text(encoding="utf-8").splitlines()
     assert len(lines) < 60
     toy, said = toy_run
-    assert "through toy" in said or "toy; everything in" in said, said
+    assert "through toy" in said or "toy; files: " in said, said
     result = summary(toy.root)
     assert (result["world_size"], result["ranks_identical"]) == (2, True)
     assert result["status"] == "finished"

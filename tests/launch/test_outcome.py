@@ -228,7 +228,7 @@ def test_ranks_that_saved_and_ended_unasked_are_a_lost_rank_and_no_result() -> N
 
 
 def test_an_error_that_all_ranks_report_names_no_rank() -> None:
-    words = "after step 20 the ranks do not hold one model: it cannot be known which"
+    words = "after step 20 the ranks no longer hold the same model: no majority"
     records = [ended(rank, 40, at=3.0 - rank, error=words) for rank in range(3)]
     verdict = judge(evidence(*records))
     assert (verdict.exit_code, verdict.rank) == (ExitCode.TRAINING, None)

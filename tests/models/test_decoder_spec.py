@@ -197,8 +197,8 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("llama", {"sliding_window": 8}, "sliding_window = 8: a llama is not trained with it"),
-        ("llama", {"attention_chunk_size": 8}, "attention_chunk_size = 8: a llama is not"),
+        ("llama", {"sliding_window": 8}, "models of type llama are not trained with"),
+        ("llama", {"attention_chunk_size": 8}, "attention_chunk_size = 8: models of"),
         ("llama", {"layer_types": ["sliding_attention"] * 3}, "of a llama are full_attention"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "of a mistral are sliding_attention"),
         (

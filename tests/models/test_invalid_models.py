@@ -57,17 +57,17 @@ IS_OFFLINE = (
     "(hf download), or use a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
-AGAIN = "Download the model again, or use another one."
+AGAIN = "Download the model again, or use another model."
 LAYOUT = "Use a folder in the Hugging Face layout."
 ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
 USE_A_WHOLE_MODEL = "Use a folder with the model's config.json and all its weight files."
 NO_FOLDER = (
-    "the folder does not exist. Correct the path, or name a run, a checkpoint, a folder in the "
+    "the folder does not exist. Correct the path, or use a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
 )
 NOT_CAUSAL = (
-    "{{model}}/config.json: model_type = '{}': transformers has no causal language model for it{}. "
-    "Use a model that transformers builds from its own code."
+    "{{model}}/config.json: model_type = '{}': transformers has no causal language model of this "
+    "type{}. Use a model that transformers builds from its own code."
 )
 
 Spoil = Callable[[Path], str | None]
@@ -266,7 +266,7 @@ CASES = {
     ),
     "text for weights": Case(
         content(WEIGHTS, "<html>Not found</html>"),
-        f"{{model}}/{WEIGHTS}: 22 bytes: truncated or not a safetensors file. {AGAIN}",
+        f"{{model}}/{WEIGHTS}: 22 bytes: the file is truncated, or not a safetensors file. {AGAIN}",
         has_sizes=True,
     ),
     "a pointer for weights": Case(
@@ -291,7 +291,7 @@ CASES = {
     "another tokenizer": Case(
         other_tokenizer,
         "data.dir = '{data}' was prepared with the tokenizer gpt2, but model.init = '{model}' has "
-        "another tokenizer. Prepare the data with that tokenizer: {prepare}",
+        "another tokenizer. Prepare the data with the tokenizer of model.init: {prepare}",
         has_sizes=True,
     ),
     "context too long": Case(
@@ -311,7 +311,8 @@ CASES = {
     "gated": Case(
         named(NAME),
         f"model.init = '{NAME}': the model is gated: only accounts that accepted its terms can "
-        f"download it. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
+        f"download it. Accept the terms at {{hub}}/{NAME}, then log in (hf auth login, or "
+        "HF_TOKEN).",
         has_sizes=True,
     ),
     "unknown on the hub": Case(

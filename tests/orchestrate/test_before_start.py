@@ -111,7 +111,7 @@ def test_links_that_lead_to_each_other_are_no_runs_folder(
     for words in (["list"], ["status"], ["run", "--resume", "x"], ["remove", "--keep", "1"]):
         assert main([*words, "--runs-dir", str(tmp_path / "a")], os.environ) == ExitCode.USAGE
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("its links form a loop. Choose another folder.")
+        assert line.endswith("the symbolic links in this path form a loop. Choose another folder.")
 
 
 @pytest.mark.ranks

@@ -105,7 +105,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"shared": shared(error="EACCES")}, "shared", "error", "(root squash)"),
         ({"shared": shared(error="EPERM")}, "shared", "error", "(root squash)"),
         ({"shared": shared(error="EROFS")}, "shared", "error", "read-only"),
-        ({"shared": shared(error="EIO")}, "shared", "error", "a write ends with EIO"),
+        ({"shared": shared(error="EIO")}, "shared", "error", "a write fails with EIO"),
         ({"shared": shared()}, "shared", "error", "/srv/shared does not answer"),
         ({"shared": shared(took_s=2.5)}, "shared", "warning", "is slow: a small file took 2.5 s"),
         ({"resolver_answers": False}, "name", "warning", "its resolver does not answer"),

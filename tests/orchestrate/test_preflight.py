@@ -116,7 +116,8 @@ def test_each_node_s_gpus_are_compared_with_the_run_s_need(
         )
     assert report.status("node-0", "gpu") == "ok" and report.exit_code == ExitCode.PREFLIGHT
     assert errors(report) == {
-        "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), the inventory "
+        "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' makes 1 of its 2 GPU(s) visible, the "
+        "inventory "
         "requires 2. Unset this variable on the node, or set launch.ranks_per_node = 1.",
         "node-2": "node-2: nvidia-smi shows 1 GPU(s), the inventory requires 2. Correct the "
         "inventory or launch.ranks_per_node: each rank uses one GPU.",

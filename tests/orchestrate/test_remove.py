@@ -162,7 +162,7 @@ def test_a_folder_that_is_no_run_is_never_removed(
     assert {name: (runs / "mine" / name).read_text() for name in mine} == mine
     if words[0] == "mine":
         said = capsys.readouterr().err
-        assert "is not a run, or its records are gone. To delete it anyway, remove it" in said
+        assert "is not a run, or its records are gone. To delete this folder anyway: rm" in said
         assert f"rm -r {runs / 'mine'}" in said
 
 

@@ -165,7 +165,7 @@ def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) ->
     inventory = make_inventory(num_nodes=2)
     text = replace(inventory, source="slurm", access=Access(kind="slurm")).to_json()
     (tmp_path / "inventory.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"every job gets its own nodes"):
+    with pytest.raises(ConfigError, match=r"every job gets other nodes"):
         load_cluster(str(tmp_path / "inventory.json"), env={})
 
 
@@ -221,8 +221,8 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     found = allocation(env, why="--inventory slurm")
     [note], [other] = found.chosen.gpu_notes, found.chosen.cuda_notes
     said = "nvidia-smi fails with status 6: No devices were found."
-    assert note.startswith(f"no GPU is counted on n-1: {said} See the kernel's log")
-    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU. Request")
+    assert note.startswith(f"no GPU was found on n-1: {said} See the kernel's log")
+    assert other.startswith(f"no GPU was found on n-2: {said} Slurm gave the job no GPU. Request")
     reach = found.access.reach()
     assert reach.ssh == () and reach.node_command[0] == "srun"
     assert reach.off_head

@@ -118,7 +118,9 @@ def test_a_job_that_only_has_the_recorded_number_is_not_ended(
         words = "12" if "PENDING" in job else "--signal=TERM --batch 12"
         assert cancelled.read_text() == f"{words}\n"
         return
-    with pytest.raises(ConfigError, match=rf"Slurm's job 12 is {name} of .* not this run's"):
+    with pytest.raises(
+        ConfigError, match=rf"Slurm's job 12 is {name} of .* not the job of this run"
+    ):
         run.signal(signal.SIGTERM, StopRequest())
     with pytest.raises(ConfigError, match="so it is not cancelled"):
         run.abandon()

@@ -344,7 +344,10 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
     inventory = make_cluster(head.node, worker.node)
     for broken, said in (
         (worker, r"\((the node closed it|Socket is closed)\)\. Check"),
-        (head, r"\(the connection to node-0, through which it is reached, ended\)\. Check"),
+        (
+            head,
+            r"\(the connection to node-0, through which this node is reached, has ended\)\. Check",
+        ),
     ):
         with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
             connection = cluster.connect(worker.node)

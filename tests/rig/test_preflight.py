@@ -140,8 +140,8 @@ def test_a_link_that_swallows_large_packets_is_found_with_the_size_that_works(
         subprocess.run([*cable, "1500"], check=True)
     found = [finding.cause for finding in report.findings if finding.check == "ports"]
     assert (
-        "packets over 1400 bytes to node-1 get lost, but its interface sends up to 1500 bytes (MTU)"
-        in found
+        "packets over 1400 bytes to node-1 get lost, but the interface sends packets of up to "
+        "1500 bytes (MTU)" in found
     )
 
 

@@ -78,7 +78,7 @@ def test_a_run_that_is_supervised_here_is_left_alone(stored: Stored) -> None:
     with RunLock(paths), pytest.raises(UsageError, match="--runs-dir"):
         stored.collect()
     # The same after the run has ended.
-    with pytest.raises(UsageError, match="of this machine"):
+    with pytest.raises(UsageError, match="was started on this machine"):
         stored.collect()
     assert paths.metrics.read_bytes() == rows(3) and partial.is_dir()
     assert not paths.logs.exists()

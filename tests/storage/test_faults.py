@@ -307,7 +307,7 @@ def test_the_same_bytes_by_somebody_else_are_not_one_s_own(
     with FaultyProxy(Faults(seed=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
-        with pytest.raises(ConflictError, match="another process has written it"):
+        with pytest.raises(ConflictError, match="another process has written this"):
             store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
 
 

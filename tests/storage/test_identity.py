@@ -252,5 +252,5 @@ def test_a_damaged_record_comes_back_from_a_checkpoint(mine: RunPaths) -> None:
 def test_a_collect_of_a_run_of_this_machine_stays_refused(
     store: ObjectStore, mine: RunPaths
 ) -> None:
-    with pytest.raises(UsageError, match="of this machine"):
+    with pytest.raises(UsageError, match="was started on this machine"):
         collect_from_store(store, mine, say=print)

@@ -187,7 +187,7 @@ def test_a_planted_checkpoint_that_came_before_its_hash_is_named_later(
     shutil.copy(head.manifest_hashes, here.manifest_hashes)
     collect_from_store(store, here, say=said.append)
     wrote = manifest_of(head.checkpoint(5))
-    assert f"{here.checkpoint(5)} existed before" in said[-1] and wrote in said[-1]
+    assert f"{here.checkpoint(5)} was already on this machine" in said[-1] and wrote in said[-1]
 
 
 def test_an_upload_brings_no_part_of_a_removed_run_back(

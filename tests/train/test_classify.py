@@ -210,7 +210,7 @@ def test_a_classifier_of_another_kind_is_refused(key: str, value: object) -> Non
     config = {"id2label": {"0": "a", "1": "b"}, "num_labels": 2}
     assert saved_labels(config, where="x") == ("a", "b")
     with pytest.raises(
-        CheckpointError, match=f"x: {key} = .*only classifiers with one of 2 labels"
+        CheckpointError, match=f"x: {key} = .*only classifiers that assign exactly one of 2 labels"
     ):
         saved_labels({**config, key: value}, where="x")
 
@@ -253,8 +253,8 @@ def test_a_resumed_adapter_takes_no_other_labels_of_the_same_number(
     settings = (*CLASSIFY, *LORA, f"model.init={base}")
     train_alone(tmp_path / "run", tiny_config, *settings, f"data.dir={data}", "train.steps=1")
     resumed = (*settings, f"data.dir={other}", "train.steps=2")
-    words = r"config\.json: its labels are animal, .* zoo.*\. Resume with the data of the "
-    with pytest.raises(CheckpointError, match=rf"{words}run's start\.$"):
+    words = r"config\.json: its labels are animal, .* zoo.*\. Resume with the data that "
+    with pytest.raises(CheckpointError, match=rf"{words}the run started with\.$"):
         train_alone(tmp_path / "run", tiny_config, *resumed)
 
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
     task.require_matching_checkpoint(own)
     load(own)
     (own / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match="num_labels = 2, but only classifiers with one of"):
+    with pytest.raises(CheckpointError, match="num_labels = 2, but only classifiers that assign"):
         load(own)
 
 

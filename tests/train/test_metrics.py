@@ -47,7 +47,7 @@ def test_a_damaged_line_is_set_aside_and_rows_are_whole_from_the_checkpoint_on(
     assert steps_of(paths.metrics) == [*range(1, 7), *range(8, 11), 11, 12]
     aside = tmp_path / "run" / "metrics.jsonl.damaged-1"
     assert aside.read_bytes() == before
-    assert f"left out 1 damaged line(s). The original file is {aside}" in caplog.text
+    assert f"1 damaged line(s) were left out. The original file is {aside}" in caplog.text
     assert "the rows of step(s) 7 are lost" in caplog.text
 
 

@@ -123,7 +123,7 @@ def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
 def test_a_run_of_whole_weights_reads_no_base_that_a_checkpoint_names(tmp_path: Path) -> None:
     """The attack: a store's checkpoint was an adapter of a private model, which was trained on."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="an adapter, but the run trains whole weights"):
+    with pytest.raises(CheckpointError, match="an adapter, but the run trains all weights"):
         weights_folder(tmp_path, parse_run_config("", where="test"))
 
 

@@ -87,7 +87,7 @@ def test_nan_is_never_saved_over_the_only_good_checkpoint(
 
     monkeypatch.setattr(Trainer, "_train_step", spoiled)
     saving = ("train.steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=1")
-    with pytest.raises(TrainingError, match=r"after step 4 \S+ holds NaN .* of step 2 or before"):
+    with pytest.raises(TrainingError, match=r"after step 4 \S+ holds NaN .* of step 2 or earlier"):
         train_alone(tmp_path, tiny_config, *saving)
     (kept,) = checkpoint_folders(RunPaths(tmp_path).checkpoints)
     assert kept == RunPaths(tmp_path).checkpoint(2)
@@ -150,8 +150,8 @@ def test_a_flipped_bit_in_a_moment_of_rank_0_is_found_before_it_is_saved(
     result = run(mpirun(2, str(program), *words))
     assert result.returncode == 40, result.stderr
     record = json.loads((tmp_path / "run" / "exits" / "rank_0001.json").read_text())
-    assert "after step 6 the ranks do not hold one optimizer state" in record["error"]
-    assert "of step 4 or before" in record["error"]
+    assert "after step 6 the ranks no longer hold the same optimizer state" in record["error"]
+    assert "of step 4 or earlier" in record["error"]
     saved = checkpoint_folders(tmp_path / "run" / "checkpoints")
     assert [path.name for path in saved] == ["step_00000002", "step_00000004"]
 
@@ -180,6 +180,6 @@ sys.exit(main(sys.argv[1:], os.environ))
 def test_with_two_ranks_neither_is_blamed() -> None:
     states = [RankState(weights=name * 64, optimizer="0" * 64, not_finite=None) for name in "ab"]
     words = sync_check._difference(states, step=20, passed_step=10)
-    assert "which rank is wrong cannot be known" in words
+    assert "so the wrong rank is unknown" in words
     assert "rank 0 aaaaaaaa/00000000, rank 1 bbbbbbbb/00000000" in words
     assert "differs" not in words and "the memory of each of their nodes" in words

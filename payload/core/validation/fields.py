@@ -31,8 +31,8 @@ def checked(
 ) -> Any:
     """Declare a dataclass field with limits on its value.
 
-    `low` and `high` are the smallest and largest number; `above` is an exclusive minimum.
-    `pattern` must match the whole string, and every string in a container; `wanted` describes it.
+    `low` and `high` are the smallest and largest number; `above` is an exclusive minimum. `pattern`
+    must match the whole string, and every string in a container; `wanted` describes the pattern.
     `choices` are the allowed values, or a function that returns them. `key` is the field's name in
     the JSON object, if it differs. In a message, `refusal` replaces the text about the limits, and
     `fix` replaces the record's fix.

@@ -25,9 +25,10 @@ def parse_json(
     """Return the JSON value in `text`.
 
     `where` names the origin in messages, `fix` is the sentence with the remedy. With
-    `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as one).
-    Raises `error` also for NaN and infinity, integers beyond 64 bits, numbers that overflow, deep
-    nesting and lone surrogates. Python's parser accepts these, or raises other exceptions.
+    `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as an
+    integer). Raises `error` also for NaN and infinity, integers beyond 64 bits, numbers that
+    overflow, deep nesting and lone surrogates. Python's parser accepts these, or raises other
+    exceptions.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text

@@ -33,7 +33,7 @@ def check_schema(
     found = raw.get("schema_version")
     # True equals 1.
     if type(found) is not int or found != version:
-        what = f"schema_version is {shown(found)}, this release reads {version}"
+        what = f"schema_version is {shown(found)}, but this release reads {version}"
         raise error(RefusedError("record", what).sentence(where, fix=fix))
 
 

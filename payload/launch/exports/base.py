@@ -106,8 +106,8 @@ class Engine(ABC):
         """Raise UsageError for a job that this engine cannot execute."""
         if self.needs_image and job.image is None:
             raise UsageError(
-                f"--export {self.name} needs a container image with this project. Build an image "
-                "(docs/guides/exports.md) and pass its name with --image."
+                f"--export {self.name} needs a container image that contains Tileforge. Build an "
+                "image (docs/guides/exports.md) and pass its name with --image."
             )
         if not self.takes_image and job.image is not None:
             raise UsageError(

@@ -317,7 +317,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
 
 
 def supported_activation(name: str) -> Activation:
-    """Return the activation for our modules; for an unsupported name, return any."""
+    """Return the activation for our modules; for an unsupported name, return an arbitrary one."""
     return _ACTIVATIONS.get(name, "silu")
 
 
@@ -362,7 +362,10 @@ def _require_equal_layers(config: DecoderConfig, where: str) -> None:
     ):
         size = getattr(config, key)
         if size is not None and size < cast(int, config.max_position_embeddings):
-            problem = f"a {config.model_type} is not trained with it. Set it to null"
+            problem = (
+                f"models of type {config.model_type} are not trained with this key. Set the key "
+                "to null"
+            )
             _refuse(where, key, size, problem)
 
 

@@ -1,1 +1,1 @@
-"""Sizes and costs of models of all remaining families, which transformers builds."""
+"""Sizes and costs of models of all other families, which transformers builds."""

@@ -1,4 +1,4 @@
-"""The model family of all remaining language models that transformers builds."""
+"""The model family of all other language models that transformers builds."""
 
 from __future__ import annotations
 

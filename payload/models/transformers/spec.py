@@ -287,8 +287,8 @@ def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
     if kind not in CAUSAL_TYPES:
         remote = ", and the model's own code (auto_map) is never run" if "auto_map" in raw else ""
         raise CheckpointError(
-            f"{where}: model_type = {shown(kind)}: transformers has no causal language model for "
-            f"it{remote}. Use a model that transformers builds from its own code."
+            f"{where}: model_type = {shown(kind)}: transformers has no causal language model of "
+            f"this type{remote}. Use a model that transformers builds from its own code."
         )
 
 

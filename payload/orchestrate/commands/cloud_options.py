@@ -22,15 +22,16 @@ def _stack() -> str | None:
 
 def _project() -> str | None:
     project: str | None = option(
-        "Google Cloud project (default: the cluster's, or GOOGLE_CLOUD_PROJECT)", metavar="ID"
+        "Google Cloud project (default: the cluster's project, or GOOGLE_CLOUD_PROJECT)",
+        metavar="ID",
     )
     return project
 
 
 def _delete_filestore() -> list[str]:
     names: list[str] = option(
-        "delete this Filestore instance and its data without a prompt for its name, which --yes "
-        "does not answer; can be repeated",
+        "delete this Filestore instance with its data, without a prompt for its name; --yes alone "
+        "does not delete it; can be repeated",
         metavar="NAME",
         group=_RESULTS,
     )
@@ -76,19 +77,19 @@ class UpOptions:
         "replace machines even if their results are not collected", group=_RESULTS
     )
     take_over: str | None = option(
-        "remove another cluster of the same name and this identity, after its name is typed; "
-        "`none`: resources without an identity",
+        "first remove the other cluster that has the same name and this identity (`none`: no "
+        "identity); prompts for the cluster's name",
         metavar="ID",
         advanced=True,
     )
     delete_filestore: list[str] = _delete_filestore()
     stopped: StoppedChoice | None = option(
-        "stopped machines: start them, replace them with their disks, or leave them (default: "
-        "a question; with --yes, start those that Google stopped)",
+        "start stopped machines, replace them and their disks, or leave them (default: prompt; "
+        "with --yes: start the machines that Google stopped)",
         default=None,
     )
     results_may_be_lost: bool = option(
-        "also build spot machines without a bucket; their checkpoints are lost with them",
+        "build spot machines even without a bucket; a preempted machine's checkpoints are lost",
         group=_RESULTS,
     )
     dry_run: bool = option("show the preview only")
@@ -102,14 +103,14 @@ class SweepOptions:
     cluster: str | None = option("cluster name (default: every expired cluster)", metavar="NAME")
     project: str | None = _project()
     identity: str | None = option(
-        "act on another folder's cluster with this identity, after its name is typed; `none`: "
-        "resources without an identity",
+        "choose the cluster with this identity (`none`: no identity), even if another folder "
+        "built it; prompts for the cluster's name",
         metavar="ID",
         advanced=True,
     )
-    keep_buckets: bool = option("count no bucket as a leftover", group=_RESULTS)
+    keep_buckets: bool = option("do not count buckets as leftovers", group=_RESULTS)
     delete: bool = option(
-        "after a question, delete the leftovers of this folder's cluster, except buckets"
+        "delete the leftovers of this folder's cluster, except buckets, after confirmation"
     )
     delete_filestore: list[str] = _delete_filestore()
     json: bool = option("print the resources as JSON")
@@ -126,13 +127,13 @@ class DownOptions:
     runs_dir: Path = runs_dir_option()
     without_collect: bool = option("also destroy results that are not collected", group=_RESULTS)
     delete_bucket: str | None = option(
-        "also delete this results bucket with its contents, after a prompt for its name, which "
-        "--yes does not answer",
+        "also delete this results bucket with its contents; prompts for the bucket's name, "
+        "even with --yes",
         metavar="NAME",
         group=_RESULTS,
     )
     delete_filestore: list[str] = _delete_filestore()
-    dry_run: bool = option("print the steps without taking them")
+    dry_run: bool = option("print the steps, but do nothing")
     yes: bool = _yes()
 
 

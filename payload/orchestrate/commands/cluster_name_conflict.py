@@ -32,7 +32,7 @@ from payload.stack.cluster_identity import (
 
 
 def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] = ()) -> str | None:
-    """Return the identity of the cluster built from `folder`, or None if it has no record.
+    """Return the identity of the cluster built from `folder`, or None if the folder has no record.
 
     `state_identities` come from the stack's state. An identity that only the folder's file
     contains is accepted after the operator types the cluster's name. Raises ConfigError if the
@@ -47,8 +47,8 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
         "but the file was not written on this machine: the folder was copied or moved, or the file "
         "is from an older version. Is this cluster yours?",
         name=cluster,
-        otherwise="Confirm this once at a terminal; --yes does not. If the cluster is not yours, "
-        "remove the file.",
+        otherwise="Answer this question at a terminal; --yes does not answer it. If the cluster "
+        "is not yours, remove the file.",
     ):
         raise ConfigError(f"nothing was done. If the cluster is not yours, remove {path}")
     accept_cluster_identity(folder, cluster)
@@ -95,13 +95,15 @@ def _listed(
 ) -> Sequence[Resource]:
     listing = list_everything(google)
     for reason in listing.blind:
-        talk.print(f"warning: another cluster named {cluster} may be undetected: {reason}")
+        talk.print(
+            f"warning: the search for other clusters named {cluster} is incomplete: {reason}"
+        )
     if belied := [each for each in listing.resources if own.belies(each)]:
         raise ConfigError(
             f"the stack's state lists resources of another cluster, so {kept}: "
             f"{'; and '.join(describe_others(belied))}. This stack's own resources were removed "
-            "without Pulumi. Remove them from the state: `pulumi stack --show-urns`, then `pulumi "
-            "state delete URN --target-dependents` for each"
+            "without Pulumi. Remove each entry from the state: `pulumi stack --show-urns`, then "
+            "`pulumi state delete URN --target-dependents`"
         )
     return listing.resources
 

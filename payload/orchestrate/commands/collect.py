@@ -56,7 +56,7 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
             point_latest_at(run.paths)
     talk.print(f"checkpoint: {collected.checkpoint or 'none yet'}")
     talk.print(
-        f"everything in {run.paths.root}" + ("; the run is still active" if collected.alive else "")
+        f"files: {run.paths.root}" + ("; the run is still active" if collected.alive else "")
     )
     return ExitCode.OK
 
@@ -72,5 +72,5 @@ def _collect_stored(
     with suppress(OSError):  # the link is a convenience
         point_latest_at(paths)
     talk.print(f"checkpoint: {found or 'none yet'}")
-    talk.print(f"everything in {paths.root}, fetched from {address}")
+    talk.print(f"files: {paths.root}, fetched from {address}")
     return ExitCode.OK

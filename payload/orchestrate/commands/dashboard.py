@@ -13,6 +13,7 @@ from payload.core.errors import (
     UsageError,
 )
 from payload.core.printable_text import shown
+from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
 from payload.machines.inventory import ClusterInventory
 from payload.monitor.local import (
@@ -81,7 +82,9 @@ def _run_id(options: DashboardOptions) -> str | None:
     if options.run is None or options.run == LATEST:
         return None if options.run is None else find_run(options.runs_dir, LATEST).run_id
     if not RUN_ID.fullmatch(options.run):
-        raise UsageError(f"{shown(options.run)} is not a run id.")
+        raise UsageError(
+            f"{shown(options.run)} is not a run id. List the runs: {command('orchestrate', 'list')}"
+        )
     return options.run
 
 

@@ -59,7 +59,7 @@ def check_price(need: CloudRequirements, catalog: Catalog | None, why_not: str =
     kind = "spot" if spot else "on demand"
     cost = cluster_cost(need.billed(spot=spot), catalog=catalog)
     origin = source(catalog, time.time())
-    note = f"Prices of today are not known: {why_not}" if why_not else ""
+    note = f"Today's prices are not known: {why_not}" if why_not else ""
     if cost.hourly_usd is None:
         return Check(
             name="price",

@@ -272,9 +272,15 @@ def _resolve_cluster(
     record_outputs(outputs, folder=folder, made_bucket=state.bucket)
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
-        raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
+        raise ConfigError(
+            f"--cluster {options.cluster}: the stack's cluster is {cluster}. To destroy that "
+            "cluster, leave --cluster out."
+        )
     if options.project not in (None, outputs.project):
-        raise ConfigError(f"--project {options.project}: the stack's project is {outputs.project}.")
+        raise ConfigError(
+            f"--project {options.project}: the stack's project is {outputs.project}. To destroy "
+            "the stack's cluster, leave --project out."
+        )
     return cluster, outputs.project, outputs
 
 
@@ -294,20 +300,23 @@ def _without_state(
     try:
         cluster = options.cluster or cluster_name(pulumi, config)
     except PulumiError:
-        raise UsageError("the cluster's name is unknown. Give it with --cluster.") from None
+        raise UsageError("the cluster's name is unknown. Set the name with --cluster.") from None
     project = project_of(options.project or config.get("project"), cluster, env, folder=folder)
     outputs = recorded_outputs(folder, cluster, project=project)
     if outputs is None and not options.without_collect:
         raise ConfigError(
-            f"the state is damaged, and this folder has no record of {cluster}. Its head can have "
-            "uncollected results, so nothing was destroyed. Repair the state as the "
+            f"the state is damaged, and this folder has no record of {cluster}. The cluster's "
+            "head can have uncollected results, so nothing was destroyed. Repair the state as the "
             "warning describes; or destroy the results too: "
             + command(
                 *("orchestrate", "down", "--without-collect"),
                 *("--cluster", cluster, "--project", project),
             )
         )
-    talk.print(f"resources of {cluster} in {project} are listed by Google Cloud, without the state")
+    talk.print(
+        f"resources of {cluster} in {project} are listed from Google Cloud, not from the stack's "
+        "state"
+    )
     return cluster, project, outputs
 
 

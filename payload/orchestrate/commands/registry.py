@@ -125,9 +125,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     ),
     "remove": OrchestrateCommand(
         summary="delete old runs with their checkpoints",
-        description="Delete runs with all their checkpoints from this disk. Running runs stay, and "
-        "without --force also uncollected cluster runs and runs with weights that another run's "
-        "adapter needs.",
+        description="Delete runs with all their checkpoints from this disk. Running runs are kept. "
+        "Without --force, uncollected cluster runs are kept, too, and runs whose weights "
+        "another run's adapter needs.",
         example="--keep 3 --dry-run",
         options=runs.RemoveOptions,
         program="remove:remove",
@@ -147,10 +147,10 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "up": OrchestrateCommand(
         summary="build the cluster with Pulumi",
         description="Show `pulumi preview` with the price, and after confirmation build the "
-        "cluster. Before machines are replaced or removed, their missing results are collected. "
-        "Nothing is built if a run cannot be collected or is still running. Exit codes: 11 quota; "
-        "12 no capacity; 13 credentials or permission. If the first build fails, its resources "
-        "are removed; exit code 60: some remain.",
+        "cluster. Before machines are replaced or removed, results that only they have are "
+        "collected. Nothing is built if a run cannot be collected or is still running. Exit "
+        "codes: 11 quota; 12 no capacity; 13 credentials or permission. If the first build "
+        "fails, its resources are removed; exit code 60: some remain.",
         example="--stack dev --next-zone",
         options=cloud.UpOptions,
         program="up:up",
@@ -169,11 +169,12 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     ),
     "down": OrchestrateCommand(
         summary="collect results and destroy the cluster",
-        description="Collect missing results, destroy the cluster with Pulumi, and verify that no "
-        "resource remains. Nothing is destroyed if a run cannot be collected or is still running. "
-        "A stopped head is started for this, after a question. The results bucket stays without "
-        "--delete-bucket. A Filestore instance is deleted only with --delete-filestore, or after "
-        "its name is typed. Exit code 60: some resources remain.",
+        description="Collect results that only the cluster has, destroy the cluster with Pulumi, "
+        "and verify that no resource remains. Nothing is destroyed if a run cannot be "
+        "collected or is still running. If the head is stopped, it is started first, after "
+        "confirmation. The results bucket is kept unless --delete-bucket is given. A "
+        "Filestore instance is deleted only with --delete-filestore, or after its name is "
+        "typed. Exit code 60: some resources remain.",
         example="--stack dev",
         options=cloud.DownOptions,
         program="down:down",
@@ -182,9 +183,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "rehearse": OrchestrateCommand(
         summary="test a complete cluster life cycle within a budget",
         description="Test the smallest cluster in its own stack: doctor, up, preflight, a run of "
-        "ten steps, repair of a deleted node, down, sweep. It requires confirmation before it "
-        "spends money, and removes everything after a failure. It prints a page for bug reports: "
-        "the time of each step, resource and request, and all errors.",
+        "ten steps, repair of a deleted node, down, sweep. The command requires confirmation "
+        "before it spends money, and removes everything after a failure. The command prints a "
+        "page for bug reports: the time of each step, resource and request, and all errors.",
         example="--budget-usd 1",
         options=cloud.RehearseOptions,
         program="rehearse:rehearse",

@@ -27,7 +27,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
     runs_dir = options.runs_dir
     talk, out = text_console(stderr=True), text_console(stderr=False)
     if bool(options.runs) == (options.keep is not None):
-        raise UsageError("name the runs to remove, or keep the newest N with --keep N.")
+        raise UsageError("choose the runs to remove, or keep the newest N with --keep N.")
     if options.keep is not None and options.keep < 0:
         raise UsageError(f"--keep {options.keep}: must be 0 or more.")
     refused: TileforgeError | None = None

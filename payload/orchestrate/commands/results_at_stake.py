@@ -71,7 +71,7 @@ class ResultsAtRisk:
 
     def names(self) -> str:
         """Return the names of the runs to collect, and of the active run, as text."""
-        names = ", ".join(paths.run_id for paths in self.missing) or "nothing is missing"
+        names = ", ".join(paths.run_id for paths in self.missing) or "no run"
         return names + (f"; run {self.head.running} is active" if self.head.running else "")
 
     def refuse_losses(self, *, kept: str, force: str) -> None:
@@ -94,13 +94,15 @@ class ResultsAtRisk:
                     f"{_attach(running)}"
                 )
             raise ConfigError(
-                f"run {running} is active, so {kept}. {how} (or lose its last steps: {force})"
+                f"run {running} is active, so {kept}. {how} (to continue without its last steps: "
+                f"{force})"
             )
         if self.uncopied:
             raise ConfigError(
                 f"{len(self.uncopied)} run(s) have results on the head and no local copy (started "
                 f"from another machine, removed or damaged): {', '.join(self.uncopied[:5])}, so "
-                f"{kept}. Fetch each first: {_attach(self.uncopied[0])} (or lose them: {force})"
+                f"{kept}. Fetch each first: {_attach(self.uncopied[0])} (to continue without "
+                f"these results: {force})"
             )
 
     def collect_missing(
@@ -216,8 +218,8 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) 
     mirrored = read_mirrored(paths)
     if mirrored is not None and mirrored.alive:
         raise ConfigError(
-            f"run {paths.run_id} is active, so {kept}. {_how_to_stop(paths.run_id)} "
-            f"(or lose its last steps: {force})"
+            f"run {paths.run_id} is active, so {kept}. {_how_to_stop(paths.run_id)} (to continue "
+            f"without its last steps: {force})"
         )
 
 

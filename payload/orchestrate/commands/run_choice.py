@@ -53,7 +53,7 @@ def local_run_error(paths: RunPaths) -> UsageError:
     """Return the error if a cluster command is used for a run on this machine."""
     return UsageError(
         f"run {paths.run_id} is on this machine: use status and logs -f. For a run on a cluster, "
-        "name the cluster with --inventory FILE."
+        "choose the cluster with --inventory FILE."
     )
 
 

@@ -124,13 +124,15 @@ class PlanOptions(NewRunOptions):
 
     json: bool = option("print the plan as JSON")
     strategies: bool = option(
-        "compare the parallel strategies by memory and predicted step time only"
+        "only compare the parallel strategies by memory and predicted step time"
     )
     export: str | None = option(
         "write a job file for this engine (docs/guides/exports.md)", choices=_engines, group=_EXPORT
     )
     out: Path | None = option("job file (default: stdout)", metavar="FILE", group=_EXPORT)
-    image: str | None = option("container image with this project", metavar="NAME", group=_EXPORT)
+    image: str | None = option(
+        "container image that contains Tileforge", metavar="NAME", group=_EXPORT
+    )
     nodes: int | None = option(
         "number of machines like the first node of the inventory", metavar="N", group=_EXPORT
     )
@@ -158,7 +160,8 @@ class RunOptions(NewRunOptions):
     """Options of `run`."""
 
     site: str | None = option(
-        "where to run, instead of the inventory's machines; slurm: submit a job from a login node",
+        "where the run starts, instead of the inventory's machines; slurm: submit a job from a "
+        "login node",
         choices=_sites,
         group=_MACHINES,
     )
@@ -181,8 +184,8 @@ class RunOptions(NewRunOptions):
     samples: bool = option(SUPPRESS)  # payload.finetune sets this for small models
     """If set, the report shows text that the model generates before and after the run."""
     profile: int | None = option(
-        "trace this step on rank 0 (another rank: train.profile_rank), and print its operators by "
-        "time",
+        "trace this step on rank 0 (or on the rank in train.profile_rank), and print its "
+        "operators, slowest first",
         metavar="STEP",
         advanced=True,
     )
@@ -232,7 +235,7 @@ class StopOptions(ClusterRunChoice):
 
     force: bool = option("kill the ranks immediately, without a checkpoint")
     grace: float | None = option(
-        "time to save a checkpoint before the ranks are killed; a save in progress gets longer "
+        "time to save a checkpoint before the ranks are killed; a save in progress gets more time "
         "(default: the --grace of run)",
         metavar="SECONDS",
     )

@@ -55,8 +55,8 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     if options.delete and found.removable() and not found.may_live():
         _show(found, as_json=False)
         if named is not None and not confirm_by_name(
-            f"Cluster {options.cluster} (identity {', '.join(named.identities)}) has no proof of "
-            "ownership on this machine. Delete its resources?",
+            f"Nothing on this machine proves that cluster {options.cluster} (identity "
+            f"{', '.join(named.identities)}) is yours. Delete its resources?",
             name=str(options.cluster),
         ):
             raise TeardownError("nothing was removed.")

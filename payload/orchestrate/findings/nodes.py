@@ -43,7 +43,7 @@ class SharedFolder:
 
     folder: str = checked(max_chars=1024)
     mounted: bool
-    """False if /etc/fstab lists it, but it is not mounted."""
+    """False if /etc/fstab lists the folder, but the folder is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
     """None if the folder did not answer, or was not tried."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
@@ -353,7 +353,7 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         cause = f"{name} is in /etc/fstab but not mounted"
         fix = f"Start its server, then `sudo mount {found.folder}` on the node."
     elif found.error is not None:
-        other = (f"a write ends with {found.error}", "See the kernel's log on the node (`dmesg`).")
+        other = (f"a write fails with {found.error}", "See the kernel's log on the node (`dmesg`).")
         why, remedy = _FOLDER_FAULTS.get(found.error, other)
         cause, fix = f"{name}: {why}", remedy.format(folder=found.folder)
     elif found.took_s is None:
@@ -383,7 +383,10 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
     if len(offsets) > 2 and abs(common) > _CLOCK_WARNING_S and spread <= _CLOCK_WARNING_S:
         cause = f"this machine's clock is {_apart(-common)} of the clocks of all nodes"
         yield _warning(
-            nodes[0], "clock", cause, "Set the clock of this machine: times in reports will differ."
+            nodes[0],
+            "clock",
+            cause,
+            "Correct the clock of this machine; otherwise times in reports differ.",
         )
         return
     for node in known:
@@ -442,12 +445,12 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
     """Return a warning that this machine, which is not a node, reaches the ranks' ports."""
     address = head.external_address or head.address
     cause = (
-        f"this machine is not a node, but reaches port {port} of {address}, so other machines may "
-        "reach it, too; the port where the ranks meet has no password"
+        f"this machine is not a node, but can connect to port {port} of {address}. Other machines "
+        "may connect, too, and the port where the ranks meet has no password"
     )
     meeting = f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}"
     fix = (
-        f"Open TCP {meeting} and 32768-60999 to the nodes' addresses alone "
+        f"Open TCP {meeting} and 32768-60999 only to the nodes' addresses "
         "(docs/explanations/security.md)."
     )
     return _warning(head, "ports", cause, fix)
@@ -478,8 +481,8 @@ def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> It
     loses = largest is not None and mtu is not None and largest < min(mtu, _LARGEST_PROBE_BYTES)
     if loses:
         cause = (
-            f"packets over {largest} bytes to {peer.name} get lost, but its interface sends up to "
-            f"{mtu} bytes (MTU)"
+            f"packets over {largest} bytes to {peer.name} get lost, but the interface sends "
+            f"packets of up to {mtu} bytes (MTU)"
         )
         # If TCP discovers the path MTU, data arrives nevertheless.
         kind = _error if failed else _warning

@@ -116,7 +116,7 @@ def failures(
     launcher: Launcher,
     on_gpus: bool = False,
 ) -> list[Finding]:
-    """Return findings from the first source that has some: ssh, ranks, launcher, silent nodes.
+    """Return the findings of the first source with findings: ssh, ranks, launcher, silent nodes.
 
     `hostnames` maps hostnames, which begin the output lines of mpirun's helpers, to node names.
     With `on_gpus`, the ranks communicated over NCCL.

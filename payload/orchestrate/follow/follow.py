@@ -308,7 +308,7 @@ def print_run_result(run: SiteRun, *, options: EndOptions, talk: Console) -> int
         return ExitCode.RANK_LOST
     print_result(run.paths, summary=summary, state=state, options=options, talk=talk)
     if options.json and run.outlives_us:
-        text_console(stderr=True).print(f"everything in {run.paths.root}")
+        text_console(stderr=True).print(f"files: {run.paths.root}")
     known = {code.label: code for code in ExitCode}
     return known.get(state.exit_class, ExitCode.TRAINING)
 

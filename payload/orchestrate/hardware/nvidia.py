@@ -118,7 +118,9 @@ class NvidiaFacts:
             cuda = f"CUDA {self.torch.cuda}" if self.torch.cuda else "no CUDA"
             modes.append(f"torch {self.torch.version} with {cuda}")
         if self.visible is not None:
-            modes.append(f"{VISIBLE} = {shown(self.visible)} leaves {len(visible)} of {len(every)}")
+            modes.append(
+                f"{VISIBLE} = {shown(self.visible)} makes {len(visible)} of {len(every)} visible"
+            )
         return ", ".join([*parts, *modes])
 
 
@@ -186,7 +188,7 @@ def for_prediction(config: RunConfig, nodes: Sequence[Node]) -> RunConfig:
     return replace(config, device=replace(config.device, kind="cuda"))
 
 
-GPU_GUESS = "the predicted step assumes an MFU on GPUs that no run has confirmed"
+GPU_GUESS = "the predicted step time assumes an MFU that was not measured on GPUs"
 """Note of a plan with a predicted step time on GPUs."""
 
 
@@ -313,7 +315,8 @@ def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[
     requires = f"{need.why} requires {count}"
     if len(every) >= count:
         cause = (
-            f"{VISIBLE} = {shown(facts.visible)} leaves {len(visible)} of its {len(every)} GPU(s)"
+            f"{VISIBLE} = {shown(facts.visible)} makes {len(visible)} of its {len(every)} GPU(s) "
+            "visible"
         )
         fix = (
             "Unset this variable on the node, or set launch.ranks_per_node = "

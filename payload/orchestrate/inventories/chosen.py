@@ -115,12 +115,12 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInv
     if argument == "slurm":
         raise ConfigError(
             "--inventory slurm: only for plan and run within a Slurm job. On a login node, submit "
-            "a job with `run --site slurm`; attach, status and stop find a run's job themselves."
+            "a job with `run --site slurm`; attach, status and stop need no --inventory."
         )
     inventory = ClusterInventory.load(Path(argument))
     if inventory.source == "slurm":
         raise ConfigError(
-            f"--inventory {argument}: describes an earlier Slurm job, and every job gets its own "
+            f"--inventory {argument}: describes an earlier Slurm job, but every job gets other "
             "nodes. Use --inventory slurm within the job."
         )
     return ResolvedInventory(inventory=inventory, why=f"--inventory {argument}", domains={})

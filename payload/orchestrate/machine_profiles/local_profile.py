@@ -121,7 +121,7 @@ class LocalAccess:
         return Reach(interface=LOOPBACK)
 
     def python_path(self) -> str | None:
-        """Return the PYTHONPATH for processes of this code, or None if it is installed."""
+        """Return the PYTHONPATH for processes of this code, or None if this code is installed."""
         return code_path(self._env)
 
     def tcmalloc(self) -> str:

@@ -113,7 +113,10 @@ def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dic
     with (run_dir.parent / ".start.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if claimed_by(run_dir.parent) != name:
-            return {"status": 0, "said": "the claim on this node was lost with its connection"}
+            return {
+                "status": 0,
+                "said": "the connection that held the claim on this node has ended",
+            }
         for other in run_dir.parent.glob("*/supervisor.lock"):
             if is_held(other):
                 return {"running": other.parent.name}

@@ -53,7 +53,7 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
         ends = "whenever Google preempts the spot machines, and " + ends
     return (
         f"bucket = none: checkpoints are only on the head's disk, and are lost {ends}. To keep "
-        f"them: {_KEEP}; or name a store in every run (storage.results)"
+        f"them: {_KEEP}; or set storage.results in every run"
     )
 
 

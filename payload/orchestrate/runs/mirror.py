@@ -242,8 +242,8 @@ def merge(paths: RunPaths, answer: Part, request: FileRequest) -> list[str]:
         raise unwritable(error, paths.root) from None
     if request.is_head and room <= 0:
         damaged.append(
-            f"{paths.logs}: the logs are no longer copied: they have reached 4 GiB, or half of the "
-            "free disk space. They continue on the node."
+            f"{paths.logs}: the logs are no longer copied: they have reached 4 GiB, or half of "
+            "the free disk space. The complete logs are on the node."
         )
     return damaged
 
@@ -275,9 +275,9 @@ def _require_own(paths: RunPaths, text: str | None, *, node: str) -> None:
     own = known_identity(paths).identity
     if found is not None and None not in (own, found.identity) and own != found.identity:
         raise AnswerError(
-            f"{node}: its run {paths.run_id} has identity {found.words()}, and the one in "
-            f"{paths.root} has {own}: these are two runs of one name. Follow that run with "
-            "--runs-dir DIR."
+            f"{node}: run {paths.run_id} on this node has identity {found.words()}, but the run "
+            f"in {paths.root} has {own}: these are two runs of one name. Follow the node's run "
+            "with another --runs-dir."
         )
 
 

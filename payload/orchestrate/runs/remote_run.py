@@ -156,8 +156,8 @@ class RemoteRun:
         """Update the local copy from the head and, at the same time, from `others`.
 
         Raises an error of the head; an error of a worker does not affect the other nodes. `enough`
-        is called between the pieces of a long file. If it returns True, the next update copies the
-        rest.
+        is called between the pieces of a long file. If `enough` returns True, the next update
+        copies the rest.
         """
         head = self.inventory.head
         # The head is last, so that its records replace old ones that a worker still has.
@@ -226,7 +226,10 @@ class RemoteRun:
             say("the run's supervisor has ended: waiting until the ranks have saved")
             while self.inventory.head in left and not grace_period.is_over():
                 if interrupted():
-                    raise RankLostError(f"ranks of run {self.paths.run_id} may still be saving.")
+                    raise RankLostError(
+                        f"ranks of run {self.paths.run_id} may still be saving. Try again in a "
+                        "minute."
+                    )
                 time.sleep(0.5)
                 self.refresh()
                 left = ask(left)
@@ -242,7 +245,10 @@ class RemoteRun:
                 time.sleep(0.5)
         if left:
             listed = "; ".join(f"{node.name}: {found[node.name]}" for node in left)
-            raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
+            raise RankLostError(
+                f"processes of run {self.paths.run_id} do not end: {listed}. Restart these nodes, "
+                "then try again."
+            )
         if gone:
             raise NodesError(f"checking for processes of run {self.paths.run_id}", gone)
 
@@ -433,8 +439,8 @@ def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentit
         found,
         place=f"run {run_dir.name} here",
         other=f"{run_dir} on {head.node.name}",
-        fix="Start this run under another id with --run-id, or name another --runs-dir to follow "
-        "that run.",
+        fix="Start this run under another id with --run-id, or choose another --runs-dir to "
+        "follow the run on the cluster.",
     )
 
 

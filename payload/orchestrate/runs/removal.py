@@ -58,18 +58,20 @@ def refuse_to_remove(
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
     if not is_own_run(paths) and newest_valid(paths.checkpoints) is None:
         raise UsageError(
-            f"{paths.root} is not a run, or its records are gone. To delete it anyway, remove it "
-            f"yourself: rm -r {paths.root}"
+            f"{paths.root} is not a run, or its records are gone. To delete this folder anyway: "
+            f"rm -r {paths.root}"
         )
     if is_alive or is_supervised(paths):
         raise UsageError(f"run {paths.run_id} is running. Stop it first.")
     if _may_be_saving(paths):
-        raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
+        raise UsageError(
+            f"run {paths.run_id}: its ranks may still be saving. Try again in a minute."
+        )
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):
             raise UsageError(
-                f"run {paths.run_id}: run {other.run_id} starts from it and is running. Stop that "
-                "run first."
+                f"run {paths.run_id}: run {other.run_id}, which started from its weights, is "
+                f"running. Stop run {other.run_id} first."
             )
         if other != paths and not is_forced and needs(other, paths):
             raise UsageError(
@@ -118,7 +120,10 @@ def remove_run(paths: RunPaths) -> None:
             with suppress(FileNotFoundError):  # another command has completed it
                 _finish(holder)
     except OSError as error:
-        raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
+        raise ConfigError(
+            f"{paths.root}: cannot be removed ({error.strerror}). Remove the folder yourself: rm "
+            f"-r {paths.root}"
+        ) from None
 
 
 def finish_removals(runs_dir: Path) -> None:

@@ -150,7 +150,7 @@ def room_for(paths: RunPaths) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise PreflightError(
-            f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
+            f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space, or choose "
             "another folder with --runs-dir, and start the run again."
         ) from None
 
@@ -173,7 +173,7 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     if run_id is None:
         if not runs:
             raise UsageError(
-                f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or name "
+                f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or choose "
                 "another folder with --runs-dir."
             )
         return runs[0]
@@ -362,7 +362,7 @@ def resumable_run(
         if not is_local:
             raise
         # The machine that executes the run restores from the store, and then compares them.
-        say(f"warning: {error} The run in {paths.root} is not compared with the store's.")
+        say(f"warning: {error} The run in {paths.root} was not compared with the run in the store.")
     if not is_local:
         say(f"run {paths.run_id} is fetched from {address}")
     return paths, overrides if has_config else [*_data_of(paths), *overrides]
@@ -385,14 +385,18 @@ def collect_from_store(
 ) -> Path | None:
     """Fetch a run's records and newest valid checkpoint; return the checkpoint's path, if any.
 
-    The user has named `store`, so a later resume may write to it. Existing local files stay, except
-    records of a run that has progressed further in the store. Raises ConfigError if the store has
-    no run or a different run under that id, UsageError for a run on this machine, and StoreError.
+    The user has named `store`, so a later resume may write to it. Existing local files are kept,
+    except records of a run that has progressed further in the store. Raises ConfigError if the
+    store has no run or a different run under that id, UsageError for a run on this machine, and
+    StoreError.
     """
     if not paths.root.exists():
         fetch_run_atomically(store, paths)
     elif not has_run(store):
-        raise ConfigError(f"{store.address}: contains no run.")
+        raise ConfigError(
+            f"{store.address}: contains no run. List the runs of a store: "
+            f"{command('storage', 'list', 'gs://BUCKET/PREFIX')}"
+        )
     # Checked even if the folder was just created: a run with that id may have begun since.
     _require_copy(store, paths)
     own = known_identity(paths)
@@ -408,7 +412,7 @@ def _require_copy(store: StoreReader, paths: RunPaths) -> None:
     own = any(map(os.path.lexists, (paths.inventory, paths.lock, paths.job)))
     if is_supervised(paths) or (own and not is_copy(paths)):
         raise UsageError(
-            f"run {paths.run_id} in {paths.root.parent} is a run of this machine, so it is not "
+            f"run {paths.run_id} in {paths.root.parent} was started on this machine, so it is not "
             f"replaced. Fetch {store.address} into another folder with --runs-dir DIR."
         )
 
@@ -447,9 +451,9 @@ def _take_checkpoint(
         known.is_gap(here.name) or recorded not in (None, sha256_of(here / MANIFEST_FILE))
     ):
         say(
-            f"warning: {here} existed before, and its manifest is not the one that the head wrote "
-            f"(sha256 {recorded}). If this checkpoint came from a store, move it away, and collect "
-            "again"
+            f"warning: {here} was already on this machine, but its manifest differs from the one "
+            f"that the head wrote (sha256 {recorded}). If this checkpoint came from a store, move "
+            "it away, and collect again"
         )
     found = fetch_newest(
         store,

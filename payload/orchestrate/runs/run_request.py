@@ -35,7 +35,7 @@ class PlanRequest:
     resumes: bool = False
     auto_size: int | None = None
     """The micro-batch that the last plan chose for `auto`. If the ranks can still share the batch
-    evenly, it is kept, so that a resume computes the same bits."""
+    evenly, this micro-batch is kept, so that a resume computes the same bits."""
     kept_dtype: Dtype | None = None
     """The dtype of the newest checkpoint, which a resume keeps under `auto`."""
 

@@ -89,11 +89,11 @@ class SiteRun(ABC):
 
     @abstractmethod
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Collect results and end remaining processes; with `at_once`, without time to save."""
+        """Collect results and end remaining processes; with `at_once`, ranks cannot save first."""
 
     def start_line(self) -> str | None:
         """Return the line that `run` prints after the start; None if the site has printed it."""
-        return f"run {self.paths.run_id}: {self.where}; everything in {self.paths.root}"
+        return f"run {self.paths.run_id}: {self.where}; files: {self.paths.root}"
 
     def detached(self) -> str | None:
         """Return the message of a command that detaches from the run; None if the run has ended."""

@@ -102,7 +102,7 @@ class SlurmAccess(LocalAccess):
         """
         if len(self._reports) == 1 and launcher.scheduler is None and self._is_off_head():
             raise ConfigError(
-                f"launch.launcher = {launcher.name!r} would start the ranks on {hostname()}, and "
+                f"launch.launcher = {launcher.name!r} would start the ranks on {hostname()}, but "
                 f"the job's node is {self._head()}. Use 'auto' or 'srun'."
             )
         return super().executable(launcher)
@@ -143,8 +143,8 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
     job_id, nodelist = env.get(JOB_ID), env.get("SLURM_JOB_NODELIST")
     if not job_id or not nodelist:
         raise ConfigError(
-            f"inventory ({why}): {JOB_ID} is not set, so this is not a Slurm job. Submit one "
-            "with run --site slurm, or start this within salloc or sbatch."
+            f"inventory ({why}): {JOB_ID} is not set, so this is not a Slurm job. Submit one with "
+            "run --site slurm, or start this command within salloc or sbatch."
         )
     names = run_slurm(["scontrol", "show", "hostnames", nodelist], env).split()
     facts = [
@@ -210,7 +210,7 @@ def _node(name: str, fact: Mapping[str, str], report: NodeReport) -> Node:
 
 
 def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[str, ...]:
-    """Return notes that explain why no GPU is counted on nodes whose nvidia-smi shows none.
+    """Return notes that explain why no GPU was found on nodes whose nvidia-smi shows none.
 
     `has_gpus` selects the nodes with or without GPUs in the job: Slurm may hide the GPUs of a node
     from a job that did not request GPUs.
@@ -222,7 +222,7 @@ def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[st
             request = (
                 "" if has_gpus else f"Slurm gave the job no GPU. Request GPUs, {_EXAMPLE}. Or: "
             )
-            notes.append(f"no GPU is counted on {report.node}: {fault.cause}. {request}{fault.fix}")
+            notes.append(f"no GPU was found on {report.node}: {fault.cause}. {request}{fault.fix}")
     return tuple(notes)
 
 

@@ -107,7 +107,8 @@ class Local(InventorySite):
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Raise UsageError: runs of this machine are found by their folders."""
         raise UsageError(
-            f"--inventory {self._argument}: that is this machine. Leave out --inventory."
+            f"--inventory {self._argument}: this is the machine of the command. Leave out "
+            "--inventory."
         )
 
     def start(self, request: RunRequest) -> SiteRun:
@@ -130,7 +131,7 @@ class Local(InventorySite):
             planned.write(paths)
         talk.print(
             f"run {paths.run_id}: {planned.plan.world_size} rank(s) through "
-            f"{planned.plan.launcher}; everything in {paths.root}"
+            f"{planned.plan.launcher}; files: {paths.root}"
         )
         supervisor = self._access.start_supervisor(
             paths, detached=request.detach, grace_s=request.grace_s
@@ -230,8 +231,8 @@ class LocalRun(SiteRun):
         paths, status = self.paths, self._supervisor.wait()
         if not paths.root.is_dir():
             return (status if status > 0 else ExitCode.TRAINING), (
-                f"error: {paths.root} was removed while the run was active, with everything it had "
-                "saved. Start a new run."
+                f"error: {paths.root} was removed while the run was active, with all its "
+                "checkpoints. Start a new run."
             )
         if status < 0:
             return ExitCode.RANK_LOST, (

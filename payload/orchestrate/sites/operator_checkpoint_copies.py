@@ -62,9 +62,13 @@ class CheckpointCopies:
             except SshUnreachableError:
                 self._run.close()  # the command that follows the run reports it
             except TileforgeError as error:
-                self._report(f"warning: checkpoints are not copied here for now: {error}")
+                self._report(
+                    f"warning: checkpoints are not copied to this machine for now: {error}"
+                )
             except OSError as error:
-                self._report(f"warning: checkpoints are not copied here for now: {error.strerror}")
+                self._report(
+                    f"warning: checkpoints are not copied to this machine for now: {error.strerror}"
+                )
         self._run.close()
 
     def _copied(self) -> bool:
@@ -77,7 +81,7 @@ class CheckpointCopies:
         if found is None or found == self._last:
             return False
         if found.name not in existed:
-            self._report(f"checkpoint {found.name} is copied here")
+            self._report(f"checkpoint {found.name} was copied to this machine")
         before, self._last = self._last, found
         if before is not None:
             self._remove(before)

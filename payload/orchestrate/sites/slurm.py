@@ -165,7 +165,9 @@ def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
         raise ConfigError(_refusal(error.message, config, env)) from None
     job_id = printed.strip().partition(";")[0]
     if not re.fullmatch(r"\d{1,20}", job_id):
-        raise PreflightError(f"sbatch printed {job_id!r} instead of a job id.")
+        raise PreflightError(
+            f"sbatch printed {job_id!r} instead of a job id. Look for the job: squeue --me"
+        )
     return job_id
 
 
@@ -287,8 +289,9 @@ class SlurmRun(SiteRun):
         if job.name != self.paths.run_id or Path(job.script).resolve() != script.resolve():
             raise ConfigError(
                 f"{self.paths.job}: Slurm's job {self.job_id} is {shown_name(job.name)} of "
-                f"{shown_name(job.script)}, not this run's, so it is not cancelled. If the run has "
-                f"no job, remove {self.paths.job}; to end that job: scancel {self.job_id}"
+                f"{shown_name(job.script)}, not the job of this run, so it is not cancelled. If "
+                f"the run has no job, remove {self.paths.job}; to end that job: scancel "
+                f"{self.job_id}"
             )
         run_slurm(["scancel", *options, self.job_id], self._env)
         self._queried_s = float("-inf")
@@ -332,7 +335,7 @@ class SlurmRun(SiteRun):
         lines = log_tail(self.paths.supervisor_log)
         known = {int(code) for code in ExitCode if code != ExitCode.OK}
         code = job.exit_code if job.exit_code in known else int(ExitCode.PREFLIGHT)
-        message = lines[-1] if lines else f"error: job {self.job_id} ended as {job.state}"
+        message = lines[-1] if lines else f"error: job {self.job_id} ended in state {job.state}"
         return code, f"{message}\nlog: {self.paths.supervisor_log}"
 
     def _killed(self) -> tuple[int, str]:

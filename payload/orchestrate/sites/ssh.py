@@ -232,7 +232,7 @@ class Ssh(InventorySite):
         run_id = run_id or answer.running
         if run_id is None:
             raise UsageError(
-                f"no run is active on {self._inventory.cluster}. Name one: {verb} RUN."
+                f"no run is active on {self._inventory.cluster}. Choose a run: {verb} RUN."
             )
         return self._adopted(RunPaths(runs_dir / run_id), home=PurePosixPath(answer.home), key=key)
 
@@ -311,8 +311,8 @@ class Ssh(InventorySite):
             talk.print(note)
         talk.print(
             f"run {request.paths.run_id}: {planned.plan.world_size} rank(s) on "
-            f"{len(inventory.nodes)} node(s) through {planned.plan.launcher}; a copy of "
-            f"everything in {request.paths.root}"
+            f"{len(inventory.nodes)} node(s) through {planned.plan.launcher}; files are copied to "
+            f"{request.paths.root}"
         )
 
     def _target(
@@ -320,7 +320,7 @@ class Ssh(InventorySite):
     ) -> PlanTarget:
         if head.port is None:
             raise PreflightError(
-                f"{access.head}: has no free port for the ranks. Stop the programs that hold them."
+                f"{access.head}: has no free port for the ranks. Stop programs that use many ports."
             )
         return PlanTarget(
             chosen=self._chosen,
@@ -387,7 +387,7 @@ def _refuse_another_cluster(paths: RunPaths, inventory: ClusterInventory, *, tal
         was = ClusterInventory.load(paths.inventory)
     except ConfigError as error:
         if is_copy(paths):
-            talk.print(f"warning: {error} The run is treated as one of {inventory.cluster}.")
+            talk.print(f"warning: {error} The run is treated as a run of {inventory.cluster}.")
         elif not has_store:
             raise
         return

@@ -142,7 +142,7 @@ class ClusterRun(SiteRun):
 
 
 class EndedCopy(SiteRun):
-    """The read-only copy of an ended run, so damaged that its cluster cannot be determined."""
+    """The read-only copy of an ended run whose damaged records do not show its cluster."""
 
     has_job = False
     is_copied = True
@@ -378,7 +378,7 @@ def _fetch_records(
     except ConfigError as unfit:
         return {}, unfit
     for error in update.missed.values():
-        talk.print(f"warning: incomplete: {error}")
+        talk.print(f"warning: the collected results are incomplete: {error}")
     for problem in update.damaged:
         talk.print(f"warning: {problem}")
     return update.missed, None
@@ -418,4 +418,7 @@ def _end_processes(
 
 
 def _how_to_resume(run: RemoteRun) -> str:
-    return f"The local files stay: {run_command('collect', run.paths)} continues from there."
+    return (
+        f"The local files are kept: {run_command('collect', run.paths)} fetches only what is "
+        "missing."
+    )

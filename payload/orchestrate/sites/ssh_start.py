@@ -138,7 +138,7 @@ def write_on_nodes(
 def start_supervisor(
     run: RemoteRun, cluster: Cluster, *, grace_s: float, name: str, talk: Console
 ) -> None:
-    """Start the supervisor. Raises ClusterNotReadyError if it has not begun."""
+    """Start the supervisor. Raises ClusterNotReadyError if the supervisor has not begun."""
     try:
         begun = run.start(grace_s=grace_s, name=name)
     except (KeyboardInterrupt, TileforgeError):
@@ -148,7 +148,7 @@ def start_supervisor(
         raise
     if begun.pid is not None:
         return
-    reason = begun.said or f"run {begun.running} was started in between"
+    reason = begun.said or f"another operator has started run {begun.running} in the meantime"
     remove_key(cluster, name, talk)
     run.close()
     raise ClusterNotReadyError(f"the supervisor did not start: {reason}", _failure_code(begun))

@@ -119,7 +119,7 @@ def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) 
     return SshUnreachableError(
         f"{node.name}: accepts connections, but no SSH handshake within "
         f"{deadlines.handshake_s:g} s ({text or type(error).__name__})",
-        fix="It can be booting, overloaded, or not be an SSH server.",
+        fix="The machine may be booting or overloaded, or the port may belong to another program.",
     )
 
 

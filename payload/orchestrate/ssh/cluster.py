@@ -41,7 +41,7 @@ class Cluster:
         """Store the arguments without connecting; `env` is the environment of proxy commands.
 
         `news` is called if the connection to the head fails. If the head's address changed since
-        the inventory was written, it returns a message, otherwise an empty string.
+        the inventory was written, `news` returns a message, otherwise an empty string.
         """
         self.inventory = inventory
         self._news = news

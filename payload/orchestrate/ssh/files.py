@@ -192,8 +192,8 @@ def _copy_verified(
         if digest_of_copy() == digest:
             return
     raise error(
-        f"{connection.node.name}: {what}: the copy's sha256 differs from the original's, twice. "
-        "Check that no program writes to the file, then try again."
+        f"{connection.node.name}: {what}: two copies were made, and the sha256 of both differs "
+        "from the original's. Check that no program writes to the file, then try again."
     )
 
 

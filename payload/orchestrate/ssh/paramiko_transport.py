@@ -64,10 +64,13 @@ class Transport(paramiko.Transport):
             return self.disconnect_reason
         carrier = self.sock.get_transport() if isinstance(self.sock, paramiko.Channel) else None
         if isinstance(carrier, Transport) and carrier.is_gone():
-            return f"the connection to {carrier.node_name}, through which it is reached, ended"
+            return (
+                f"the connection to {carrier.node_name}, through which this node is reached, has "
+                "ended"
+            )
         cause = self.saved_exception or error
         if isinstance(cause, EOFError):
-            return "the node closed it"
+            return "the node closed the connection"
         message = cause.strerror if isinstance(cause, OSError) else None
         return _brief(message or str(cause)) or type(cause).__name__
 

@@ -102,7 +102,7 @@ def claimed(
             if lost is not None and is_own:
                 raise lost
             raise HeadBusyError(
-                f"{held}, so nothing was started. Wait until it runs, then follow it: "
+                f"{held}, so nothing was started. Wait until that run has started, then follow it: "
                 + command("orchestrate", "attach")
             )
         if not has_reported:

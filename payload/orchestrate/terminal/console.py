@@ -113,9 +113,9 @@ def confirm_by_name(
     question: str,
     *,
     name: str,
-    otherwise: str = "Answer it at a terminal; --yes does not apply.",
+    otherwise: str = "Answer this question at a terminal; --yes does not answer it.",
 ) -> bool:
-    """Return True if the operator types `name`; --yes does not replace it.
+    """Return True if the operator types `name`; --yes does not replace this.
 
     Raises UsageError with the alternative `otherwise` without a terminal.
     """

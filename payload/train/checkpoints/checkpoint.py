@@ -70,7 +70,8 @@ class TrainerState:
     step: int = checked(low=0)
     """Number of optimizer updates so far."""
     next_sample: int = checked(low=0)
-    """Global index of the first sequence not trained on: the complete data position."""
+    """Global index of the first sequence that was not trained on yet: the complete data position.
+    """
     tokens: int = checked(low=0)
     seed: int
     """Dropout masks depend on (seed, sample index) only; no generator state is saved."""
@@ -160,7 +161,8 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> None:
-    """Remove partial checkpoints, and all others except `best` and the last `keep` up to `newest`.
+    """Remove partial checkpoints, and complete ones except `best` and the last `keep` up to
+    `newest`.
 
     Checkpoints after `newest`, which was just written, are removed: they were damaged, or training
     was resumed from an earlier one.

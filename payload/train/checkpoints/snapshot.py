@@ -22,7 +22,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: CausalLM, optimizer: Mapping[str, Tensor]) -> Self:
-        """Return the snapshot of a model, or only of its adapter if it has one."""
+        """Return the snapshot of a model, or only of its adapter if the model has one."""
         return cls(checkpoint_weights(model), optimizer)
 
     def whole(self, tensor: Tensor) -> Tensor:

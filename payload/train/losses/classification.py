@@ -27,7 +27,7 @@ class Classification(Loss):
 
     @classmethod
     def of(cls, task: TaskSection, meta: DataMeta) -> Self:
-        """Return the loss with the run's class weights. Raises ConfigError for invalid ones."""
+        """Return the loss with the run's class weights. Raises ConfigError for invalid weights."""
         return cls(class_weights(task.class_weights, meta))
 
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def class_weights(setting: str, meta: DataMeta) -> tuple[float, ...] | None:
         found = ()
     if len(found) != len(labels) or not all(0 < each < float("inf") for each in found):
         raise ConfigError(
-            f"task.class_weights = {setting!r}: use none, balanced, or {len(labels)} positive "
-            f"numbers separated by commas, for {', '.join(labels[:8])}."
+            f"task.class_weights = {setting!r}: use 'none', 'balanced', or {len(labels)} positive "
+            f"numbers separated by commas (the weights of {', '.join(labels[:8])})."
         )
     return found
 

@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def loss_of(task: TaskSection, meta: DataMeta) -> Loss:
-    """Return the loss of a run's task. If it is missing, raises ConfigError with the known ones."""
+    """Return the loss of a run's task. Raises ConfigError with the known losses."""
     name, known = TASKS[task.kind].loss, names()
     if name not in known:
         raise ConfigError(

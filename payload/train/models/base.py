@@ -133,9 +133,9 @@ class CausalLM(SplitModule, ABC):
     def tied_weight(self) -> nn.Parameter | None:
         """Return the token embedding if it is also the output head, or None.
 
-        The gradient of a tied weight has two parts: backward computes the head's first and the
-        embedding's last. A model with kernels looks up its tokens by `kernels.embed`, which adds
-        the second part. If this returns None, autograd adds both parts.
+        The gradient of a tied weight has two parts: the backward pass computes the head's part
+        first and the embedding's part last. A model with kernels looks up its tokens by
+        `kernels.embed`, which adds the second part. If this returns None, autograd adds both parts.
         """
         return None
 
@@ -241,7 +241,7 @@ class CausalLM(SplitModule, ABC):
         return False
 
     def trained_spec(self) -> ModelSpec:
-        """Return the spec of what is trained: the model's own, or the one with its adapter."""
+        """Return the spec of what is trained: the model, or the model with its adapter."""
         if self.adapter is None:
             return self.spec
         adapter = self.adapter
@@ -267,8 +267,8 @@ class CausalLM(SplitModule, ABC):
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Return the cross entropy of every target, (B, T) fp32; 0 for `IGNORED_TARGET`.
 
-        `starts` are as in `hidden`. On a pipeline stage before the last one, all losses are 0.
-        A strategy can wrap this like `forward`.
+        `starts` are as in `hidden`. On a pipeline stage before the last one, all losses are 0. A
+        strategy can wrap this method like `forward`.
         """
         return self._token_losses(tokens, targets, starts)
 

@@ -25,7 +25,7 @@ def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+    """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
     found = [
         _losses(rows, weight, chunk_targets)
         for rows, chunk_targets in _chunks(hidden, weight, targets)

@@ -229,8 +229,8 @@ def saved_labels(
     labels = [named.get(str(number)) for number in range(len(named))]
     if len(set(labels)) < 2 or not all(isinstance(label, str) for label in labels):
         raise CheckpointError(
-            f"{where}: id2label must number two or more different labels from 0. Use the folder "
-            "of a classifier."
+            f"{where}: id2label must contain two or more different labels, numbered from 0. Use "
+            "the folder of a classifier."
         )
     for key, supported in (
         ("problem_type", (None, _SINGLE_LABEL)),
@@ -238,8 +238,8 @@ def saved_labels(
     ):
         if config.get(key) not in supported and not (is_own and key == "num_labels"):
             raise CheckpointError(
-                f"{where}: {key} = {shown(config[key])}, but only classifiers with one of "
-                f"{len(labels)} labels for each text are supported. Use another classifier."
+                f"{where}: {key} = {shown(config[key])}, but only classifiers that assign exactly "
+                f"one of {len(labels)} labels to a text are supported. Use another classifier."
             )
     return tuple(str(label) for label in labels)
 

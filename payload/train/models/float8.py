@@ -31,8 +31,8 @@ def convert_linears(model: CausalLM, settings: PrecisionSection) -> str:
     fitting = {id(each) for each in linears if _fits(each)}
     if not fitting:
         raise ConfigError(
-            f"precision.fp8 = {settings.fp8!r}: no layer linear (of {len(linears)}) has sizes that "
-            f"are multiples of {_MULTIPLE}. Set fp8 to 'off'."
+            f"precision.fp8 = {settings.fp8!r}: no linear of the layers ({len(linears)} checked) "
+            f"has sizes that are multiples of {_MULTIPLE}. Set fp8 to 'off'."
         )
     library = _library()
     library.convert_to_float8_training(

@@ -23,7 +23,7 @@ class HeadLoss(Protocol):
         """Return the mean cross entropy over the targets, a scalar."""
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
 
 
 class FusedLoss(Protocol):
@@ -33,7 +33,7 @@ class FusedLoss(Protocol):
         """Return the mean cross entropy over the targets, a scalar."""
 
     def token_losses(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
 
 
 class PlainHead:
@@ -48,7 +48,7 @@ class PlainHead:
         return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED_TARGET)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
         losses = functional.cross_entropy(
             self._logits(hidden).flatten(0, 1).float(),
             targets.flatten(),
@@ -69,7 +69,7 @@ class FusedHead:
         return self._fused.mean_loss(hidden, self._weight, targets)
 
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
         return self._fused.token_losses(hidden, self._weight, targets)
 
 

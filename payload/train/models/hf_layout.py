@@ -33,7 +33,8 @@ def without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """Return the config.json of a checkpoint: the one that was read, changed for fp32 weights."""
+    """Return the config.json of a checkpoint: the model's own config.json, changed for fp32
+    weights."""
     kept = {key: value for key, value in without_code(raw).items() if key not in _NOT_KEPT}
     return {**kept, "architectures": [architecture], "dtype": "float32"}
 

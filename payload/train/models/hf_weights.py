@@ -56,7 +56,10 @@ def checkpoint_folder(name: str) -> Path:
     """
     folder = model_folder(name, setting="--checkpoint", takes_runs=True)
     if is_ambiguous(name):
-        log.warning(f"--checkpoint = {name!r}: reads the local {folder}, not a hub model")
+        log.warning(
+            f"--checkpoint = {name!r}: using the local folder {folder}, not the hub model of this "
+            "name"
+        )
     return folder
 
 

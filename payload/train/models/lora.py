@@ -230,7 +230,7 @@ def save_adapter(
     base: tuple[str, str | None],
     progressed: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write the adapter in PEFT's layout; `base` is the base's (folder or name, revision).
+    """Write the adapter in PEFT's layout; `base` is (folder or name, revision) of the base.
 
     Return the sha256 of the weights' file. Raises OSError.
     """

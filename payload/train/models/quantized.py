@@ -163,7 +163,8 @@ def trim_free_memory() -> None:
     """Return freed memory to the system.
 
     glibc keeps freed memory between the weights in use, and allocates new memory for the next
-    linear: for a 0.3B model in 4 bits that is a fifth more (benchmarks/loading.py).
+    linear: for a 0.3B model in 4 bits, loading then takes a fifth more memory
+    (benchmarks/loading.py).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # Only in glibc.

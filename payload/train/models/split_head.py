@@ -2,7 +2,7 @@
 
 As in `kernels.head`, tokens are processed in chunks, and a chunk's logits are turned into their
 gradient immediately. For the softmax over the whole vocabulary, the ranks exchange three numbers
-per token. N tokens, C width, V vocabulary rows of all ranks, W of this one.
+per token. N tokens, C width, V vocabulary rows of all ranks, W vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mean_loss(
 def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, *, vocab_rows: int
 ) -> Tensor:
-    """Return each target's cross entropy, (B, T) fp32; 0 for ignored ones. No gradients."""
+    """Return each target's cross entropy, (B, T) fp32; 0 for ignored targets. No gradients."""
     dtype, flat = _matmul_dtype(hidden), targets.flatten()
     with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
         rows, cast_weight = hidden.flatten(0, 1).to(dtype), weight.to(dtype)

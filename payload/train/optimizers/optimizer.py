@@ -127,7 +127,8 @@ class Optimizers:
     ) -> None:
         """Set this rank's shards of the tensors that `state_tensors` returned, one by one.
 
-        The tensors are kept, not copied. Raises CheckpointError if a tensor fits no parameter.
+        The optimizer uses these tensors, not copies. Raises CheckpointError if a tensor fits no
+        parameter.
         """
         parameters = self.trained()
         owners = {
@@ -163,7 +164,7 @@ def build_optimizers(
 ) -> Optimizers:
     """Create the optimizer `settings.name`, and a second one for parameters that it leaves out.
 
-    Engines that patch torch's own classes need exactly those classes. `parts` replaces the model's
+    Engines that patch torch's own classes need exactly these classes. `parts` replaces the model's
     parameters if a rank holds only a shard of each. Raises ConfigError.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")

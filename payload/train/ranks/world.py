@@ -229,7 +229,7 @@ class World:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a `sum` and return a function that waits for it; all ranks use one order."""
+        """Begin a `sum` and return a function that waits for it. All ranks use the same order."""
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:

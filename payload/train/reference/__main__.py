@@ -35,19 +35,19 @@ def parser() -> CommandParser:
         example=command("train.reference", "--model", "MODEL", "--data", "data/pairs"),
     )
     add = made.add_argument
-    add("--model", required=True, metavar="NAME", help="reference model: model.init of the run")
+    add("--model", required=True, metavar="NAME", help="reference model: the run's model.init")
     add("--data", required=True, type=Path, metavar="DIR", help="folder of prepared pairs")
     add(
         "--dtype",
         choices=("bf16", "fp32"),
         default="bf16",
-        help="dtype of the matmuls: precision.dtype of the run (default: %(default)s)",
+        help="dtype of the matmuls: the run's precision.dtype (default: %(default)s)",
     )
     add(
         "--quantize",
         choices=("none", "nf4"),
         default="none",
-        help="quantization: model.quantize of the run (default: %(default)s)",
+        help="quantization: the run's model.quantize (default: %(default)s)",
     )
     return made
 

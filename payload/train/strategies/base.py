@@ -36,7 +36,7 @@ class Strategy(ABC):
         """Index of this rank's share of each batch; the mesh has `data_ranks` shares."""
 
     def has_results(self) -> bool:
-        """Return whether this rank's losses count: one of the ranks with the same data does."""
+        """Return whether this rank's losses count; of ranks with the same data, only one counts."""
         return True
 
     def stage(self) -> Stage | None:

@@ -116,7 +116,7 @@ class Shard(Strategy):
             model.kernels.keep_no_copies()
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank holds all gradients."""
 
     def finish(self) -> float:
         """Set the gradients of the optimizers' shards; return the seconds spent in collectives."""

@@ -140,13 +140,13 @@ def _difference(
             f"rank {rank} {state.weights[:8]}/{state.optimizer[:8]}"
             for rank, state in zip(numbers, states, strict=True)
         )
-        who = f"which rank is wrong cannot be known, as no majority agrees ({listed})"
+        who = f"no majority of the ranks agrees, so the wrong rank is unknown ({listed})"
         suspect = "the memory of each of their nodes"
     has_one_model = len({state.weights for state in states}) == 1
     what = "optimizer state" if has_one_model else "model"
     return (
-        f"after step {step} the ranks do not hold one {what}: {who}. The run was stopped, and "
-        f"nothing was saved since the last check that passed. {_resume(passed_step)}; if the "
+        f"after step {step} the ranks no longer hold the same {what}: {who}. The run was stopped, "
+        f"and nothing was saved since the last check that passed. {_resume(passed_step)}; if the "
         f"difference appears again, suspect {suspect}."
     )
 
@@ -155,7 +155,7 @@ def _resume(passed_step: int | None) -> str:
     """Return the advice where to resume: each checkpoint was saved right after a passed check."""
     if passed_step is None:
         return "Resume from the last checkpoint"
-    return f"Resume from the last checkpoint, of step {passed_step} or before"
+    return f"Resume from the last checkpoint, which is of step {passed_step} or earlier"
 
 
 def _inspect(

@@ -1,9 +1,9 @@
 """Each rank holds a shard of every weight, gradient and optimizer state: DeepSpeed's ZeRO stage 3.
 
 DeepSpeed's hooks gather a module's weights and reduce-scatter gradients. DeepSpeed also clips the
-gradients and calls the optimizer. It is called directly, without Accelerate: Accelerate's plugin
-would update inside the backward pass, before a checkpoint's writer has read the weights, and would
-convert the weights to bf16.
+gradients and calls the optimizer. DeepSpeed is called directly, without Accelerate: Accelerate's
+plugin would update inside the backward pass, before a checkpoint's writer has read the weights, and
+would convert the weights to bf16.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Zero3(Strategy):
         """Do nothing: `optimizers` has already distributed rank 0's weights."""
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank ever holds all."""
+        """Do nothing: every micro-batch reduces its gradients, so no rank holds all gradients."""
 
     def finish(self) -> float:
         """Return 0: DeepSpeed waits in forward and backward, and sets the mean gradients."""

@@ -168,7 +168,7 @@ def _require_same(
     resumes: bool = False,
 ) -> None:
     """Raise CheckpointError if a model's labels or padding token differ from the data."""
-    same = "Resume with the data of the run's start." if resumes else ""
+    same = "Resume with the data that the run started with." if resumes else ""
     if labels != data.labels:
         fix = "Prepare the data with the same labels, or start from a model without labels."
         raise CheckpointError(
@@ -186,7 +186,7 @@ def _require_same(
 def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:
     """Return a log text on how `score` of a new classifier with this body is initialised."""
     if init == "scratch":
-        return "starts from random values, like the whole model (model.init = 'scratch')"
+        return "starts from random values, like all weights of the model (model.init = 'scratch')"
     if not labels.label_tokens:
         return (
             f"starts from random values: {folder} has no tokens of the labels' names. Either an "

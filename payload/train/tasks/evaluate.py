@@ -28,13 +28,14 @@ class EvalPass:
     """Evaluate only the first samples, up to this number of tokens; None = all."""
     autocast: Callable[[], AbstractContextManager[None]]
     should_stop: Callable[[int, int], bool]
-    """Called after every batch with the batches done and in total; all ranks get one result."""
+    """Called after every batch with the batches done and in total; all ranks get the same result.
+    """
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
     """The context that a batch computes in, in addition to `autocast`."""
     computes_together: bool = False
     """True if a rank can compute a batch only while all other ranks compute one.
 
-    A rank without a batch then repeats one and drops the result.
+    A rank without a batch then repeats a batch and drops the result.
     """
     share: tuple[int, int] | None = None
     """(index, count): this rank evaluates share `index` of `count`; None = one share per rank."""

@@ -104,8 +104,8 @@ class Preference(Task):
     def set_base(self, base: BaseModel, *, resumes: bool) -> None:
         """Record the run's initial weights, on rank 0.
 
-        Raises CheckpointError if the stored reference belongs to a different model, or if it is
-        missing on a resume.
+        Raises CheckpointError if the stored reference belongs to a different model, or if a resumed
+        run has no stored reference.
         """
         self._model = reference_model(base)
         if self._own_reference() is None and resumes:
@@ -130,7 +130,7 @@ class Preference(Task):
         elif resumes:
             raise CheckpointError(
                 f"{self.folder}: no reference log-probabilities in {dtype} are stored, and a "
-                "resumed run no longer has the weights of its start. Compute them with: "
+                "resumed run no longer has its initial weights. Compute them with: "
                 f"{self._again(dtype)}"
             )
         else:

@@ -296,7 +296,9 @@ def refuse(store: BucketStore, *, is_key: bool) -> None:
 def test_a_project_that_is_mistyped_is_refused_with_where_to_look(site: Site) -> None:
     message = f"The resource 'projects/{PROJECT}' was not found"
     site.cloud.faults.append(Fault(path=f"projects/{PROJECT}$", status=404, message=message))
-    with pytest.raises(ConfigError, match="List yours: gcloud projects list; then: pulumi config"):
+    with pytest.raises(
+        ConfigError, match="List your projects: gcloud projects list; then: pulumi config"
+    ):
         site.google().check_access()
 
 

@@ -70,11 +70,11 @@ def test_down_without_a_state_removes_what_google_has(
     head_says(monkeypatch)
     capsys.readouterr()
     assert main(["down", "--yes"], site.env) == ExitCode.USAGE
-    assert "the cluster's name is unknown. Give it with --cluster." in capsys.readouterr().err
+    assert "the cluster's name is unknown. Set the name with --cluster." in capsys.readouterr().err
     assert main(["down", "--yes", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert f"resources of mine in {PROJECT} are listed by Google Cloud, without the state" in err
-    assert "left of cluster mine: " in err and "3/3 sweep: clean" in err
+    assert f"resources of mine in {PROJECT} are listed from Google Cloud, not from" in err
+    assert "leftovers of cluster mine: " in err and "3/3 sweep: clean" in err
     assert site.cloud.items["instances", ZONE] == []
     last = err.splitlines()[-1]
     assert "no resource of the cluster was found, but `pulumi destroy`" in last

@@ -67,15 +67,21 @@ def test_nothing_happens_unless_the_name_is_typed(
 def test_yes_does_not_answer_for_a_bucket(mine: Site, capsys: Capture) -> None:
     assert main([*DOWN, OLD], mine.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "Answer it at a terminal; --yes does not apply." in last
+    assert "Answer this question at a terminal; --yes does not answer it." in last
     assert words(mine) == ["stack output --json"] and mine.cloud.count("^DELETE") == 0
 
 
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("other-results", "its labels do not show a results bucket of cluster mine, so it is kept"),
-        ("mine-photos", "its labels do not show a results bucket of cluster mine, so it is kept"),
+        (
+            "other-results",
+            "do not mark it as a results bucket of cluster mine, so the bucket is kept",
+        ),
+        (
+            "mine-photos",
+            "do not mark it as a results bucket of cluster mine, so the bucket is kept",
+        ),
         (
             "nowhere",
             f"not found in project {PROJECT}. List the cluster's resources: ",
@@ -111,5 +117,5 @@ def test_down_and_sweep_list_the_old_bucket_as_kept(mine: Site, capsys: Capture)
     options = ("--cluster", "mine", "--project", PROJECT, "--delete", "--yes")
     assert main(["sweep", *options], mine.env) == ExitCode.OK
     out, err = capsys.readouterr()
-    assert f"kept with its results: gs://{OLD}" in err and "kept: it holds results" in out
+    assert f"kept with its results: gs://{OLD}" in err and "kept, with results" in out
     assert len(mine.cloud.buckets) == 3

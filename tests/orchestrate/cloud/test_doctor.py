@@ -86,7 +86,7 @@ def test_the_table_fits_a_terminal_and_omits_nothing(
     assert max(map(len, table)) <= 80 and not any("\u2026" in line for line in table)
     # The reason why the catalog was not read is below the table, not in its narrow column.
     assert not any("catalog" in line for line in table)
-    assert any(re.match("[0-9]+: ok: price: .*Prices of today", line) for line in lines)
+    assert any(re.match("[0-9]+: ok: price: .*Today's prices", line) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_gpus_of_this_machine_are_shown_and_fail_no_check(
     (row,) = [each for each in checks if each["name"] == "GPUs of this machine"]
     assert row["outcome"] == "warning" and row["exit_code"] == 0
     assert row["found"].startswith("2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on, torch ")
-    assert "CUDA_VISIBLE_DEVICES = '1' leaves 1 of 2" in row["found"]
+    assert "CUDA_VISIBLE_DEVICES = '1' makes 1 of 2 visible" in row["found"]
     assert "is a build without CUDA" in row["found"]
 
 
@@ -220,9 +220,7 @@ def test_a_quota_that_is_not_listed_is_compared_with_a_default_projects(
     del project.cloud.project_quotas[metric]
     assert doctor(project) == ExitCode.OK
     out, err = capsys.readouterr()
-    words = (
-        f"{needed} needed, the limit is not listed; a default project has {default}. Check it at"
-    )
+    words = f"{needed} needed, the limit is not listed; a default project has {default}. Check the"
     assert f"unknown: {metric} in all regions: {words}" in out
     assert "no check failed; 1 of " in err
     # More than the default is an error.
@@ -237,7 +235,8 @@ def test_a_quota_without_a_known_default_is_unknown(project: Site, capsys: Captu
     assert doctor(project, "--disk-type", "hyperdisk-balanced") == ExitCode.OK
     out = capsys.readouterr().out
     assert (
-        "unknown: HDB_TOTAL_GB in us-central1: 300 needed, the limit is not listed. Check it" in out
+        "unknown: HDB_TOTAL_GB in us-central1: 300 needed, the limit is not listed. Check the quota"
+        in out
     )
 
 
@@ -247,7 +246,7 @@ def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Cap
     assert doctor(project) == ExitCode.OK
     out = capsys.readouterr().out
     assert "warning: C3_CPUS in us-central1: 24 needed, 24 free (limit 24, used 0)" in out
-    assert "The cluster uses the whole quota. To run more machines, request an" in out
+    assert "The cluster uses all of this quota. To run more machines, request an" in out
     assert doctor(project, "--node-count", "4") == ExitCode.QUOTA
     assert "error: C3_CPUS in us-central1: 32 needed, 24 free" in capsys.readouterr().out
 

@@ -92,11 +92,11 @@ def test_the_image_has_to_be_of_a_trusted_project(
 @pytest.mark.parametrize(
     ("members", "may_grant", "settings", "outcome", "words"),
     [
-        ([COMPUTE], False, {}, "ok", "the service agents can use it"),
+        ([COMPUTE], False, {}, "ok", "the service agents can use the key"),
         ([COMPUTE], False, {"bucket": "create"}, "error", STORAGE),
-        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "can use it"),
+        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "can use the key"),
         ([COMPUTE], False, {"sharedStorage": "filestore"}, "error", FILESTORE),
-        ([], True, {}, "ok", "`up` will grant it to the service agents"),
+        ([], True, {}, "ok", "`up` will let the service agents use the key"),
         ([], True, {"kmsGrant": "false"}, "error", f"add-iam-policy-binding {KEY} --role=roles/"),
         ([], False, {}, "error", f"--member={COMPUTE}"),
     ],
@@ -148,20 +148,26 @@ _ENABLE = "gcloud kms keys versions enable 1 --key=key --keyring=ring --location
     [
         # Disks accept a key of the region, of its multi-region, or a global one.
         *(
-            (_at(place), None, {}, "ok", "will grant")
+            (_at(place), None, {}, "ok", "`up` will let")
             for place in ("global", "us", "nam4", "eur-x")
         ),
         (_at("europe"), None, {}, "error", "it is in europe, and the cluster's region is us-c"),
-        (_at("asia1"), None, {}, "error", "Use a key in us-central1, a multi-region around it"),
+        (_at("asia1"), None, {}, "error", "Use a key in us-central1, a multi-region that contains"),
         (_at("us-east1"), None, {}, "error", "it is in us-east1, and"),
         # Regional buckets and Filestore instances accept only a key of the region.
         (_at("us"), None, {"bucket": "create"}, "error", "Use a key in us-central1: pulumi"),
         (_at("global"), None, {"sharedStorage": "filestore"}, "error", "it is in global"),
-        (_at("global"), None, {"bucket": "acme"}, "ok", "will grant"),
+        (_at("global"), None, {"bucket": "acme"}, "ok", "`up` will let"),
         (KEY, _key_in("DISABLED"), {}, "error", _ENABLE),
         (KEY, _key_in("DESTROY_SCHEDULED"), {}, "error", f"{_ENABLE.replace('enable', 'restore')}"),
         (KEY, _key_in("DESTROYED"), {}, "error", "is DESTROYED, so nothing can be encrypted Use"),
-        (KEY, _key_in("ENABLED", purpose="MAC"), {}, "error", "its purpose is MAC, not ENCRYPT_D"),
+        (
+            KEY,
+            _key_in("ENABLED", purpose="MAC"),
+            {},
+            "error",
+            "its purpose is MAC, but must be ENCRYPT_D",
+        ),
         (KEY, _key_in("", primary=None), {}, "error", "the key has no primary version"),
     ],
 )

@@ -150,7 +150,7 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
     # If a run failed before its first checkpoint, files cannot prove that the copy is complete.
     copy_of_run(site, "one", alive=collected is None, collected=collected)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert "to collect: nothing is missing" in capsys.readouterr().err
+    assert "to collect: no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -167,7 +167,7 @@ def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
     assert "run one: its results are lost: the machine no longer exists" in err
-    assert "to collect: nothing is missing" in err
+    assert "to collect: no run" in err
 
 
 def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: Capture) -> None:
@@ -205,4 +205,4 @@ def test_a_copy_from_a_cluster_of_the_name_in_another_project_is_left_out(
     was = ClusterInventory.load(paths.inventory)
     paths.inventory.write_text(replace(was, source="pulumi", project="old-lab").to_json())
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert "to collect: nothing is missing" in capsys.readouterr().err
+    assert "to collect: no run" in capsys.readouterr().err

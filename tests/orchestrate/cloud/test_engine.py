@@ -99,7 +99,7 @@ def build_firewall(site: Site) -> None:
             "up-killed",
             -9,
             ExitCode.CONFIG,
-            "killed by signal 9; resources that it was creating can exist",
+            "killed by signal 9; resources whose creation had begun can exist",
         ),
         (
             "up-locked",
@@ -337,7 +337,7 @@ def test_down_removes_what_the_stack_never_knew(
     dev.pulumi.replay("destroy-pending", status=1, times=1)
     assert main(["down", "--yes"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "left of cluster dev: router dev-router, firewall rule dev-allow-nodes" in err
+    assert "leftovers of cluster dev: router dev-router, firewall rule dev-allow-nodes" in err
     assert err.index("2/3 destroy: FAILED") < err.index("3/3 sweep: clean")
     assert not any(dev.cloud.items.values())
 

@@ -172,7 +172,7 @@ def test_a_spot_machine_that_is_gone_while_it_is_created_was_preempted(
         (
             "error: googleapi: Error 403: Quota exceeded for x",
             ExitCode.QUOTA,
-            "does not name the quota",
+            "message does not name it",
         ),
         (
             "error: googleapi: Error 403: Compute Engine API has not been used in project 7 before "
@@ -207,7 +207,7 @@ def test_other_failures_keep_their_own_exit_code(output: str, status: ExitCode, 
 
 @pytest.mark.parametrize(
     ("said", "whose"),
-    [(LOCKED[0], "ann@desk (process 7)"), (LOCKED[1], "does not name its user")],
+    [(LOCKED[0], "ann@desk (process 7)"), (LOCKED[1], "does not show whose")],
 )
 def test_a_locked_stack_names_who_holds_it(said: str, whose: str) -> None:
     error = explain(Update(arguments=["up"], status=255, text=said))

@@ -162,7 +162,7 @@ def test_a_cluster_is_taken_over_by_its_identity_and_its_name(
 def test_yes_does_not_take_over(shared: Site, capsys: Capture) -> None:
     code = main(["up", "--yes", "--take-over", ANOTHER_CLUSTER], shared.env)
     assert code == ExitCode.USAGE
-    assert "Answer it at a terminal" in capsys.readouterr().err and untouched(shared)
+    assert "Answer this question at a terminal" in capsys.readouterr().err and untouched(shared)
 
 
 @pytest.mark.parametrize(

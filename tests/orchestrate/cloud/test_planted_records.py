@@ -51,10 +51,10 @@ def test_records_that_came_with_a_folder_prove_nothing(
     words = ["sweep", "--cluster", "mine", "--project", PROJECT]
     # There is no terminal, and --yes does not confirm it.
     assert main([*words, "--delete", "--yes"], site.env) == ExitCode.USAGE
-    assert "Answer it at a terminal; --yes does not apply" in capsys.readouterr().err
+    assert "Answer this question at a terminal; --yes does not answer" in capsys.readouterr().err
     assert main(words, site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "which another folder built" in err and "remove with" not in err
+    assert "was built from another folder" in err and "remove with" not in err
     assert count(site) == before
     # A cluster of an older version: its name must be typed once.
     monkeypatch.setattr("sys.stdin", Answers("mine\n"))
@@ -107,7 +107,7 @@ def test_the_program_builds_nothing_with_an_identity_that_came_with_the_folder(
     monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: True)
     assert program_identity(tmp_path, "dev") == CLUSTER
     monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: False)
-    with pytest.raises(ConfigError, match="not proven to be yours"):
+    with pytest.raises(ConfigError, match="nothing on this machine proves"):
         program_identity(tmp_path, "dev")
     accept_cluster_identity(tmp_path, "dev")
     assert program_identity(tmp_path, "dev") == CLUSTER

@@ -153,7 +153,7 @@ def test_without_the_catalog_the_packaged_prices_are_used_and_it_says_why(
     assert "3 x $0.529232 on demand" in found["found"] and found["found"].endswith(
         "days old, packaged)"
     )
-    assert found["fix"].startswith("Prices of today are not known: ") and why in found["fix"]
+    assert found["fix"].startswith("Today's prices are not known: ") and why in found["fix"]
     assert not (project.folder / ".cluster" / CATALOG_FILE).exists()
 
 

@@ -62,7 +62,7 @@ CASES = {
         "found, notFound",
         ExitCode.CONFIG,
         "The project was not found, or this login has no access",
-        "List yours: gcloud projects list; then: pulumi config set project ID",
+        "List your projects: gcloud projects list; then: pulumi config set project ID",
     ),
     # midl-dev/tezos-on-gke 7
     "a project that is gone": (
@@ -117,7 +117,7 @@ CASES = {
         "'projects/acme-lab/global/firewalls/aet-europewest9-connecteurdesktop-egrfw'",
         ExitCode.CONFIG,
         "The stack did not create aet-europewest9-connecteurdesktop-egrfw (firewalls)",
-        "If no command lists it, a Google service",
+        "If no command lists the resource, a Google service",
     ),
     # googleapis/google-auth-library-python 1459
     "no quota project": (
@@ -136,15 +136,15 @@ CASES = {
         "enabled. Please enable billing on project #1051023892108 by visiting "
         "https://console.developers.google.com/billing/enable?project=1051023892108 then retry.",
         ExitCode.AUTH,
-        "The project has no billing account, or a closed one",
+        "The project has no open billing account",
         "gcloud billing projects link 1051023892108 --billing-account=ACCOUNT",
     ),
     "billing disabled": (
         "googleapi: Error 403: Project acme-lab (#808448574146) has billing disabled. Please "
         "enable it., forbidden",
         ExitCode.AUTH,
-        "no billing account, or a closed one",
-        "(list yours: gcloud billing accounts list)",
+        "no open billing account",
+        "(list your accounts: gcloud billing accounts list)",
     ),
     # GoogleCloudPlatform/pubsec-declarative-toolkit 837
     "restrictCloudNATUsage": (
@@ -181,7 +181,7 @@ CASES = {
         "on the resource projects/acme-lab/global/images/mine., conditionNotMet",
         ExitCode.AUTH,
         "An organization policy forbids this change",
-        "pulumi config set region REGION, and zones of it",
+        "pulumi config set region REGION, and zones of that region",
     ),
     # GoogleCloudPlatform/compute-image-tools 1834
     "vmExternalIpAccess": (
@@ -224,7 +224,7 @@ CASES = {
         "vpcServiceControlsUniqueIdentifier: VQQnKfXtZ16NHnOmdJAy0E92tVT Details: "
         '[{"type": "VPC_SERVICE_CONTROLS"}, {"reason": "SECURITY_POLICY_VIOLATED"}], forbidden',
         ExitCode.AUTH,
-        "A perimeter of VPC Service Controls blocks requests from this machine, whatever the role",
+        "A perimeter of VPC Service Controls blocks requests from this machine; a role",
         "request an ingress rule from the organization's administrators",
     ),
     # hashicorp/terraform-provider-google 1211
@@ -289,8 +289,8 @@ CASES = {
         "google: error getting credentials using GOOGLE_APPLICATION_CREDENTIALS environment "
         "variable: open /srv/key.json: no such file or directory",
         ExitCode.AUTH,
-        "GOOGLE_APPLICATION_CREDENTIALS names an unreadable file",
-        "or unset the variable and log in",
+        "GOOGLE_APPLICATION_CREDENTIALS is set to a file that cannot be read",
+        "or unset it and log in",
     ),
     # docker-archive/infrakit.gcp 1
     "an image that is gone": (

@@ -75,7 +75,7 @@ def test_without_a_stack_it_is_this_machine_and_the_reason_is_said(
 def test_without_pulumi_or_outputs_it_is_this_machine(site: Site) -> None:
     assert "Pulumi is not installed" in load_cluster(None, env={"PATH": "/nowhere"}).why
     site.pulumi.outputs()
-    assert "nothing is up" in load_cluster(None, env=site.env).why
+    assert "the selected stack has no cluster" in load_cluster(None, env=site.env).why
     (site.folder / "Pulumi.yaml").unlink()
     assert "no Pulumi project" in load_cluster(None, env=site.env).why
 
@@ -91,7 +91,7 @@ def test_without_inventory_pulumi_is_not_started_in_another_project(
     monkeypatch.chdir(foreign.parent)
     chosen = load_cluster(None, env=site.env)
     assert chosen.inventory.access.kind == "local"
-    assert "is another project; to use its stack" in chosen.headline()
+    assert "belongs to another project; to use a stack" in chosen.headline()
     assert site.pulumi.calls() == []
 
 
@@ -143,7 +143,10 @@ def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> 
     pulumi = Pulumi(site.env, folder=site.folder)
     good = inventory_output("mine", ["mine-0"])
     for outputs, message in (
-        ({"inventory": good | {"schema_version": 0}}, "schema_version is 0, this release reads 1"),
+        (
+            {"inventory": good | {"schema_version": 0}},
+            "schema_version is 0, but this release reads 1",
+        ),
         ({"inventory": good}, "output project = None"),
         ({"inventory": good, "project": "p", "region": "r", "hourly_usd": "x"}, "hourly_usd"),
         ({"inventory": good, "project": "p", "region": "r", "expires": "soon"}, "ISO 8601"),

@@ -92,7 +92,7 @@ def test_up_starts_what_google_stopped_and_leaves_what_a_person_stopped(
     err = capsys.readouterr().err
     assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it, 2026-11-22" in err
     assert "machine mine-1 is TERMINATED (ada@example.com stopped it, 2026-11-22" in err
-    assert "lifetime limit is paused until it is started" in err
+    assert "lifetime limit is paused until the machine is started" in err
     assert "mine-0: started" in err and "mine-1 stays stopped" in err
     assert machine(site, "mine-0")["status"] == "RUNNING"
     assert machine(site, "mine-1")["status"] == "TERMINATED"
@@ -228,7 +228,7 @@ def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Ca
     machine(site, "mine-1")["status"] = "RUNNING"
     main(["doctor", "--json"], site.env)
     checks = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["machines"]["found"] == "none of 3 is stopped"
+    assert checks["machines"]["found"] == "3 checked, none stopped"
 
 
 def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> None:
@@ -326,7 +326,7 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
     machine(site, "mine-0")["status"] = "RUNNING"
     assert main(shown, site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert f"mine-0: now reached {said}" in err and "the next attempt uses it" in err
+    assert f"mine-0: now reached {said}" in err and "the next attempt uses the new" in err
     assert main(shown, site.env) == ExitCode.OK
     assert "now reached" not in capsys.readouterr().err
     assert dialled == [before, before, now]

@@ -140,7 +140,7 @@ def test_buckets_may_be_kept(site: Site, capsys: Capture) -> None:
     assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
     assert sweep(site, "--cluster", "mine", "--keep-buckets") == ExitCode.OK
     out, err = capsys.readouterr()
-    assert "kept: it holds results" in out and "gs://mine-results" in err
+    assert "kept, with results" in out and "gs://mine-results" in err
     site.cloud.buckets[0]["labels"]["tileforge-kept"] = "true"
     assert sweep(site, "--cluster", "mine") == ExitCode.OK
     assert "kept with its results: gs://mine-results" in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_a_copy_of_a_disk_is_named_with_its_command_and_kept(site: Site, capsys:
     assert sweep(site, *arguments) == ExitCode.TEARDOWN
     said = capsys.readouterr()
     assert re.search("snapshot  before  global", said.out)
-    assert "images delete baked --project=acme-lab --quiet  # deletes the data in it" in said.err
+    assert "images delete baked --project=acme-lab --quiet  # deletes the saved data" in said.err
     assert "2 resource(s) of cluster mine left" in said.err.splitlines()[-1]
     left = {item["name"] for items in site.cloud.items.values() for item in items}
     assert left == {"before", "baked"}
@@ -300,7 +300,7 @@ def test_a_clusters_filestore_instance_is_found_with_its_price_and_removed(
     assert "Filestore instance  mine-shared" in out and "somebody-elses" not in out
     assert "0.351" in out and "at least $0.35/h" in err
     assert "gcloud filestore instances delete mine-shared --zone=us-central1-a" in err
-    assert "# deletes the data on it" in err
+    assert "# deletes the data on the instance" in err
     deletes = ("--cluster", "mine", "--delete", "--yes")
     assert sweep(site, *deletes) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]

@@ -88,7 +88,10 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     site.pulumi.machines("mine-0")
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "for on-demand: pulumi config set spot false. Resources built so far are kept" in last
+    assert (
+        "To use on-demand machines: pulumi config set spot false. Resources built so far are kept"
+        in last
+    )
     assert "destroy" not in " ".join(words(site))
 
 

@@ -330,7 +330,9 @@ def test_the_next_up_uses_the_bucket_that_the_cluster_had(site: Site, capsys: Ca
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
     assert sets(site) == []
     assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert "reusing gs://mine-results of this cluster's earlier build" in (capsys.readouterr().err)
+    assert "reusing gs://mine-results from this cluster's earlier build" in (
+        capsys.readouterr().err
+    )
     assert sets(site) == ["config set bucket mine-results"]
 
 

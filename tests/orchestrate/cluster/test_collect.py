@@ -77,7 +77,7 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     wait_for_bytes(0)
     asked_to_end.send_signal(signal.SIGINT)
     code, said = finish(asked_to_end)
-    assert code == 130 and "collect far continues from there" in said, said
+    assert code == 130 and "collect far fetches only what is missing" in said, said
     assert "tileforge-run:" not in trusted.read_text(encoding="ascii")
     early_bytes = arrived_bytes()
     killed = operator.start("collect", "far")
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     nodes.cut_sessions(0)
     code, said = finish(cut)
     assert code == ExitCode.SSH_UNREACHABLE, said
-    assert "node-0" in said and "collect far continues from there" in said
+    assert "node-0" in said and "collect far fetches only what is missing" in said
     second_bytes = arrived_bytes()
     assert first_bytes + MARK_BYTES < second_bytes < SIZE_BYTES
     third = operator.start("collect", "far")

@@ -107,7 +107,7 @@ def test_a_machine_that_is_gone_hides_nothing_of_the_others(
     code, said, told = as_stack(trained.operator, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) collected" in said, said
     assert told == ["stack", "stack", "destroy"]
-    assert f"warning: incomplete: {GONE}: " in said, said
+    assert f"warning: the collected results are incomplete: {GONE}: " in said, said
     assert paths.rank_log(1).read_bytes() == log
     assert (paths.checkpoint(STEPS) / "model.safetensors").exists()
     code, said = trained.operator.do("stop", "far")

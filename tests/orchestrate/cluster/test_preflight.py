@@ -112,7 +112,7 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     # The operator's machine is on the nodes' network, but is not a node.
     exposed = warnings(report, "ports")
     assert list(exposed) == ["node-0"]
-    assert re.search(r"is not a node, but reaches port [23]\d{4} ", exposed["node-0"])
+    assert re.search(r"is not a node, but can connect to port [23]\d{4} ", exposed["node-0"])
     measured = report["measured"]
     assert measured["world_size"] == 3 and list(measured["nodes"]) == ["node-0", "node-1", "node-2"]
     for speed in measured["nodes"].values():

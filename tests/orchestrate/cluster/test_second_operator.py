@@ -102,6 +102,8 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     assert summary(there)["steps"] == result["steps"]
     (colleague.folder / "earlier").rename(colleague.folder / "runs")
     code, said = colleague.do(*colleague.on_cluster("stop"))
-    assert code == ExitCode.USAGE and "no run is active on test. Name one: stop RUN." in said, said
+    assert code == ExitCode.USAGE and "no run is active on test. Choose a run: stop RUN." in said, (
+        said
+    )
     code, said = colleague.do("stop", "--inventory", "local")
-    assert code == ExitCode.USAGE and "that is this machine" in said, said
+    assert code == ExitCode.USAGE and "this is the machine of the command" in said, said

@@ -139,7 +139,7 @@ def test_a_new_classifier_scores_labels_by_the_mean_logit_of_their_names_tokens(
     [
         ("gpt2", ((5,), (6, 7), (8,)), "folder", "starts from the labels' names"),
         ("gpt2", (), "folder", "data has no tokens of the labels' names"),
-        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random values, like the whole model"),
+        ("gpt2", ((5,), (6, 7), (8,)), "scratch", "from random values, like all weights"),
         ("phi", ((5,), (6, 7), (8,)), "folder", "output head has a bias, or its logits are scaled"),
     ],
 )
@@ -225,10 +225,10 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"id2label": {"0": "a"}}, "id2label must number two or more different labels"),
-        ({"id2label": {"0": "a", "1": "a"}}, "id2label must number two or more different"),
+        ({"id2label": {"0": "a"}}, "id2label must contain two or more different labels"),
+        ({"id2label": {"0": "a", "1": "a"}}, "id2label must contain two or more different"),
         ({"pad_token_id": None}, "pad_token_id = None: must be a token of the model"),
-        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but only classifiers with one of 2"),
+        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but only classifiers that"),
         ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"shape \(3, 32\), but its 2 labels"),
     ],
 )

@@ -63,7 +63,7 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
     [
         (
             {"model_type": "my_model", "vocab_size": 9},
-            "no causal language model for it",
+            "no causal language model of this type",
         ),
         (
             {"model_type": "m", "vocab_size": 9, "auto_map": {"AutoModelForCausalLM": "m.M"}},

@@ -32,7 +32,7 @@ def test_parts_of_optimizer_state_are_compared_with_their_replicas_alone() -> No
 
 
 def test_weights_are_compared_over_all_ranks() -> None:
-    with pytest.raises(RanksDifferError, match="not hold one model: rank 2 differs"):
+    with pytest.raises(RanksDifferError, match="hold the same model: rank 2 differs"):
         require_one_model(states("aabaa", "01234"), step=4, passed_step=None, shards=5)
 
 

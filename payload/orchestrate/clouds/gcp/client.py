@@ -70,8 +70,8 @@ class Google:
         """
         if not CLOUD_NAME.fullmatch(project):
             raise ConfigError(
-                f"project {shown(project)}: must be a Google Cloud project's id. `gcloud projects "
-                "list` shows yours."
+                f"project {shown(project)}: must be a Google Cloud project's id. List your "
+                "projects: gcloud projects list."
             )
         self.project = project
         self._endpoints = endpoints
@@ -237,8 +237,8 @@ class Google:
         except CloudMissingError:
             raise ConfigError(
                 f"project = {self.project!r}: not found, or this login "
-                f"({self.check_credentials()}) has no access. List yours: gcloud projects list; "
-                "then: pulumi config set project ID"
+                f"({self.check_credentials()}) has no access. List your projects: gcloud projects "
+                "list; then: pulumi config set project ID"
             ) from None
 
     def _credentials_or_raise(self) -> Any:

@@ -41,7 +41,9 @@ def wait_for_operation(
     # A status that the library does not know is a plain integer without `name`.
     while getattr(operation.status, "name", "") != "DONE":
         if is_late:
-            raise CloudError(f"{what}: not done after {_OPERATION_S:g} s. Check again later.")
+            raise CloudError(
+                f"{what}: not finished after {_OPERATION_S:g} s. Repeat the command later."
+            )
         # Polled at least once, because waits for earlier operations can have used up the time.
         is_late = time.monotonic() > ends
         operation = google.call(

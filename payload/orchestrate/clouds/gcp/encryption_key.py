@@ -83,7 +83,11 @@ def _location_error(need: CloudRequirements) -> Check | None:
     regional = need.needs_regional_key
     if key is None or key_location_fits(key["location"], region=need.region, regional=regional):
         return None
-    places = need.region if regional else f"{need.region}, a multi-region around it, or global"
+    places = (
+        need.region
+        if regional
+        else f"{need.region}, a multi-region that contains this region, or global"
+    )
     return wrong(
         _NAME,
         f"it is in {key['location']}, and the cluster's region is {need.region}",
@@ -95,7 +99,7 @@ def _state_error(google: Google, need: CloudRequirements) -> Check | None:
     """Return the error for a key that cannot encrypt now, or None. Raises CloudMissingError."""
     found = google.get("cloudkms", f"/v1/{need.kms_key}", what=_NAME, shape=_Key)
     if found.purpose != _PURPOSE:
-        purpose = f"its purpose is {found.purpose or 'not named'}, not {_PURPOSE}"
+        purpose = f"its purpose is {found.purpose or 'unknown'}, but must be {_PURPOSE}"
         return wrong(_NAME, purpose, f"Use another key: {_ANOTHER}")
     if found.primary is None:
         fix = f"Set a primary version, or use another key: {_ANOTHER}"
@@ -112,7 +116,7 @@ def _state_error(google: Google, need: CloudRequirements) -> Check | None:
     verbs = "; ".join(f"gcloud kms keys versions {verb} {number} {named}" for verb in commands)
     return wrong(
         _NAME,
-        f"its primary version is {state or 'in no known state'}, so nothing can be encrypted",
+        f"the state of its primary version is {state or 'unknown'}, so nothing can be encrypted",
         f"{verbs}; or {other}" if verbs else f"U{other[1:]}",
     )
 
@@ -134,12 +138,12 @@ def _users(google: Google, need: CloudRequirements) -> Check:
     members = {m for b in grants.bindings if b.role == KMS_ROLE for m in b.members}
     missing = [m for m in need.key_users(number) if m not in members]
     if not missing:
-        return Check(name=_NAME, outcome="ok", found="the service agents can use it")
+        return Check(name=_NAME, outcome="ok", found="the service agents can use the key")
     if need.grants_key and _MAY_GRANT in may.permissions:
-        return Check(name=_NAME, outcome="ok", found="`up` will grant it to the service agents")
+        return Check(name=_NAME, outcome="ok", found="`up` will let the service agents use the key")
     return auth(
         _NAME,
-        f"not granted to {', '.join(missing)} on the key itself",
+        f"the key's own policy does not let {', '.join(missing)} use it",
         f"The key's owner must run: {'; '.join(_grant(need.kms_key, m) for m in missing)}",
     )
 

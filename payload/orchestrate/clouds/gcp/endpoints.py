@@ -73,17 +73,17 @@ def _problem(text: str) -> str | None:
         host = parts.hostname or ""
         _ = parts.port  # raises ValueError if the port is not a number
     except ValueError:
-        return f"not a URL. Set one {example}."
+        return f"not a URL. Set a URL {example}."
     if parts.scheme not in ("http", "https") or not host:
-        return f"not an https URL. Set one {example}."
+        return f"not an https URL. Set a URL {example}."
     if parts.username is not None or parts.path or parts.query or parts.fragment:
-        return f"must have scheme, host and port only. Set one {example}."
+        return f"must have scheme, host and port only. Set a URL {example}."
     if _is_loopback(host):
         return None
     if parts.scheme != "https":
         return "http is only allowed for loopback addresses. Use https."
     if _SERVICE not in host:
-        return f"the host must contain {_SERVICE}. Set one {example}."
+        return f"the host must contain {_SERVICE}. Set a URL {example}."
     return None
 
 

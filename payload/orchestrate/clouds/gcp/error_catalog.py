@@ -30,7 +30,7 @@ _OTHER_WAYS = {
         "reach the head through Google's proxy: pulumi config set accessMode iap"
     ),
     "gcp.resourceLocations": (
-        "use an allowed region: pulumi config set region REGION, and zones of it"
+        "use an allowed region: pulumi config set region REGION, and zones of that region"
     ),
     "gcp.restrictCmekCryptoKeyProjects": (
         "use a key from an allowed project: pulumi config set kmsKey NAME"
@@ -93,8 +93,8 @@ def policy_fix(constraint: str) -> str:
 def billing_fix(project: str) -> str:
     """Return the fix for a project whose billing is disabled."""
     return (
-        "The project has no billing account, or a closed one. Link one: gcloud billing projects "
-        f"link {project} --billing-account=ACCOUNT (list yours: gcloud billing accounts list)"
+        "The project has no open billing account. Link an account: gcloud billing projects link "
+        f"{project} --billing-account=ACCOUNT (list your accounts: gcloud billing accounts list)"
     )
 
 
@@ -128,9 +128,9 @@ _ACCESS = (
     _rule(
         r"vpcServiceControlsUniqueIdentifier|VPC_SERVICE_CONTROLS|SECURITY_POLICY_VIOLATED",
         CloudAuthError,
-        "A perimeter of VPC Service Controls blocks requests from this machine, whatever the role. "
-        "Use a network inside the perimeter, or request an ingress rule from the organization's "
-        "administrators; they find the request by the identifier in this message",
+        "A perimeter of VPC Service Controls blocks requests from this machine; a role does not "
+        "change this. Use a network inside the perimeter, or request an ingress rule from the "
+        "organization's administrators, with the identifier in this message",
     ),
     _rule(
         r"\bconstraints?/(?:constraints/)?(?P<constraint>[a-z]\w{1,30}\.\w{1,60})",
@@ -148,19 +148,19 @@ _ACCESS = (
         r"|The resource 'projects/[^/' ]{1,64}' was not found|[Uu]nknown project id"
         r"|Failed to find project",
         ConfigError,
-        "The project was not found, or this login has no access. List yours: gcloud projects list; "
-        "then: pulumi config set project ID",
+        "The project was not found, or this login has no access. List your projects: gcloud "
+        "projects list; then: pulumi config set project ID",
     ),
     _rule(
         r"has not been used in project|accessNotConfigured|SERVICE_DISABLED",
         CloudAuthError,
-        "{api} is off. Enable it: gcloud services enable {api} --project={project}",
+        "The API {api} is disabled. Enable it: gcloud services enable {api} --project={project}",
     ),
     _rule(
         r"GOOGLE_APPLICATION_CREDENTIALS environment variable",
         CloudAuthError,
-        "GOOGLE_APPLICATION_CREDENTIALS names an unreadable file. Set the right file, or unset the "
-        "variable and log in: gcloud auth application-default login",
+        "GOOGLE_APPLICATION_CREDENTIALS is set to a file that cannot be read. Set the variable to "
+        "the right file, or unset it and log in: gcloud auth application-default login",
     ),
     _rule(
         r"(?i)could not find default credentials|No credentials loaded",
@@ -230,10 +230,10 @@ _OTHERS = (
     _rule(
         r"already being used by '(?:\S*/)?(?P<kind>[a-zA-Z]{1,40})/(?P<user>[a-z0-9-]{1,64})'",
         ConfigError,
-        "The stack did not create {user} ({kind}). Delete this resource with the tool that created "
-        "it, then repeat the command. If no command lists it, a Google service (Cloud Run, GKE, a "
-        "private connection) created it: delete that service's resources in the network. Google "
-        "can take hours to release the network, at no cost",
+        "The stack did not create {user} ({kind}). Delete this resource with the tool that "
+        "created it, then repeat the command. If no command lists the resource, a Google service "
+        "(Cloud Run, GKE, a private connection) created it: delete that service's resources in "
+        "the network. Google can take hours to release the network, at no cost",
     ),
     _rule(
         r"resourceInUseByAnotherResource|already being used by",
@@ -296,25 +296,26 @@ _OTHERS = (
         r"(?i)Error 40[04]\b.*(?:serviceAccount|service account|iam\.gserviceaccount).*"
         r"(?:not found|notFound|does not exist)",
         CloudError,
-        "The new service account is not yet known to all of Google Cloud. Repeat the command",
+        "The new service account is not yet known to all of Google Cloud. Repeat the command in a "
+        "minute",
     ),
     _rule(
         r"specified bucket does not exist",
         ConfigError,
-        "The bucket in the config does not exist. List yours: gcloud storage ls; then: pulumi "
-        "config set bucket NAME; or have `up` create one: pulumi config set bucket create",
+        "The bucket in the config does not exist. List your buckets: gcloud storage ls; then: "
+        "pulumi config set bucket NAME; or have `up` create one: pulumi config set bucket create",
     ),
     _rule(
         r"Error 404\b|notFound|couldn't find resource",
         ConfigError,
-        f"The resource does not exist, or was deleted. Repeat: {_UP}. If it fails again, a name in "
-        "the config is wrong: pulumi config",
+        f"The resource does not exist, or was deleted. Repeat: {_UP}. If `up` fails again, "
+        "correct the wrong name in the config (show it: pulumi config)",
     ),
     _rule(
         r"Error 400\b",
         ConfigError,
-        "Google rejects this combination of settings. Change the setting that it names: "
-        "pulumi config set KEY VALUE",
+        "Google rejects this combination of settings. Change the setting that Google's message "
+        "names: pulumi config set KEY VALUE",
     ),
 )
 _API = re.compile(r"apis/api/([a-z.]{1,64})/|\b([a-z]{2,40}\.googleapis\.com)\b")

@@ -23,7 +23,8 @@ def renew_expiry_labels(google: Google, nodes: Sequence[Node], *, talk: Console)
     """Renew labels that are too early; return when Google ends the last machine, in Unix seconds.
 
     A machine that replaces another one gets the label of the old machine, because Pulumi ignores
-    changes of the label. Returns None if no machine has a time limit, or if they cannot be listed.
+    changes of the label. Returns None if no machine has a time limit, or if the machines cannot be
+    listed.
     """
     try:
         listed = list_machines(google)

@@ -29,8 +29,8 @@ def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bo
         confirm_by_name(
             f"This deletes Filestore {name} with all data on it.",
             name=name,
-            otherwise=f"--yes does not confirm this, so {kept}. Copy the data if you need it, then "
-            f"repeat with {options}",
+            otherwise=f"--yes does not confirm this deletion, so {kept}. Copy the data if you "
+            f"need it, then repeat with {options}",
         )
         for name in unnamed
     )

@@ -111,7 +111,9 @@ def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[]
         operation = begun
         while not operation.done:
             if time.monotonic() > ends:
-                raise CloudError(f"{what}: not done after {_FILESTORE_S:g} s. Check again later.")
+                raise CloudError(
+                    f"{what}: not finished after {_FILESTORE_S:g} s. Repeat the command later."
+                )
             time.sleep(_FILESTORE_PAUSE_S)
             operation = google.get("file", f"/v1/{operation.name}", what=what, shape=_Operation)
         if operation.error is not None:

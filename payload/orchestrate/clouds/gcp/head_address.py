@@ -39,8 +39,8 @@ def update_head_address(paths: RunPaths, env: Mapping[str, str]) -> str:
         return ""
     write_whole(paths.inventory, now.to_json())
     return (
-        f"now reached {_way(head)}, not {_way(was.head)}. The run's inventory.json is updated, and "
-        "the next attempt uses it"
+        f"now reached {_way(head)}, not {_way(was.head)}. The run's inventory.json is updated, "
+        "and the next attempt uses the new address"
     )
 
 

@@ -167,8 +167,8 @@ def pin_host_keys(
     if all(isinstance(outcome, MachineGoneError) for outcome in outcomes.values()):
         raise RankLostError(
             f"cluster {inventory.cluster}: all {len(outcomes)} machine(s) are gone (past their "
-            f"lifetime, or removed). Build them again: {command('orchestrate', 'up')}; "
-            f"or remove the rest: {command('orchestrate', 'down')}"
+            f"lifetime, or removed). Build them again: {command('orchestrate', 'up')}; or remove "
+            f"the cluster's other resources: {command('orchestrate', 'down')}"
         )
     pinned = all_or_raise(outcomes, what="reading host keys")
     nodes = tuple(pinned[node.name] for node in inventory.nodes)

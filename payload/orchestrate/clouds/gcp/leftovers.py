@@ -41,9 +41,9 @@ from payload.stack.resource_labels import KEPT_LABEL
 
 _SCHEMA_VERSION = 1
 _LOSSES = {
-    BUCKET: "  # deletes the results in it",
-    FILESTORE: "  # deletes the data on it",
-    **dict.fromkeys(SAVED, "  # deletes the data in it"),
+    BUCKET: "  # deletes the results in the bucket",
+    FILESTORE: "  # deletes the data on the instance",
+    **dict.fromkeys(SAVED, "  # deletes the saved data"),
 }
 
 
@@ -109,7 +109,7 @@ class Sweep:
         lines = []
         for title, resources in (
             *self._titled(self.left),
-            ("kept: it holds results", self.kept),
+            ("kept, with results", self.kept),
             ("not this cluster's", self.others),
             *self._titled(self.living),
         ):
@@ -229,14 +229,14 @@ def print_leftovers(found: Sweep) -> None:
 
 
 def report_leftovers(found: Sweep, *, talk: Console) -> None:
-    """Report that no resource is left. Raises TeardownError if resources are or can be left."""
+    """Report that no resource is left. Raises TeardownError if any remain or may remain."""
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
     if left and found.may_live():
         raise TeardownError(
-            f"{len(left)} resource(s) in project {found.project} look left over, but their cluster "
-            f"can be in use in locations that were not listed: {'; '.join(found.blind)} Nothing "
-            "was removed. If the cluster is gone: "
+            f"{len(left)} resource(s) in project {found.project} look left over, but their "
+            f"cluster can be in use in locations that were not listed: {'; '.join(found.blind)} "
+            "Nothing was removed. If the cluster no longer exists, remove them: "
             + command("orchestrate", "sweep", "--cluster", next(iter(found.left)), "--delete")
         )
     for line in describe_others(found.others):
@@ -260,8 +260,8 @@ def report_leftovers(found: Sweep, *, talk: Console) -> None:
         names = ", ".join(f"gs://{each.name}" for each in found.kept)
         talk.print(f"kept with its results: {names}")
     talk.print(
-        f"0 resources {whose} left in project {found.project}: checked {len(KINDS) + 3} kinds "
-        "in all zones and regions"
+        f"0 resources {whose} left in project {found.project}: checked {len(KINDS) + 3} kinds in "
+        "all zones and regions"
     )
 
 
@@ -274,15 +274,15 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
     for cluster, resources in found.left.items():
         for line in describe_others([each for each in resources if each not in mine]):
             talk.print(
-                f"cluster {cluster}, which another folder built according to its identity, {line}. "
-                "Remove this cluster with a command in that folder; or: "
+                f"cluster {cluster}: {line}. By its identity, this cluster was built from another "
+                "folder. Remove the cluster from that folder; or: "
                 + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
                 + " --identity ID --delete"
             )
 
 
 def folder_ownership(folder: Path, cluster: str) -> Ownership:
-    """Return the folder's stored identity as proof of ownership; none if the file is damaged."""
+    """Return the folder's stored identity as proof of ownership; no proof from a damaged file."""
     identity = None
     with suppress(ConfigError):
         identity = known_cluster_identity(folder, cluster)

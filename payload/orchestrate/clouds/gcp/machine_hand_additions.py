@@ -15,7 +15,8 @@ from payload.stack.resource_labels import CLUSTER_LABEL
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
 """Environment variable that passes the keys of hand-added metadata, comma-separated, to the cluster
-program. Without it Pulumi, which manages a machine's metadata as a whole, would remove them."""
+program. Without this variable Pulumi, which manages a machine's metadata as a whole, would remove
+these keys."""
 OWN_METADATA = frozenset(
     {
         *("block-project-ssh-keys", "enable-guest-attributes", "enable-oslogin"),

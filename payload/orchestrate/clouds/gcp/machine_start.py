@@ -78,7 +78,7 @@ def handle_stopped_machines(
     return []
 
 
-NO_END = "and its lifetime limit is paused until it is started"
+NO_END = "and its lifetime limit is paused until the machine is started"
 
 
 def _start_what_google_stopped(
@@ -170,7 +170,7 @@ def start_head(
     if not confirm(f"Start {head.name} to collect results from its disk?", assume_yes=assume_yes):
         raise ConfigError(
             f"{head.name} is {head.status} and can have results on its disk, so nothing was "
-            f"destroyed. To destroy them too: {_DOWN} --without-collect"
+            f"destroyed. To destroy the results, too: {_DOWN} --without-collect"
         )
     start(google, [head], talk=talk)
     node = inventory.head

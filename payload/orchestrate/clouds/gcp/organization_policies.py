@@ -94,7 +94,7 @@ def _rules(google: Google, constraint: str) -> Sequence[_Rule]:
 
 
 def check_boolean_policy(google: Google, constraint: str, effect: str) -> Check:
-    """Check that the policy `constraint` is not enforced; `effect` names what it prevents."""
+    """Check that the policy `constraint` is not enforced; `effect` is what the policy prevents."""
     name = f"policy {constraint}"
     try:
         rules = _rules(google, constraint)
@@ -118,7 +118,12 @@ def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[st
             if answer == result == "refused":
                 return auth(name, f"does not allow {value[0]}", fix)
             if answer == result:
-                return Check(name=name, outcome="unknown", found=why, fix=f"If it is not: {fix}")
+                return Check(
+                    name=name,
+                    outcome="unknown",
+                    found=why,
+                    fix=f"If the value is not allowed: {fix}",
+                )
     shown_values = ", ".join(value[0] for value in values)
     return Check(name=name, outcome="ok", found=f"allows {shown_values}")
 

@@ -30,7 +30,7 @@ class Ownership:
     """Evidence that decides whether a cluster owns a resource."""
 
     identities: frozenset[str] = frozenset()
-    """Identities of this folder's cluster; NO_IDENTITY represents resources built without one."""
+    """Identities of this folder's cluster; NO_IDENTITY represents resources without an identity."""
     cluster: str = ""
     """The cluster's name; a resource without an identity needs this name in its label or name."""
     known: tuple[str, ...] = ()

@@ -103,7 +103,7 @@ def check_image(google: Google, need: CloudRequirements) -> Iterator[Check]:
     name = f"image {named['name']}"
     request = request_of("GetImageRequest", project=named["project"], image=named["name"])
     client = google.compute("Images")
-    fix = f"Use another: gcloud compute images list --project={named['project']}; then: "
+    fix = f"Use another image: gcloud compute images list --project={named['project']}; then: "
     fix += "pulumi config set image NAME"
     try:
         image = google.call(
@@ -123,9 +123,9 @@ def check_image(google: Google, need: CloudRequirements) -> Iterator[Check]:
     newer = _IMAGE.search(image.deprecated.replacement)
     fix = f"{fix.removesuffix('NAME')}{newer.group()}" if newer else fix
     if state in _GONE:
-        yield wrong(name, f"{state.lower()}: no machine can be created from it", fix)
+        yield wrong(name, f"{state.lower()}: no machine can be created from this image", fix)
     elif state == "DEPRECATED":
-        found = "deprecated: machines can be created from it until it is withdrawn"
+        found = "deprecated: machines can be created from this image until Google withdraws it"
         yield Check(name=name, outcome="warning", found=found, fix=f"{fix}.")
     else:
         yield Check(name=name, outcome="ok", found="exists")
@@ -157,7 +157,10 @@ def check_bucket(google: Google, need: CloudRequirements) -> Iterator[Check]:
             "storage", f"{path}/iam/testPermissions?{query}", what=name, shape=_Allowed
         )
     except CloudMissingError:
-        fix = "List yours: gcloud storage ls; then: pulumi config set bucket NAME; or have `up` "
+        fix = (
+            "List your buckets: gcloud storage ls; then: pulumi config set bucket NAME; or have "
+            "`up` "
+        )
         yield wrong(name, "not found", f"{fix}create one: pulumi config set bucket create")
         return
     except CloudAuthError as error:

@@ -25,7 +25,7 @@ def project_of(
             if known is not None and known.project != found:
                 text_console(stderr=True).print(
                     f"note: using project {found} from {name}, but this folder has {cluster} in "
-                    f"{known.project}. Change it with --project"
+                    f"{known.project}. Choose the project with --project"
                 )
             return found
     if known is not None:

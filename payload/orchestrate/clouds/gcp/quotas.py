@@ -96,7 +96,9 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
     if amount < free:
         return Check(name=name, outcome="ok", found=found)
     if amount == free:
-        fix = f"The cluster uses the whole quota. To run more machines, request an increase: {page}"
+        fix = (
+            f"The cluster uses all of this quota. To run more machines, request an increase: {page}"
+        )
         return Check(name=name, outcome="warning", found=found, fix=fix)
     fix = f"Request a limit of {quota.usage + amount:g} at {page}, or build a smaller cluster."
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
@@ -112,10 +114,10 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
     try:
         info = google.get("cloudquotas", path, what=name, shape=_QuotaInfo)
     except TileforgeError as error:
-        return _not_known(name, amount, f"{error} Or check the quota at {page}")
+        return _not_known(name, amount, f"{error} Check the quota at {page}")
     limit = _applicable(info, region=need.region, family=need.family)
     if limit is None:
-        return _not_known(name, amount, f"Check it at {page}")
+        return _not_known(name, amount, f"Check the quota at {page}")
     if limit < 0:
         return Check(name=name, outcome="ok", found=f"{amount:g} needed, no limit")
     found = f"{amount:g} needed, limit {limit:g} (usage is not listed)"
@@ -153,10 +155,10 @@ def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
     """Compare with a default project's limit, because only the console shows the actual limit."""
     name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
     if default is None:
-        return _not_known(name, amount, f"Check it at {page}")
+        return _not_known(name, amount, f"Check the quota at {page}")
     found = f"{amount:g} needed, the limit is not listed; a default project has {default:g}"
     if amount <= default:
-        return Check(name=name, outcome="unknown", found=found, fix=f"Check it at {page}")
+        return Check(name=name, outcome="unknown", found=found, fix=f"Check the quota at {page}")
     fix = f"Check that at least {amount:g} are unused, or request an increase: {page}"
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
 

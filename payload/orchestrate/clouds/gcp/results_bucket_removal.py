@@ -81,8 +81,9 @@ def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> B
     labelled = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
     if not (is_own and labelled):
         raise ConfigError(
-            f"--delete-bucket {name}: its labels do not show a results bucket of cluster "
-            f"{cluster}, so it is kept. To delete it: gcloud storage rm --recursive gs://{name}"
+            f"--delete-bucket {name}: its labels do not mark it as a results bucket of cluster "
+            f"{cluster}, so the bucket is kept. To delete it: gcloud storage rm --recursive "
+            f"gs://{name}"
         )
     sizes = [int(each.size) for each in _objects(google, name)]
     return Bucket(name=name, num_objects=len(sizes), size_bytes=sum(sizes))

@@ -84,7 +84,8 @@ class StockOut:
             )
         return (
             f"no {machine} is free in {tried}, and Google Cloud suggests no other zone. Try the "
-            f"next zone of the config: {build} --next-zone; or later, or another machineType"
+            f"next zone of the config: {build} --next-zone; or try again later, or choose another "
+            "machineType"
         )
 
 

@@ -88,7 +88,9 @@ def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
     try:
         found = [
             each
-            for page in google.pages(f"{machine.name}: why it stopped", client.list, request)
+            for page in google.pages(
+                f"{machine.name}: reading the reason for its stop", client.list, request
+            )
             for each in page.items
             if each.target_link.endswith(f"/{place}")
             and each.operation_type in _BY_GOOGLE.keys() | _BY_OTHERS.keys()

@@ -148,8 +148,8 @@ class Builder:
         if not self.save(self.there, "the machines are kept", question):
             raise self._failed(update)
         self.operations.talk.print(
-            "spot: auto: no spot machine is free, so the stack's config now has spot false "
-            "(on demand). For the next cluster: pulumi config set spot auto"
+            "spot: auto: no spot machine is free, so the stack's config now has spot false (on "
+            "demand). To try spot machines first for the next cluster: pulumi config set spot auto"
         )
         self.operations.pulumi.ask("config", "set", "spot", "false")
         self.spot, self.there, self._tried = "false", [], []
@@ -184,7 +184,7 @@ class Builder:
                 f"machine {name_of(step.urn)}: {what} was changed outside Pulumi and can only be "
                 "changed back on a stopped machine"
             )
-        question = f"Delete {', '.join(names)} and build it again?"
+        question = f"Delete and rebuild {', '.join(names)}?"
         if not self.save(names, "it is kept", question):
             raise self._failed(update)
         self._rebuilt |= {step.urn for step in drifted}
@@ -212,7 +212,10 @@ class Builder:
             tried = ", ".join(self._tried)
             error = with_note(error, f"Tried zones of the config: {tried}")
         if self.spot != "false" and error.exit_code == ExitCode.NO_CAPACITY:
-            fix = "Spot machines were requested; for on-demand: pulumi config set spot false"
+            fix = (
+                "Spot machines were requested. To use on-demand machines: pulumi config set spot "
+                "false"
+            )
             error = with_note(error, fix)
         return error
 
@@ -223,7 +226,7 @@ def replacing(urns: Iterable[str]) -> list[str]:
 
 
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
-    """Return failed updates of machines that Google only allows on a stopped machine."""
+    """Return failed updates of machines that Google allows only while a machine is stopped."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
     return [
         step

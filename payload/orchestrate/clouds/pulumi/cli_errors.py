@@ -50,10 +50,10 @@ _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
         r"unexpected end of JSON input|failed to load checkpoint: (invalid character|json:|.*EOF)"
         r"|could not deserialize deployment|snapshot integrity failure",
         "damaged state",
-        "The stack's state is damaged, for example after a full disk. Replace STACK.json with its "
-        "backup STACK.json.bak (for `pulumi login --local`: in ~/.pulumi/stacks/tileforge) and "
-        "repeat the command; or remove the cluster without the state: "
-        f"{command('orchestrate', 'sweep')} --cluster NAME --project P --delete",
+        "The stack's state is damaged, for example because a disk was full. Replace STACK.json "
+        "with its backup STACK.json.bak (for `pulumi login --local`: in "
+        "~/.pulumi/stacks/tileforge) and repeat the command; or remove the cluster without the "
+        f"state: {command('orchestrate', 'sweep')} --cluster NAME --project P --delete",
     ),
 )
 

@@ -56,9 +56,9 @@ def _wait(
 
 
 _INTERRUPTED = (
-    "interrupted: waiting for pulumi to end, so that its state stays correct",
-    "interrupted again: killing pulumi; the next `up` or `down` finds resources that it was "
-    "creating",
+    "interrupted: waiting for pulumi to end, so that the stack's state stays correct",
+    "interrupted again: killing pulumi; the next `up` or `down` finds the resources that pulumi "
+    "was creating",
 )
 
 
@@ -118,8 +118,8 @@ class Pulumi:
             )
         except subprocess.TimeoutExpired:
             raise PulumiError(
-                f"`{shown}` did not finish within {timeout_s:g} s. Check its backend: "
-                "pulumi whoami",
+                f"`{shown}` did not finish within {timeout_s:g} s. Check that Pulumi's backend "
+                "responds: pulumi whoami",
                 "other",
             ) from None
         if done.returncode != 0:

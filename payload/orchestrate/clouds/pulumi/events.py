@@ -138,7 +138,7 @@ class Update:
 
     @property
     def is_cancelled(self) -> bool:
-        """Return whether it was interrupted, which pulumi's exit status does not show."""
+        """Return whether the operation was interrupted; pulumi's exit status does not show this."""
         return any(
             each.severity == "error" and re.fullmatch(r"\s*\w+ canceled\s*", each.message)
             for each in self.diagnostics

@@ -63,7 +63,7 @@ _DOWN = command("orchestrate", "down")
 
 
 class StackBusyError(ConfigError):
-    """Another `pulumi` process holds the stack's lock, so this one has not started."""
+    """Another `pulumi` process holds the stack's lock, so this process has not started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +127,8 @@ def explain(update: Update, *, spot: bool = False) -> TileforgeError:
     what, problems = update.shown, problems_of(update)
     if update.status < 0:
         return ConfigError(
-            f"{what}: killed by signal {-update.status}; resources that it was creating can exist "
-            f"outside the stack. Repeat: {_UP}; or remove everything: {_DOWN}"
+            f"{what}: killed by signal {-update.status}; resources whose creation had begun can "
+            f"exist outside the stack. Repeat: {_UP}; or remove everything: {_DOWN}"
         )
     if not problems and not update.diagnostics:
         return _not_started(update)
@@ -154,8 +154,9 @@ def _not_started(update: Update) -> TileforgeError:
     held = ", ".join(map(str, locks_in(update.text)))
     return StackBusyError(
         f"{update.shown}: nothing was done, because another update of the stack is running: "
-        f"{held or 'the backend does not name its user'}. Repeat the command when that update has "
-        "ended; if the update was killed and no other user is running pulumi: pulumi cancel --yes"
+        f"{held or 'the backend does not show whose'}. Repeat the command when that update has "
+        "ended. If that update was killed and no other user runs pulumi, release its lock: pulumi "
+        "cancel --yes"
     )
 
 
@@ -168,7 +169,7 @@ def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | Non
         return None
     if not quotas:
         first = next(each for each in problems if _QUOTA_WORDS.search(each.message))
-        quotas = f"{_cut(str(first))}. A quota is too low, but Google does not name the quota"
+        quotas = f"{_cut(str(first))}. A quota is too low, but Google's message does not name it"
     return QuotaError(
         f"{what}: {quotas}. Request an increase: https://console.cloud.google.com/iam-admin/quotas;"
         f" or check all quotas: {command('orchestrate', 'doctor')}"

@@ -54,7 +54,7 @@ def refuse_another_region(preview: Update, region: str) -> None:
             raise ConfigError(
                 f"region = {region!r}, but Filestore {name_of(step.urn)} is in {place} with all "
                 "data. Copy the data if you need it, remove the instance (pulumi config set "
-                "sharedStorage none, then up), and set sharedStorage again"
+                "sharedStorage none, then `up`), and set sharedStorage again"
             )
 
 

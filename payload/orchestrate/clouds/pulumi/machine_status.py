@@ -90,7 +90,7 @@ def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
             exit_code=ExitCode.PREFLIGHT,
         )
     if places and not found:
-        yield Check(name="machines", outcome="ok", found=f"none of {len(places)} is stopped")
+        yield Check(name="machines", outcome="ok", found=f"{len(places)} checked, none stopped")
 
 
 def remove_machines(google: Google, state: StackState) -> None:

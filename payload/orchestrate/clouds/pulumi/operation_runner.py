@@ -97,8 +97,8 @@ class Operations:
         """Remove stale locks after confirmation; return False if the user declines."""
         holders = ", ".join(map(str, held))
         self.talk.print(
-            f"the stack is locked by {holders}, but that process no longer exists. Resources that "
-            "it was creating are searched for afterwards"
+            f"the stack is locked by {holders}, but that process no longer exists. After the lock "
+            "is removed, this command searches for resources that the process was creating"
         )
         if not confirm("Remove the lock and continue?", assume_yes=self.assume_yes):
             return False

@@ -43,8 +43,8 @@ def ensure_operator_key(
     if there and not path.exists():
         raise ConfigError(
             f"{path}: missing, but the {len(there)} machine(s) of cluster {cluster} accept no "
-            "other key. Copy it from the machine that built the cluster; or remove the cluster "
-            f"and build it again: {command('orchestrate', 'down')}"
+            "other key. Copy this file from the machine that built the cluster; or remove the "
+            f"cluster and build it again: {command('orchestrate', 'down')}"
         )
     write_public_half(path)
     talk.print(f"created the cluster's SSH key: {path}")

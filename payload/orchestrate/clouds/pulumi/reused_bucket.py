@@ -46,8 +46,8 @@ def use_kept_bucket(
     if exists:
         value = before.bucket
         message = (
-            f"bucket: create: reusing gs://{value} of this cluster's earlier build; the stack's "
-            "config now names it"
+            f"bucket: create: reusing gs://{value} from this cluster's earlier build; the stack's "
+            "config is now set to this bucket"
         )
     talk.print(f"without --dry-run: {message}" if dry_run else message)
     if not dry_run:

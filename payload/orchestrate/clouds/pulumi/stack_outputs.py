@@ -64,7 +64,7 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
     name = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
     if not isinstance(outputs, dict) or "inventory" not in outputs:
         raise PulumiError(
-            f"{name} has no output `inventory`: nothing is up. Build the cluster: "
+            f"{name} has no output `inventory`, so it has no cluster. Build the cluster: "
             + command("orchestrate", "up"),
             "no stack",
         )
@@ -102,14 +102,17 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
     if not found:
         return "no Pulumi project here"
     if not _is_own_project(found):
-        return f"{found[0]} is another project; to use its stack: --inventory stack:NAME"
+        return (
+            f"{found[0]} belongs to another project; to use a stack of that project: --inventory "
+            "stack:NAME"
+        )
     try:
         return read_outputs(Pulumi(env, folder=folder))
     except PulumiError as error:
         if error.is_fault:
             raise ConfigError(f"{error} (or use this machine: --inventory local)") from None
         if error.trouble == "no stack":
-            return "no Pulumi stack is selected, or nothing is up in it"
+            return "no Pulumi stack is selected, or the selected stack has no cluster"
         return "Pulumi is " + error.trouble if error.trouble != "no project" else error.trouble
 
 

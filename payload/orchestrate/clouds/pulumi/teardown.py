@@ -95,10 +95,10 @@ def _remove_own(
     if not going:
         return False
     operations.talk.print(
-        f"left of cluster {operations.cluster}: "
+        f"leftovers of cluster {operations.cluster}: "
         + ", ".join(f"{each.kind} {each.name}" for each in going)
     )
-    if not confirm(f"Remove these {len(going)}?", assume_yes=operations.assume_yes):
+    if not confirm(f"Remove these {len(going)} resource(s)?", assume_yes=operations.assume_yes):
         return False
     for reason in remove(google, going):
         operations.talk.print(f"warning: {reason}")

@@ -288,8 +288,8 @@ class GPT(CausalLM):
             other = places.setdefault(name.removeprefix(_PREFIX), name)
             if other != name:
                 raise CheckpointError(
-                    f"{where}: {other} and {name} are one tensor under two names. Use the folder "
-                    "of a whole GPT-2."
+                    f"{where}: {other} and {name} are one tensor under two names. Use a folder "
+                    "with all weights of a GPT-2."
                 )
         head = places.get("lm_head.weight")
         embedding = places.get("wte.weight", head)

@@ -1,1 +1,1 @@
-"""Models of all remaining families, computed by transformers' own layers."""
+"""Models of all other families, computed by transformers' own layers."""

@@ -24,8 +24,8 @@ _Config = Any
 def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
     """Return transformers' module for the spec's config.json, in fp32.
 
-    Raises CheckpointError for a model without code in transformers, or one that does not
-    predict the next token.
+    Raises CheckpointError for a model that transformers has no code for, or that does not predict
+    the next token.
     """
     config = module_config(raw_config(spec), where="config.json", dropout=dropout)
     kind = module_class(config)
@@ -46,7 +46,7 @@ def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
 def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
     """Return transformers' configuration of a config.json, with every dropout set to `dropout`.
 
-    Raises CheckpointError for a model that needs code from its folder, and for a quantised one.
+    Raises CheckpointError for a model that needs code from its folder, and for a quantised model.
     """
     from transformers import CONFIG_MAPPING
 
@@ -83,7 +83,7 @@ def module_class(config: _Config) -> Any:
     if not is_text_alone or getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(
             f"config.json: model_type = {shown(config.model_type)}: transformers has no text-only "
-            "causal language model for it. Use the model's text-only version."
+            "causal language model of this type. Use the model's text-only version."
         )
     return kind
 

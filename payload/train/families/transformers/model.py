@@ -81,7 +81,7 @@ class TransformersLM(CausalLM):
         random: bool = True,
         reason: str = "our own layers do not support it",
     ) -> None:
-        """Build the module from the spec's config; `reason` is logged: why not our layers."""
+        """Build the module from the spec's config; `reason` for the log: why not our own layers."""
         module = build_module(spec, dropout, random=random)
         super().__init__(_counted(spec, module), dropout=dropout)
         self._reason = reason
@@ -159,7 +159,7 @@ class TransformersLM(CausalLM):
         enable({"use_reentrant": False})
 
     def drop_head(self) -> None:
-        """Remove the output head. Raises CheckpointError for a model without a separate one."""
+        """Remove the output head. Raises CheckpointError for a model without a separate head."""
         self.classifier_architecture()
         head = self.module.get_output_embeddings()
         name = next((name for name, each in self.module.named_modules() if each is head), None)
@@ -264,8 +264,8 @@ class TransformersLM(CausalLM):
         """Load weights that transformers renames or merges, compared with the files."""
         if self._dropped:
             raise CheckpointError(
-                f"{where}: does not contain the weights that config.json describes. Use the folder "
-                "of a whole classifier."
+                f"{where}: does not contain the weights that config.json describes. Use a folder "
+                "with all weights of a classifier."
             )
         if any(isinstance(each, QuantizedLinear) for each in self.module.modules()):
             raise CheckpointError(

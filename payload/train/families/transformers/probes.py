@@ -95,7 +95,7 @@ def mixes_documents(module: _Module) -> bool:
 def draws_in_training(module: _Module) -> bool:
     """Return whether a forward pass in training draws random numbers, as a sampling router does.
 
-    If it does, seeding each micro-batch makes a resume exact, as for dropout.
+    If so, seeding each micro-batch makes a resume exact, as for dropout.
     """
     before = torch.random.get_rng_state()
     tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
