@@ -428,7 +428,7 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
         f"error: model.init = '{init}': this is an adapter, but adapter.kind = 'lora' needs whole "
-        "weights as its base. Merge the adapter first with python -m payload.export --checkpoint "
+        "weights as its base. Merge the adapter first with python -m payload.export --model "
         f"{init} --merge."
     )
     assert not (tmp_path / "run").exists()
