@@ -1,4 +1,4 @@
-"""Write files atomically, share folders, move unexpected files aside, and query the free disk space."""
+"""Write files atomically, move unexpected files aside, share folders, query free disk space."""
 
 from __future__ import annotations
 
