@@ -149,7 +149,7 @@ def test_the_next_commands_name_the_run_and_fit_its_task(
 def test_a_run_prints_its_samples_and_the_next_commands(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     write_rows(tmp_path / "chats.jsonl", [{"messages": each} for each in conversations(60)])
-    words = ["--model", "model", "--data", "chats.jsonl", "--steps", "2", "--inventory", "local"]
+    words = ["--model", "./model", "--data", "chats.jsonl", "--steps", "2", "--inventory", "local"]
     done = subprocess.run(
         [sys.executable, "-m", "payload.finetune", *words],
         cwd=tmp_path,
