@@ -429,7 +429,7 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert done.stderr.splitlines()[-1] == (
         f"error: model.init = '{init}': this is an adapter, but adapter.kind = 'lora' needs a "
         "complete model as its base. Merge the adapter first with python -m payload.export "
-        f"--checkpoint {init} --merge."
+        f"--model {init} --merge."
     )
     assert not (tmp_path / "run").exists()
 

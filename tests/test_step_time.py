@@ -255,5 +255,21 @@ def test_an_evaluation_takes_a_third_of_the_training_on_as_many_tokens() -> None
     numbers = estimate_run(config, spec=GPT2, world_size=1, link_bytes_per_s=1.0)
     speed = Speed.of_steps(numbers, step_s=2.0)
     assert speed == Speed.of_tokens(numbers, tokens_per_s=speed.tokens_per_s())
-    whole_s = speed.run_s(steps=10, evaluated_tokens=3 * numbers.tokens_per_step)
-    assert whole_s == pytest.approx(10 * 2.0 + 2.0)
+    train = replace(config.train, steps=10, eval_every=6, eval_tokens=0, checkpoint_every=4)
+    tokens = numbers.tokens_per_step
+    found = speed.run_time(train, val_tokens=tokens, checkpoint_bytes=10**9)
+    # Evaluations before the first step, after the sixth and after the last one.
+    assert (found.training_s, found.evaluation_s) == pytest.approx((20.0, 2.0))
+    assert (
+        found.saving_s
+        == 3
+        * speed.run_time(
+            replace(train, checkpoint_every=0), val_tokens=0, checkpoint_bytes=10**9
+        ).saving_s
+    )
+    whole = found.total_s()
+    sampled = speed.run_time(train, val_tokens=tokens, checkpoint_bytes=10**9, sampled_params=10**8)
+    assert whole > found.training_s + found.evaluation_s + found.saving_s
+    assert sampled.total_s() == whole + sampled.samples_s > whole
+    assert found.words().startswith("20 s training, ") and "samples" not in found.words()
+    assert "samples" in sampled.words()

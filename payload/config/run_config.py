@@ -198,6 +198,10 @@ class RunConfig:
         """Return the size of a checkpoint on disk, without the small files."""
         return spec.checkpoint_bytes(state_bytes=find_optimizer(self.optimizer.name).state_bytes)
 
+    def optimizer_state_bytes(self, spec: ModelSpec) -> int:
+        """Return the size of the optimizer state in a checkpoint."""
+        return spec.num_trainable_params() * find_optimizer(self.optimizer.name).state_bytes
+
     def malloc(self) -> Literal["tuned", "lean", "sharded", "tcmalloc", "default"]:
         """Return the resolved malloc setting; `tuned` depends on the strategy."""
         if self.launch.malloc != "tuned" or self.distributed.strategy == "replicate":

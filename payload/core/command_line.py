@@ -87,6 +87,10 @@ class CommandParser(argparse.ArgumentParser):
         self._advanced.append(group)
         return group
 
+    def add_older_spelling(self, name: str, action: argparse.Action) -> None:
+        """Accept `name` for the option `action`; the help does not show the older spelling."""
+        self._option_string_actions[name] = action
+
     def add_options(self, kind: type[Any]) -> None:
         """Add an option for each field of a dataclass that was made with `option`."""
         hints, groups = get_type_hints(kind), dict[str, argparse._ArgumentGroup]()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+_DAYS_FROM_S = 2 * 86400
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def as_clock(seconds: float) -> str:
-    """Return `0:42`, `12:05` or `3:20:00`; `?` unless `seconds` is finite."""
-    if not math.isfinite(seconds):
-        return "?"
+    """Return `0:42`, `12:05` or `3:20:00`, and days in words; `?` unless `seconds` is finite."""
+    if not math.isfinite(seconds) or seconds >= _DAYS_FROM_S:
+        return in_words(seconds)
     minutes, rest = divmod(math.floor(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Write files atomically, move unexpected files aside, and query the free disk space."""
+"""Write files atomically, move unexpected files aside, share folders, query free disk space."""
 
 from __future__ import annotations
 
@@ -71,6 +71,18 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_shared(folder: Path) -> None:
+    """Give a folder of `tempfile.mkdtemp`, which is private, the mode of a new folder.
+
+    Raises OSError.
+    """
+    # A new folder shows the umask without changing it, which would affect other threads.
+    probe = folder / ".mode"
+    probe.mkdir()
+    folder.chmod(stat.S_IMODE(probe.stat().st_mode))
+    probe.rmdir()
 
 
 def free_bytes(folder: Path) -> int:

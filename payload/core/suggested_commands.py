@@ -56,6 +56,13 @@ def command(program: str, *arguments: str) -> str:
     return " ".join(argv)
 
 
+def chat_command(model: str) -> str:
+    """Return the command line that chats with a model."""
+    if CONSOLE in os.environ:
+        return f"{program_name()} chat {quoted(model)}"
+    return command("generate", model, "--chat")
+
+
 def _python_command() -> str:
     return _python_command_from(
         executable=sys.executable,

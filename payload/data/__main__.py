@@ -159,7 +159,13 @@ def parser() -> CommandParser:
 def _add_show_flags(parser: CommandParser) -> None:
     add = parser.add_argument
     raw = parser.add_advanced_group("raw data").add_argument
-    raw("--tokenizer", metavar="NAME", help="model whose tokenizer and template render the row")
+    raw(
+        "--model",
+        "--tokenizer",
+        metavar="NAME",
+        dest="tokenizer",
+        help="model whose tokenizer and template render the row",
+    )
     raw("--task", choices=TASK_KINDS, metavar="KIND", help="task (default: detected)")
     raw("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
     raw("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
@@ -216,11 +222,12 @@ def _add_output_flags(parser: CommandParser) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="output folder")
     add(
         "--tokenizer",
+        "--model",
         default=TOKENIZER,
         metavar="NAME",
-        help="tokenizer of the model to train: gpt2, a folder with tokenizer.json (model, "
-        "checkpoint, run), or a hub name such as HuggingFaceTB/SmolLM2-135M@main (default: "
-        "%(default)s)",
+        help="model to train, whose tokenizer is used: gpt2, a run id or folder, latest, a folder "
+        "with tokenizer.json, a GGUF file, or a hub name such as HuggingFaceTB/SmolLM2-135M@main "
+        "(default: %(default)s)",
     )
     add_tokenizer_check_flag(more)
     add_val_fraction_flag(more)

@@ -46,6 +46,18 @@ def most_checkpoints(*, keep: int, uploads: bool) -> int:
     return keep + 2 + uploads
 
 
+def disk_words(
+    *, checkpoints: int, checkpoint_bytes: int, state_bytes: int, free_bytes: int | None
+) -> str:
+    """Return the disk space of a run's checkpoints as text, and the settings that lower it."""
+    free = "" if free_bytes is None else f"; {free_bytes / 1e9:,.1f} GB are free"
+    return (
+        f"about {checkpoints * checkpoint_bytes / 1e9:,.2f} GB: up to {checkpoints} checkpoints of "
+        f"{checkpoint_bytes / 1e9:,.2f} GB (train.keep_checkpoints "
+        f"lowers their number), of which {state_bytes / 1e9:,.2f} GB are optimizer state{free}"
+    )
+
+
 def _bytes_of(folders: Iterable[Path]) -> int:
     """Return the disk space used by the files in these folders."""
     blocks = 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from payload.core.command_line import CommandParser
+from payload.core.durations import in_words
 from payload.core.errors import (
     CheckpointError,
     ConfigError,
@@ -23,6 +24,7 @@ from payload.core.errors import (
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
+from payload.weights.model_option import add_model_option
 
 if TYPE_CHECKING:
     from payload.data.reading.blocks import Blocks
@@ -47,16 +49,9 @@ def parser() -> CommandParser:
         "loss, accuracy and margin of the rewards; for a classifier, the loss, "
         "accuracy, F1 and confusion matrix. Ranks under mpirun or torchrun share the "
         "work; the result is the same as on one rank.",
-        example="torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
-        "--data data/stdlib",
+        example="torchrun --nproc-per-node 2 -m payload.evaluate --model latest --data data/stdlib",
     )
-    made.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
-        "Hugging Face folder or name",
-    )
+    add_model_option(made)
     made.add_argument(
         "--data",
         required=True,
@@ -68,8 +63,9 @@ def parser() -> CommandParser:
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help=f"block length (default: {_SEQUENCE_LENGTH}, or the model's context if that is "
-        "shorter); classifiers truncate texts to this length (default: their context)",
+        help="block length; classifiers truncate texts to this length (default: "
+        "data.sequence_length of the model's run; without a run "
+        f"{_SEQUENCE_LENGTH}, or the model's context if that is shorter)",
     )
     made.add_argument(
         "--max-tokens",
@@ -110,7 +106,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         data=arguments.data,
         folder=tokenizer_folder(folder),
         init=arguments.checkpoint,
-        settings=("--data", "--checkpoint"),
+        settings=("--data", "--model"),
     )
     model = load(folder)
     if isinstance(model, Classifier):
@@ -120,7 +116,10 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         _evaluate_pairs(arguments, world, model, weights=folder)
         return
     context = model.spec.context()
-    length = arguments.sequence_length or _default_length(arguments.data, context=context)
+    trained = _trained_length(folder)
+    length = arguments.sequence_length or _default_length(
+        arguments.data, trained=trained, context=context
+    )
     if length > context:
         raise ConfigError(
             f"--sequence-length {length}: the model's context is {context} tokens. Use at most "
@@ -142,15 +141,40 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
             "saved, or they are damaged. Use another checkpoint."
         )
     if world.is_main:
-        _report(arguments, result, weights=str(folder), length=length, took_s=took_s, world=world)
+        _report(
+            arguments,
+            result,
+            weights=str(folder),
+            length=length,
+            trained=trained,
+            took_s=took_s,
+            world=world,
+        )
 
 
-def _default_length(folder: Path, *, context: int) -> int:
-    """Return the length that the data was packed for, or a default that fits the context."""
+def _default_length(folder: Path, *, trained: int | None, context: int) -> int:
+    """Return the length that the data was packed for, or the one of the model's run.
+
+    A model without a run gets a default that fits the context.
+    """
     from payload.formats.data_folder import load_meta
 
     chat = load_meta(folder).chat
-    return min(_SEQUENCE_LENGTH, context) if chat is None else chat.sequence_length
+    if chat is not None:
+        return chat.sequence_length
+    return trained or min(_SEQUENCE_LENGTH, context)
+
+
+def _trained_length(checkpoint: Path) -> int | None:
+    """Return data.sequence_length of the checkpoint's run, or None if it is not recorded."""
+    from payload.config.run_config import parse_run_config
+    from payload.formats.checkpoint_listing import checkpoint_config
+
+    text = checkpoint_config(checkpoint)
+    try:
+        return None if text is None else parse_run_config(text, where="").data.sequence_length
+    except ConfigError:  # the settings of another version
+        return None
 
 
 def _evaluate_classifier(
@@ -162,7 +186,8 @@ def _evaluate_classifier(
     from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta = load_meta(arguments.data)
-    texts = open_texts(arguments.data, meta, model, sequence_length=arguments.sequence_length)
+    length = arguments.sequence_length or _trained_length(weights)
+    texts = open_texts(arguments.data, meta, model, sequence_length=length)
     world.join(DistributedSection())
     try:
         _require_equal_ranks(model, meta.files[VAL_NAME].sha256, world)
@@ -313,6 +338,7 @@ def _report(
     *,
     weights: str,
     length: int,
+    trained: int | None,
     took_s: float,
     world: World,
 ) -> None:
@@ -320,7 +346,7 @@ def _report(
         perplexity = math.exp(result.val_loss)
     except OverflowError:
         perplexity = None
-    print(f"{result.val_tokens:,} tokens in {took_s:.1f} s", file=sys.stderr)
+    print(f"{result.val_tokens:,} tokens in {in_words(took_s)}", file=sys.stderr)
     if not arguments.json:
         shown = f"{perplexity:.4f}" if perplexity is not None else "too large"
         print(f"checkpoint  {shown_name(str(weights))}")
@@ -328,6 +354,11 @@ def _report(
         print(f"data        {data}, the first {result.val_tokens:,} tokens of val.bin")
         detail = f"{arguments.dtype}, blocks of {length}"
         print(f"loss        {result.val_loss:.6f} nats a token ({detail})")
+        if trained not in (None, length):
+            print(
+                f"note        the run's validation loss is over blocks of {trained}: with "
+                f"--sequence-length {trained} the two are comparable"
+            )
         print(f"perplexity  {shown}")
         return
     row = {
@@ -337,6 +368,7 @@ def _report(
         "val_tokens": result.val_tokens,
         "perplexity": perplexity,
         "sequence_length": length,
+        "trained_sequence_length": trained,
         "dtype": arguments.dtype,
         "world_size": world.world_size,
     }

@@ -7,6 +7,7 @@ from typing import Literal
 
 from payload.core.command_line import CommandParser
 from payload.core.suggested_commands import command
+from payload.weights.model_option import add_model_option
 
 Dtype = Literal["bf16", "f16", "q8_0", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0", "fp32")
@@ -20,15 +21,9 @@ def parser() -> CommandParser:
         "`gguf`: one file for llama.cpp and programs based on it (GPT-2 and the Llama family). "
         "`hf`: a folder for transformers. --merge merges an adapter into its base. Prints the "
         "path; a failed export leaves nothing behind.",
-        example=command("export", "--checkpoint", "runs/latest", "--format", "gguf"),
+        example=command("export", "--model", "latest", "--format", "gguf"),
     )
-    made.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
-        "Hugging Face folder or name",
-    )
+    add_model_option(made)
     made.add_argument(
         "--format",
         default="hf",

@@ -29,7 +29,7 @@ def write_hf(
 
     The tokenizer files are copied from `source`. Raises CheckpointError.
     """
-    from safetensors.torch import save_file
+    from payload.train.tensors.tensor_file import write_tensors
 
     with atomic_path(path) as partial:
         partial.mkdir()
@@ -37,7 +37,8 @@ def write_hf(
         for name in weights.shapes():
             tensors[name] = rounded(name, weights.read(name), dtype).contiguous()
             progressed(tensors[name].nbytes)
-        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        # Not the library's writer: only this user can read its files.
+        write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(_with_dtype(config, _NAMES[dtype]), encoding="utf-8")
         for name in _COPIED:
             try:

@@ -15,7 +15,14 @@ from types import FrameType
 from typing import Any
 
 from payload.core.command_line import CommandParser
-from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
+from payload.core.errors import (
+    INTERRUPTED,
+    ConfigError,
+    DataError,
+    ExitCode,
+    TileforgeError,
+    UsageError,
+)
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
@@ -32,11 +39,14 @@ from payload.data.shared_flags import (
     forwarded_words,
 )
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, NAMES
+from payload.weights.model_option import MODEL_HELP
+from payload.weights.run_names import path_of_run
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit code of its last step."""
     arguments = parser().parse_args(argv)
+    arguments.argv = argv
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -66,10 +76,14 @@ def _finetune(arguments: argparse.Namespace) -> int:
     from payload.data.show import has_colours
     from payload.data.sources.source_flags import SourceRequest
     from payload.finetune.decide import FinetuneRequest, decide
+    from payload.finetune.unreadable_data import lines_without_plan
 
     out = _out_folder(arguments)
+    if not arguments.skip_bad and _skipped_rows(out / "data"):
+        arguments.skip_bad = True
+        print(f"note: {out / 'data'} was prepared with --skip-bad, which is kept", file=sys.stderr)
     request = FinetuneRequest(
-        model=arguments.model,
+        model=path_of_run(arguments.model, setting="--model", error=ConfigError),
         data=arguments.data,
         data_options=DataOptions(
             task=arguments.task,
@@ -91,8 +105,14 @@ def _finetune(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         overrides=(*arguments.overrides, *_sequence_length(arguments)),
         run_arguments=_run_arguments(arguments),
+        wants_samples=not arguments.no_samples,
     )
-    decided = decide(request, _run_for_json)
+    try:
+        decided = decide(request, _run_for_json)
+    except DataError as error:
+        lines = lines_without_plan(request, error, argv=arguments.argv, parser=parser())
+        print(printable("\n".join(lines)), flush=True)
+        raise
     _require_unedited(decided.config, decided.run_toml, force=arguments.force)
     prepare, run = decided.commands()
     print(printable("\n".join(decided.headlines)))
@@ -111,8 +131,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
     if status != ExitCode.OK:
         return status
     write_whole(decided.config, decided.run_toml)
-    more = ["--detach"] if arguments.detach else []
-    more += ["--samples"] if decided.is_sampled and not arguments.no_samples else []
+    more = ["--next", *(["--detach"] if arguments.detach else [])]
+    more += ["--yes"] if arguments.yes else []
+    more += ["--samples"] if decided.is_sampled else []
     # The run replaces this process, so that it receives the signals and sets the exit code.
     program = module_command("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
@@ -136,6 +157,16 @@ def _out_folder(arguments: argparse.Namespace) -> Path:
                 f"{path}: {error.strerror}, or choose another folder with --out."
             ) from None
     return out
+
+
+def _skipped_rows(folder: Path) -> bool:
+    """Return True if the prepared data in the folder was made without bad rows."""
+    from payload.formats.data_folder import load_meta
+
+    try:
+        return load_meta(folder).skipped_documents > 0
+    except DataError:
+        return False
 
 
 def _sequence_length(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -212,7 +243,7 @@ def parser() -> CommandParser:
     )
     add = made.add_argument
     more = made.add_advanced_group().add_argument
-    add("--model", required=True, metavar="NAME", help="folder, run, or hub name of the model")
+    add("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     add(
         "--data",
         required=True,
@@ -271,6 +302,7 @@ def parser() -> CommandParser:
         action="store_true",
         help="leave out the report's samples of two validation prompts before and after the run",
     )
+    add("--yes", action="store_true", help="start without a question, also a run of over a day")
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     add("--dry-run", action="store_true", help="print the choices; write and start nothing")
     return made

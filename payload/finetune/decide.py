@@ -23,8 +23,10 @@ from payload.core.suggested_commands import command
 from payload.data.detect import DataOptions, DetectedData, detect_data
 from payload.data.rendered_rows import RenderedRows, text_lengths
 from payload.data.show import Sample
+from payload.data.sources.split import default_val_fraction
 from payload.data.tokenizers import load_tokenizer
 from payload.estimates.batch_size import USED
+from payload.estimates.run_time import RunTime
 from payload.finetune.setting_rules import (
     Choice,
     Method,
@@ -65,6 +67,8 @@ class FinetuneRequest:
     out: Path
     steps: int | None
     overrides: tuple[str, ...]
+    wants_samples: bool
+    """False for --no-samples."""
     run_arguments: tuple[str, ...]
     """Options of plan and run, such as the inventory and the folder of the runs."""
 
@@ -122,8 +126,16 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     text = render(choices, head=head)
     whole = parse_run_config(text, where="the chosen run.toml")
     require_fit(spec, whole, vocab_size=None)
-    planned = _plan(request, _as_sets(choices), run_for_json)
-    numbers = planned["plan"]["arithmetic"]
+    is_sampled = (
+        request.wants_samples
+        and found.task in ("text", "chat")
+        and spec.num_params() <= _SAMPLED_PARAMS
+    )
+    more = ["--samples"] if is_sampled else []
+    more += ["--val-tokens", str(_val_tokens(request, counted))]
+    planned = _plan(request, _as_sets(choices), run_for_json, more=more)
+    numbers, estimated = planned["plan"]["arithmetic"], planned["estimate"]
+    time = RunTime(**estimated["time"])
     return FinetunePlan(
         headlines=(
             f"data    {request.data}: task {found.task}, because {found.reason}",
@@ -131,15 +143,17 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
             f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
             f"{spec.summary()}",
             f"method  {fitting_method.reason}",
-            f"cost    about {numbers['memory_bytes_per_rank'] / _GIB:.1f} GiB a rank, "
-            f"{planned['estimate']['seconds'] / 60:.1f} min {planned['estimate']['basis']}",
+            f"memory  about {numbers['memory_bytes_per_rank'] / _GIB:.1f} GiB a rank",
+            f"time    about {time.words()}",
+            f"        {estimated['basis']}",
+            f"disk    {estimated['disk']}",
         ),
         prepare=prepare,
         run=run,
         run_toml=text,
         config=config,
         example=example,
-        is_sampled=found.task in ("text", "chat") and spec.num_params() <= _SAMPLED_PARAMS,
+        is_sampled=is_sampled,
     )
 
 
@@ -244,6 +258,14 @@ def _count_tokens(
         chosen = Choice(key=key, value=size, reason=why)
         values = values or counted(size)
     return _TokenCounts(length=chosen, tokens=values["tokens"], documents=values["documents"])
+
+
+def _val_tokens(request: FinetuneRequest, counted: _TokenCounts) -> int:
+    """Return the expected number of validation tokens."""
+    share: float | None = request.rendering.val_fraction
+    if share is None:
+        share = default_val_fraction(counted.documents)
+    return round(share * (counted.tokens or 0))
 
 
 def _prepare_arguments(request: FinetuneRequest, found: DetectedData, length: int) -> list[str]:
@@ -416,6 +438,7 @@ def _plan(
     run_for_json: RunForJson,
     *,
     without: tuple[str, ...] = (),
+    more: Sequence[str] = (),
 ) -> Any:
     """Return the plan of a run with the given settings and the user's settings.
 
@@ -423,4 +446,5 @@ def _plan(
     """
     own = [each for each in request.overrides if not each.strip().startswith(without or ("-",))]
     sets = [word for each in (*settings, *own) for word in ("--set", each)]
-    return run_for_json(("payload.orchestrate", "plan", "--json", *request.run_arguments, *sets))
+    options = (*request.run_arguments, *more)
+    return run_for_json(("payload.orchestrate", "plan", "--json", *options, *sets))

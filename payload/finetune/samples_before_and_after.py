@@ -64,12 +64,19 @@ def main(argv: Sequence[str]) -> int:
 def _samples(paths: RunPaths) -> list[Sample]:
     config = load_run_config(paths.config)
     prompts = find_prompts(config.data.folder())
+    _say(f"before the run: {len(prompts)} prompts for {config.model.init} (1 of 2)")
     before = _continue(prompts, checkpoint=config.model.init)
+    _say(f"after the run: the same prompts for {paths.run_id} (2 of 2)")
     after = _continue(prompts, checkpoint=str(paths.root))
     return [
         Sample(prompt=prompt, before=one, after=other)
         for prompt, one, other in zip(prompts, before, after, strict=True)
     ]
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{printable(line)}\n")
+    sys.stderr.flush()
 
 
 def find_prompts(folder: Path) -> list[str]:

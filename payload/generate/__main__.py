@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
+from payload.core.durations import in_words
 from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -119,13 +120,15 @@ def _classify(arguments: Namespace) -> None:
 
     began = time.perf_counter()
     count = classify(read_texts(arguments), model=model, codec=codec, show=show)
-    print(f"{count:,} texts in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    print(f"{count:,} texts in {in_words(time.perf_counter() - began)}", file=sys.stderr)
 
 
 def _check_options(arguments: Namespace) -> None:
     """Raise UsageError for options that do not fit together."""
     if (arguments.model is None) == (arguments.checkpoint is None):
-        raise UsageError("name one MODEL: a run, a checkpoint, or a Hugging Face folder or name.")
+        raise UsageError(
+            "name one MODEL: a run, a checkpoint, a Hugging Face folder or name, or a GGUF file."
+        )
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system needs --chat. Add --chat, or leave --system out.")
     for option, value in (("--tools", arguments.tools), ("--template-var", arguments.template_var)):
@@ -209,7 +212,7 @@ def _continue(
         raise
     took_s = time.perf_counter() - began
     count = sum(sample.num_tokens for made in samples for sample in made)
-    print(f"{count} tokens in {took_s:.1f} s ({count / took_s:.0f} tokens/s)", file=sys.stderr)
+    print(f"{count} tokens in {in_words(took_s)} ({count / took_s:.0f} tokens/s)", file=sys.stderr)
 
 
 def _as_text(prompts: Sequence[str], samples: Sequence[Sequence[Sample]]) -> OrderedOutputs:

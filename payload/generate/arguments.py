@@ -8,6 +8,7 @@ import math
 from payload.core.command_line import CommandParser
 from payload.core.suggested_commands import command
 from payload.data.tasks.arguments import template_variable
+from payload.weights.model_option import MODEL_HELP, OLDER_SPELLING
 
 DEFAULT_PROMPT = "It is interesting"
 _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
@@ -20,18 +21,18 @@ def parser() -> CommandParser:
         prog=command("generate"),
         description="Continue prompts, chat, or classify texts. Text goes to stdout, messages go "
         "to stderr. Ctrl-C ends the command and keeps the text generated so far.",
-        example=command("generate", "runs/latest", "--prompt", "Hello"),
+        example=command("generate", "latest", "--prompt", "Hello"),
     )
     made.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a run (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a "
-        "Hugging Face folder or name",
+        help=MODEL_HELP,
     )
-    made.add_advanced_group("advanced options").add_argument(
-        "--checkpoint", metavar="MODEL", help="the same as MODEL"
+    action = made.add_advanced_group("advanced options").add_argument(
+        "--model", dest="checkpoint", metavar="MODEL", help="the same as MODEL"
     )
+    made.add_older_spelling(OLDER_SPELLING, action)
     _add_prompts(made)
     _add_sampling(made)
     made.add_argument(

@@ -49,6 +49,8 @@ def read_texts(arguments: Namespace) -> Iterator[str]:
     if arguments.input is None:
         if arguments.prompt is None:
             raise UsageError("--classify needs texts: --input FILE (- = stdin), or --prompt TEXT.")
+        if not arguments.prompt.strip():
+            raise ConfigError("--prompt is empty, and has no label. Write the text to classify.")
         yield str(arguments.prompt)
         return
     try:
@@ -66,12 +68,17 @@ def read_texts(arguments: Namespace) -> Iterator[str]:
 def _lines(file: BinaryIO, name: str) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         try:
-            yield line.decode("utf-8").rstrip("\r\n")
+            text = line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"--input {name}: line {number}: byte {error.start} is not UTF-8. Convert the file "
                 "to UTF-8."
             ) from None
+        if not text.strip():
+            raise ConfigError(
+                f"--input {name}: line {number} is empty, and has no label. Remove the line."
+            )
+        yield text
 
 
 def classify(

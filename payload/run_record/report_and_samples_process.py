@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from payload.core.one_line import last_line
 from payload.core.printable_text import one_line
@@ -44,10 +46,11 @@ def write_report(
     return None
 
 
-def add_samples(paths: RunPaths) -> str | None:
+def add_samples(paths: RunPaths, *, say: Callable[[str], None] = lambda _line: None) -> str | None:
     """Write samples.json and the report again; return an error message, or None.
 
-    Ctrl-C stops only this work, and the message reports it: the run itself has ended.
+    `say` gets a line for each model that generates. Ctrl-C stops only this work, and the message
+    reports it: the run itself has ended.
     """
     try:
         process = _start(
@@ -55,20 +58,39 @@ def add_samples(paths: RunPaths) -> str | None:
         )
     except OSError as error:
         return one_line(error)
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        _kill(process)
+
+    timer, lines = threading.Timer(_SAMPLES_TIMEOUT_S, give_up), [""]
+    timer.start()
     try:
-        _, stderr = process.communicate(timeout=_SAMPLES_TIMEOUT_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt):
-            return "interrupted"
-        return f"generating took longer than {_SAMPLES_TIMEOUT_S:g} s."
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            if not line.startswith("error: "):
+                say(lines[-1])
+        process.wait()
+    except KeyboardInterrupt:
+        return "interrupted"
     finally:
-        if process.poll() is None:
-            # The session of the process includes the processes that run the models.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        timer.cancel()
+        _kill(process)
+        process.communicate()
+    if is_late.is_set():
+        return f"generating took longer than {_SAMPLES_TIMEOUT_S:g} s."
     if process.returncode:
-        return last_line(stderr, otherwise=f"it exited with code {process.returncode}")
+        return last_line("\n".join(lines), otherwise=f"it exited with code {process.returncode}")
     return write_report(paths)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a process of `_start` with the processes that it has started."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def report_process(arguments: Sequence[str], *, is_live: bool = False) -> subprocess.Popen[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from payload.core.errors import DataError
 from payload.core.file_hash import sha256_of
+from payload.core.files import make_shared
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
@@ -51,6 +52,7 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
             for name, size in sizes.items():
                 _fetch(store, name, staging / name, size=size)
             _verify(store, staging)
+            make_shared(staging)
             if folder.is_dir():  # a run may be training on it
                 folder.rename(f"{folder}{_REPLACED}{secrets.token_hex(4)}")
             try:

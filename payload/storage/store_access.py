@@ -20,6 +20,7 @@ from payload.config.store_address import (
     resolve_results_address,
 )
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
+from payload.core.files import make_shared
 from payload.core.one_line import last_line
 from payload.core.printable_text import shown
 from payload.core.python_processes import code_environment, module_command
@@ -155,7 +156,7 @@ def fetch_run_atomically(store: StoreReader, paths: RunPaths) -> None:
         fetch_run(store, RunPaths(staging))
         named = {"storage.results": str(store.address.parent())}
         record_approved(RunPaths(staging), named, becomes=paths.root)
-        staging.chmod(0o755)
+        make_shared(staging)
         try:
             staging.rename(paths.root)
         except OSError as error:

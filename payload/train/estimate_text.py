@@ -10,6 +10,7 @@ from payload.config.run_config import RunConfig
 from payload.estimates.gradient_buckets import gradient_bytes
 from payload.estimates.network import Network, sends_per_byte
 from payload.estimates.quantized_cost import dequantize_s, dequantized_times, quantized_weights
+from payload.estimates.run_time import Speed
 from payload.estimates.step_time import predict_step
 from payload.models.spec import ModelSpec
 from payload.train.gemm_and_network_benchmark import Calibration
@@ -45,7 +46,14 @@ def describe(
         f"memory    about {memory / 2**30:.1f} GiB a rank",
         *_sync_check(config, spec=spec, world=world),
         *_dequantizing(config, spec=spec, world=world, calibration=calibration),
-        *_predictions(config, tokens, spec=spec, world=world, calibration=calibration),
+        *_predictions(
+            config,
+            tokens,
+            val_tokens=meta.val_tokens,
+            spec=spec,
+            world=world,
+            calibration=calibration,
+        ),
     ]
 
 
@@ -74,9 +82,15 @@ def _dequantizing(
 
 
 def _predictions(
-    config: RunConfig, tokens: int, *, spec: ModelSpec, world: World, calibration: Calibration
+    config: RunConfig,
+    tokens: int,
+    *,
+    val_tokens: int,
+    spec: ModelSpec,
+    world: World,
+    calibration: Calibration,
 ) -> list[str]:
-    """Return the log lines on the predicted gradient exchange and step time."""
+    """Return the log lines on the predicted gradient exchange, step time and time of the run."""
     config = replace(config, device=replace(config.device, kind=world.kind))
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s
@@ -93,6 +107,16 @@ def _predictions(
     )
     compute, step = predicted.compute, predicted.parts
     step_s = step.total_s()
+    # Sequences of a task can be shorter than data.sequence_length, so the tokens are counted here.
+    pace = Speed(
+        flops_per_step=tokens * spec.flops_per_token(),
+        tokens_per_step=tokens,
+        step_s=step_s,
+        flops_per_s=compute.flops_per_s,
+    )
+    time = pace.run_time(
+        config.train, val_tokens=val_tokens, checkpoint_bytes=config.checkpoint_bytes(spec)
+    )
     sync = "sync      nothing to exchange on one rank"
     if speed is not None:
         megabytes = gradient_bytes(spec, config.distributed) / 1e6
@@ -104,6 +128,5 @@ def _predictions(
     return [
         sync,
         f"predicted {step_s:.2f} s a step, of which {compute.seconds:.2f} s are compute at "
-        f"{compute.mfu:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
-        "evaluation",
+        f"{compute.mfu:.0%} of the peak: about {time.words()}",
     ]

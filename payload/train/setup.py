@@ -236,7 +236,7 @@ def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) 
         raise CheckpointError(
             f"model.init = {config.model.init!r}: this is an adapter, but adapter.kind = "
             f"{config.adapter.kind!r} needs a complete model as its base. Merge the adapter first "
-            f"with {command('export', '--checkpoint', config.model.init, '--merge')}."
+            f"with {command('export', '--model', config.model.init, '--merge')}."
         )
     source = config.model.init
     found = identify(source, folder, quantize=config.model.quantize)

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import one_line, shown
-from payload.core.validation.suggestion import nearest
 from payload.formats.hf_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -27,6 +26,7 @@ from payload.formats.hf_folder import (
 )
 from payload.formats.hub_names import HubName
 from payload.models.tensor_headers import FLOAT_DTYPES, PICKLE_FILES
+from payload.weights.run_names import near_names
 
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -295,7 +295,7 @@ class _Hub:
             return self._refusal(
                 "HF_HUB_OFFLINE is set, and the model is not in the cache "
                 f"({self._hub.constants.HF_HUB_CACHE})",
-                "Download it while online (hf download), or use a folder.",
+                f"{self._meant(name)}Download it while online (hf download), or use a folder.",
             )
         return self._refusal(
             f"not a local folder, and could not be downloaded from the Hugging Face hub "
@@ -304,10 +304,7 @@ class _Hub:
         )
 
     def _meant(self, name: str) -> str:
-        from payload.models.registry import presets
-
-        close = nearest(name, presets(), cutoff=0.6)
-        return f"Did you mean {close!r}? " if close and close != name else ""
+        return f"{near_names(name)} ".lstrip()
 
     def _refusal(self, problem: str, fix: str) -> CheckpointError:
         return CheckpointError(f"{self.setting} = {shown(str(self.wanted))}: {problem}. {fix}")

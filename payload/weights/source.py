@@ -1,4 +1,4 @@
-"""Resolve the name of a model (`model.init`, `--checkpoint`) to the source of its weights."""
+"""Resolve the name of a model (`model.init`, `--model`) to the source of its weights."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from payload.weights.adapter_files import (
     recorded_base,
 )
 from payload.weights.hub import fetch_config, resolve, weight_shapes
+from payload.weights.run_names import near_names, path_of_run
 
 SCRATCH = "scratch"
 BASE_VARIABLE = "TILEFORGE_ADAPTER_BASE"
@@ -63,7 +64,8 @@ class Source:
         """
         if self.folder is not None and has_adapter(self.folder):
             setting = f"{self.folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
-            return find_source(base_name(self.folder), setting=setting, verify=False).spec()
+            base = base_name(self.folder)
+            return find_source(base, setting=setting, verify=False, takes_ids=False).spec()
         if self.folder is not None:
             return read_spec(self.folder)
         if self.file is not None:
@@ -110,9 +112,13 @@ def find_source(
     setting: str,
     verify: bool = True,
     takes_runs: bool = False,
+    takes_ids: bool = True,
     passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None,
 ) -> Source:
     """Resolve `name` to a source; messages call it `setting`.
+
+    With `takes_ids`, a run's id means the run's folder, and `latest` the newest run. The base that
+    an adapter names must not be looked up among the user's runs.
 
     A folder without config.json can contain one GGUF file instead. A run's folder, or its folder of
     checkpoints, resolves to its newest valid checkpoint; `passed_over` is called with each damaged
@@ -126,6 +132,8 @@ def find_source(
         return Source(name=name, kind="scratch")
     if pinned_name(name) is not None:
         return Source(name=name, kind="hub")
+    if takes_ids:
+        name = path_of_run(name, setting=setting, error=CheckpointError)
     path = home_path(name)
     if not (takes_runs and (_is_run(path) or (path / MANIFEST_FILE).is_file())):
         require_one_meaning(name, setting=setting, kind="model", error=CheckpointError)
@@ -142,15 +150,16 @@ def find_source(
 def pinned_name_of(name: str, *, setting: str, earlier: str | None = None) -> str:
     """Return `name` with its revision resolved to a commit, if it is on the hub.
 
-    A local folder or `scratch` is returned unchanged. `earlier` is the result of an earlier start
-    of the same run: if it names the same model, its commit is kept without a request to the hub.
-    Raises CheckpointError.
+    The id of a run becomes the run's path; another local name or `scratch` is returned unchanged.
+    `earlier` is the result of an earlier start of the same run: if it names the same model, its
+    commit is kept without a request to the hub. Raises CheckpointError.
     """
     requested, before = HubName.parse(name), HubName.parse(earlier or "")
     if earlier == name and (requested is None or requested.commit()):
         return name
-    if find_source(name, setting=setting, verify=False).kind != "hub":
-        return name
+    source = find_source(name, setting=setting, verify=False)
+    if source.kind != "hub":
+        return source.name
     assert requested is not None
     if before is not None and before.commit() and before.name == requested.name:
         return name if requested.commit() else str(before)
@@ -219,6 +228,7 @@ def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
     # `runs/typo` is a path if the folder `runs` exists.
     if is_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):
         raise CheckpointError(
-            f"{setting} = {name!r}: the folder does not exist. Correct the path, or use a run, a "
-            "checkpoint, a folder in the Hugging Face layout or a model on the hub."
+            f"{setting} = {name!r}: the folder does not exist.{near_names(name)} Correct the path, "
+            "or use a run, a checkpoint, a folder in the Hugging Face layout, a GGUF file or a "
+            "model on the hub."
         )

@@ -37,4 +37,4 @@ def _with_verbs(parsers: dict[str, CommandParser]) -> Iterator[tuple[str, Comman
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
     """Return the flags of a parser, with hidden flags."""
-    return {flag for action in parser._actions for flag in action.option_strings}
+    return set(parser._option_string_actions)

@@ -290,11 +290,60 @@ def test_flags_of_classification_belong_to_it(
     assert prepare(path, tmp_path / "data", kind="text") == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected", "missing"),
+    [
+        (
+            [(f"text {number}", "ab"[number % 2]) for number in range(20)],
+            ("'a' and 1 more labels have only one validation text",),
+            ("repeat", "class_weights"),
+        ),
+        (
+            [(f"text {number % 30}", "ab"[number % 2]) for number in range(60)],
+            ("30 texts repeat an earlier one", "also in the training set"),
+            ("one validation text", "class_weights", "different labels"),
+        ),
+        (
+            [(f"text {number % 35}", "ab"[number % 2]) for number in range(60)],
+            ("25 texts repeat an earlier one", "25 repeated texts have different labels"),
+            ("class_weights",),
+        ),
+        (
+            [(f"text {number}", "a" if number % 5 else "b") for number in range(100)],
+            ("'a' has 72 training texts, 'b' only 18", "task.class_weights=balanced"),
+            ("one validation text", "repeat"),
+        ),
+    ],
+)
+def test_labels_that_make_the_accuracy_misleading_are_noted(
+    rows: list[tuple[str, str]],
+    expected: tuple[str, ...],
+    missing: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--task", "classify", "--source", "csv", "--out", str(tmp_path / "data")]
+    source = str(write_rows(tmp_path, "csv", rows))
+    assert main(["prepare", *words, "--input", source]) == 0
+    said = capsys.readouterr().err
+    assert all(text in said for text in expected), said
+    assert not any(text in said for text in missing), said
+
+
 def test_bad_rows_can_be_left_out(tmp_path: Path) -> None:
     rows = [*ROWS, ("", "up"), ("text", "")]
     assert prepare(write_rows(tmp_path, "jsonl", rows), tmp_path / "data", "--skip-bad") == 0
     assert load_meta(tmp_path / "data").skipped_documents == 2
     assert sorted(decoded(tmp_path / "data")) == sorted(ROWS)
+
+
+def test_a_folder_made_without_bad_rows_is_named_so_where_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_rows(tmp_path, "jsonl", [*ROWS, ("", "up")])
+    assert prepare(source, tmp_path / "data", "--skip-bad") == 0
+    assert prepare(source, tmp_path / "data") == 10
+    assert "--skip-bad). Choose another --out" in capsys.readouterr().err
 
 
 def test_examples_that_are_not_meta_jsons_are_refused(tmp_path: Path) -> None:

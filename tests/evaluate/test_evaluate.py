@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_without_json_the_result_is_for_people(
     assert "960 tokens" in out and "perplexity" in out and "blocks of 64" in out
 
 
+def test_the_default_length_is_the_run_s_and_another_one_is_noted(
+    checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = tmp_path / "trained"
+    shutil.copytree(checkpoint, trained)
+    config = "[data]\nsequence_length = 32\n"
+    (trained / "trainer.json").write_text(json.dumps({"config_toml": config}))
+    assert evaluate(trained, data) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "blocks of 32" in out and "note" not in out
+    assert evaluate(trained, data, "--sequence-length", "64") == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "blocks of 64" in out and "validation loss is over blocks of 32" in out
+    assert evaluate(trained, data, "--json") == ExitCode.OK
+    row = last_line(capsys.readouterr().out)
+    assert (row["sequence_length"], row["trained_sequence_length"]) == (32, 32)
+
+
 def test_bf16_comes_close_to_fp32(
     checkpoint: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +179,7 @@ def test_data_of_another_tokenizer_is_refused_with_the_command_that_makes_it_rig
     save_hf(make_model(sequence_length=LENGTH), tmp_path)
     add_tokenizer(tmp_path)
     line = complaint(["--checkpoint", str(tmp_path), "--data", str(data)], capsys)
-    assert f"--data = '{data}' was prepared with the tokenizer gpt2, but --checkpoint = " in line
+    assert f"--data = '{data}' was prepared with the tokenizer gpt2, but --model = " in line
     assert (
         f"-m payload.data prepare --source 'random phrases' --input PATH --tokenizer {tmp_path}"
         in line

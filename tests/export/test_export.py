@@ -274,6 +274,22 @@ def test_a_folder_for_transformers_has_the_rounded_weights_and_the_tokenizer(
     assert both[0]["input_ids"] == both[1]["input_ids"]
 
 
+@pytest.mark.parametrize("format_", ["hf", "gguf"])
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_umask_decides_who_can_read_exported_files(
+    format_: str, umask: int, tmp_path: Path
+) -> None:
+    source, out = make_gpt2(tmp_path / "model"), tmp_path / "out"
+    before = os.umask(umask)
+    try:
+        assert export(source, out, format_=format_) == ExitCode.OK
+    finally:
+        os.umask(before)
+    files = [path for path in (out, *out.rglob("*")) if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+    assert out.stat().st_mode & 0o777 == (0o777 if out.is_dir() else 0o666) & ~umask
+
+
 def complaint(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     said = capsys.readouterr()
     assert code in (ExitCode.CONFIG, ExitCode.USAGE) and said.out == ""

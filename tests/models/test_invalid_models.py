@@ -63,7 +63,7 @@ ITS_OWN = "Use a folder in the Hugging Face layout, with its own config.json."
 USE_A_WHOLE_MODEL = "Use a folder with the model's config.json and all its weight files."
 NO_FOLDER = (
     "the folder does not exist. Correct the path, or use a run, a checkpoint, a folder in the "
-    "Hugging Face layout or a model on the hub."
+    "Hugging Face layout, a GGUF file or a model on the hub."
 )
 NOT_CAUSAL = (
     "{{model}}/config.json: model_type = '{}': transformers has no causal language model of this "

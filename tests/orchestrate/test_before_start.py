@@ -174,7 +174,7 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("model.init=gtp2", "Did you mean 'gpt2'?"),
+        ("model.init=gtp2", "Did you mean gpt2?"),
         ("model.init=payload/lates", "the folder does not exist"),
         ("model.init=./gpt2", "the folder does not exist"),
         ("model.init=README.md", "this is a file"),

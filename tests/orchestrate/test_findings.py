@@ -99,7 +99,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"memory_bytes": 16 * GIB}, "memory", "error", "it has 16.0 GiB of memory, but the"),
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
-        ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of the clock of"),
+        ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 1 h ahead of the clock of"),
         ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab but not mounted"),
         ({"shared": shared(error="ESTALE")}, "shared", "error", "the mount is stale"),
         ({"shared": shared(error="EACCES")}, "shared", "error", "(root squash)"),
@@ -109,7 +109,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"shared": shared()}, "shared", "error", "/srv/shared does not answer"),
         ({"shared": shared(took_s=2.5)}, "shared", "warning", "is slow: a small file took 2.5 s"),
         ({"resolver_answers": False}, "name", "warning", "its resolver does not answer"),
-        ({"clock_offset_s": -30.0}, "clock", "warning", "its clock is 30.0 s behind"),
+        ({"clock_offset_s": -30.0}, "clock", "warning", "its clock is 30 s behind"),
         (
             {"hostname_addresses": ("127.0.1.1",)},
             "name",
@@ -194,7 +194,7 @@ def test_one_clock_among_three_that_is_off_is_that_node_s() -> None:
 def test_when_all_clocks_agree_it_is_the_operator_s_that_is_off() -> None:
     (finding,) = of_clocks(-3600.0, -3600.1, -3599.9)
     assert finding.severity == "warning"
-    assert "this machine's clock is 60 min ahead of the clocks of all nodes" in finding.cause
+    assert "this machine's clock is 1 h ahead of the clocks of all nodes" in finding.cause
 
 
 def test_the_clock_is_compared_in_the_middle_of_the_answer_s_journey() -> None:

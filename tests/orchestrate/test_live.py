@@ -8,9 +8,10 @@ import pytest
 
 from payload.config.training_sections import TrainSection
 from payload.core.durations import as_clock
+from payload.estimates.run_time import evaluations_left, saves_left
 from payload.orchestrate.terminal import time_left
 from payload.orchestrate.terminal.console import View
-from payload.orchestrate.terminal.time_left import Eta, evaluations_left, saves_left
+from payload.orchestrate.terminal.time_left import Eta
 from payload.run_record.run_files import RankProgress
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
@@ -135,4 +136,5 @@ def test_what_is_left_is_counted_from_the_step() -> None:
 
 def test_durations_read_as_a_clock() -> None:
     assert [as_clock(s) for s in (0.4, 42.2, 725, 3725.4)] == ["0:00", "0:42", "12:05", "1:02:05"]
+    assert [as_clock(s) for s in (100_000, 30_811.4 * 60)] == ["27:46:40", "21 d 9 h"]
     assert [as_clock(float(s)) for s in ("inf", "-inf", "nan")] == ["?", "?", "?"]

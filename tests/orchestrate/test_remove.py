@@ -282,7 +282,9 @@ def test_plan_prints_disk_space_and_time_with_their_source(workplace: Workplace)
     status, out, _ = workplace.call("plan")
     assert status == 0
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
-    assert "up to 4 checkpoints of 0.09 GB; " in lines["disk"] and "GB are free" in lines["disk"]
+    assert "up to 4 checkpoints of 0.09 GB (" in lines["disk"] and "GB are free" in lines["disk"]
+    assert "train.keep_checkpoints" in lines["disk"] and "optimizer state" in lines["disk"]
+    assert "training, " in lines["duration"] and "in all (start" in lines["duration"]
     assert "typical of" in lines["duration"] and "not measured" in lines["duration"]
     ran_before(workplace)
     status, out, _ = workplace.call("plan", *BATCH, "--json")
@@ -290,7 +292,9 @@ def test_plan_prints_disk_space_and_time_with_their_source(workplace: Workplace)
     found = json.loads(out)["estimate"]
     assert found["basis"] == "at the 512 tokens/s of run before"
     # 100 steps of 128 tokens, and two evaluations of 10 tokens at a third of a step's price.
-    assert abs(found["seconds"] - (12_800 + 20 / 3) / 512) < 0.01
+    assert abs(found["time"]["training_s"] - 12_800 / 512) < 0.01
+    assert abs(found["time"]["evaluation_s"] - 20 / 3 / 512) < 0.01
+    assert found["seconds"] == pytest.approx(sum(found["time"].values()))
 
 
 def test_a_run_with_checkpointing_or_in_another_dtype_is_no_measure_of_a_plan(

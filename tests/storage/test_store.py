@@ -227,6 +227,7 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     here = config.data.folder()
     assert here.is_relative_to(tmp_path / "home")
     assert content_of(here) == content_of(data)
+    assert here.stat().st_mode == data.stat().st_mode, "the umask decides who can read it"
 
     train = (data / "train.bin").read_bytes()
     put(store, "train.bin", bytes([train[0] ^ 1]) + train[1:])

@@ -59,8 +59,8 @@ def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data
     # 0.8749 TFLOP at 1 / (1 + 0.05) of 0.2 TFLOP/s (core_speed), 0.022 s, and the update's 0.149 s
     # on two threads.
     assert lines["predicted"] == (
-        "predicted 4.77 s a step, of which 4.59 s are compute at 95% of the peak: about 4.8 min "
-        "without evaluation"
+        "predicted 4.77 s a step, of which 4.59 s are compute at 95% of the peak: about 4 min 46 s "
+        "training, 5 min 4 s in all (start 12 s, evaluations 3 s, checkpointing 3 s)"
     )
 
 

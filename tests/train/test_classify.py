@@ -280,6 +280,7 @@ def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
         (("--classify",), 2, "--classify needs texts: --input FILE"),
         (("--classify", "--chat"), 2, "--classify reads texts only from --input or --prompt"),
         (("--input", "x"), 2, "Add --classify"),
+        (("--classify", "--prompt", " "), 10, "--prompt is empty, and has no label"),
         (("--classify", "--input", "nowhere"), 10, "--input nowhere: No such file"),
         ((), 10, ": a classifier, which cannot continue a text"),
     ],

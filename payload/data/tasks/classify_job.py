@@ -22,6 +22,7 @@ from payload.data.tasks.arguments import (
     source_request,
     tokenizer_check,
 )
+from payload.data.tasks.label_notes import label_notes
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config
 from payload.formats.data_folder import (
     EXAMPLES_NAMES,
@@ -173,6 +174,9 @@ class _ClassifyJob:
             split=split,
             fields=fields,
             encoder=self.settings.tokenizer.reference_name,
+            notes=label_notes(
+                [each.tokens.tobytes() for each in texts], numbers, is_val, labels=labels
+            ),
         )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:

@@ -42,6 +42,8 @@ class PreparedData:
     """Values of DataMeta: counts of tokens, documents and bytes, the task, and its record."""
     encoder: str
     """Name of the encoder that made the tokens."""
+    notes: tuple[str, ...] = ()
+    """Messages about the data, such as duplicates."""
     tokenizer_files: Mapping[str, bytes] | None = None
     """Tokenizer files that replace the tokenizer's own files, if the task changes them."""
 
@@ -72,7 +74,11 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
         tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
         need_bytes=sum(values.nbytes for values in made.files.values()),
         free_bytes=free_bytes(job.settings.out),
-        note="; ".join(job.rows.notes()).removeprefix("note: ") or None,
+        note="; ".join(
+            each.removeprefix("note: ").removesuffix(".")
+            for each in (*job.rows.notes(), *made.notes)
+        )
+        or None,
     )
 
 
@@ -95,7 +101,7 @@ def prepare_whole(
                 made = make()
                 rows.require_read()
                 meta = _write_all(rows, settings, fingerprint_of(identity, settings), made)
-                for note in rows.notes():
+                for note in (*rows.notes(), *made.notes):
                     reporter.log(note)
                 warn_if_few(meta, reporter)
                 worked_s = time.monotonic() - started_s

@@ -16,6 +16,7 @@ from payload.formats.hub_names import HubName, hub_name, require_one_meaning
 from payload.formats.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.models.gguf import gguf_file
 from payload.run_record.run_files import RunPaths
+from payload.weights.run_names import near_names, path_of_run
 
 if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer
@@ -55,6 +56,7 @@ def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
 
 def _find(name: str) -> tuple[Path, str]:
     """Return the folder of the tokenizer, and the name that meta.json records for it."""
+    name = path_of_run(name, setting="--tokenizer", error=DataError)
     require_one_meaning(name, setting="--tokenizer", kind="model", error=DataError)
     if (hub_model := hub_name(name)) is not None:
         return _download(hub_model)
@@ -71,7 +73,9 @@ def _find(name: str) -> tuple[Path, str]:
         if path.name == "tokenizer.json":
             return path.parent, str(path.parent)
         raise DataError(f"--tokenizer {shown(name)} is a file. {_FIX}")
-    raise DataError(f"--tokenizer {shown(name)}: the folder does not exist. {_FIX}")
+    raise DataError(
+        f"--tokenizer {shown(name)}: the folder does not exist.{near_names(name)} {_FIX}"
+    )
 
 
 def _newest_checkpoint(folder: Path) -> Path:
@@ -114,7 +118,10 @@ def _explain(error: Exception, hub: HubName) -> str:
             "login."
         )
     if kind == "RepositoryNotFoundError":
-        return f"{what}: neither a local folder nor a public model of the Hugging Face hub. {_FIX}"
+        return (
+            f"{what}: neither a local folder nor a public model of the Hugging Face hub."
+            f"{near_names(hub.name)} {_FIX}"
+        )
     if kind == "RevisionNotFoundError":
         revision = shown(hub.revision)
         return (
@@ -123,7 +130,8 @@ def _explain(error: Exception, hub: HubName) -> str:
         )
     return (
         f"{what}: not a local folder, and the Hugging Face hub cannot be reached "
-        f"({one_line(error).rstrip('.')}). Check the network, or use a folder with tokenizer.json."
+        f"({one_line(error).rstrip('.')}).{near_names(hub.name)} Check the network, or use a "
+        "folder with tokenizer.json."
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import CheckpointError
 from payload.core.file_hash import sha256_of
+from payload.core.files import make_shared
 
 _RECIPE = "3"
 """Version of the conversion, part of a folder's name; increase it when a conversion changes."""
@@ -40,6 +41,7 @@ def converted(
         ) from None
     try:
         build(partial)
+        make_shared(partial)
         # Another process may have renamed its folder first; that folder has the same content.
         if not folder.is_dir():
             partial.rename(folder)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
-from payload.core.errors import ConfigError
+from payload.core.errors import ConfigError, DataError
+from payload.core.suggested_commands import command
 from payload.estimates.batch_size import with_recorded_size
 from payload.launch.plan_record import auto_batch_size
-from payload.orchestrate.commands.run_commands_options import ConfigOptions
+from payload.orchestrate.commands.run_commands_options import ConfigOptions, shipped_configs
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_repair import config_to_resume
 
@@ -37,6 +38,24 @@ def load_config(
         with suppress(ConfigError):
             config = with_recorded_size(config, config_to_resume(resumed, overrides=())[0])
     return config
+
+
+def require_choice(options: ConfigOptions, config: RunConfig, *, resumed: bool = False) -> None:
+    """Raise DataError if the command line names neither a config nor data.
+
+    The default data, OpenWebText, takes 40 GB, so a new user must not be sent to its download.
+    """
+    is_named = any(each.strip().startswith("data.dir") for each in options.overrides)
+    if resumed or is_named or options.config_path is not None or config.data.folder().exists():
+        return
+    folder = shipped_configs()
+    names = ", ".join(sorted(path.name for path in folder.glob("*.toml")))
+    fine_tune = command("finetune", "--model", "MODEL", "--data", "FILE")
+    raise DataError(
+        f"no config and no data are named. To fine-tune on your own file: {fine_tune}; for an "
+        f"example: make run.\nConfigs in {folder}: {names}. Use one as: "
+        f"{command('orchestrate', 'run', str(folder / 'quickstart.toml'))}"
+    )
 
 
 def _left_size_open(resumed: RunPaths) -> bool:

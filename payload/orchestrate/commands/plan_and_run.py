@@ -12,15 +12,17 @@ from functools import partial
 from rich.console import Console
 
 from payload.config.run_config import RunConfig
+from payload.core.durations import in_words
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.printable_text import printable
 from payload.estimates.batch_size import with_auto_size
 from payload.formats.checkpoint_listing import newest_valid
 from payload.launch.plan_record import auto_batch_size
-from payload.orchestrate.commands.config_choice import load_config
+from payload.orchestrate.commands.config_choice import load_config, require_choice
 from payload.orchestrate.commands.export_job_file import export, require_no_export_options
 from payload.orchestrate.commands.inventory_site import site_of
 from payload.orchestrate.commands.run_commands_options import PlanOptions, RunOptions
+from payload.orchestrate.follow.end_of_run import next_lines, sample_lines
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
@@ -37,7 +39,7 @@ from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import Site
 from payload.orchestrate.sites.local import require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
-from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.console import confirm, text_console
 from payload.run_record.approved_settings import (
     is_on_hub,
     override_keys,
@@ -48,6 +50,7 @@ from payload.run_record.approved_settings import (
 from payload.run_record.report_and_samples_process import add_samples
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import known_summary
+from payload.run_record.run_samples import read_samples
 from payload.storage.store_access import fetch_data_to_cache, resolve_results
 
 
@@ -63,6 +66,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     config = resolve_results(load_config(options), bucket=chosen.inventory.bucket)
     _warn_without_store(chosen, config, talk=talk)
     try:
+        require_choice(options, config)
         vocab_size: int | None = _check_data(config)
     except DataError as error:
         vocab_size = None
@@ -87,6 +91,8 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         data=config.data.folder(),
         earlier=all_runs(options.runs_dir),
         is_local=site.uses_this_environment,
+        samples=options.samples,
+        expected_val_tokens=options.val_tokens or 0,
     )
     if options.strategies:
         out.print(_strategies_json(planned) if options.json else strategy_table(planned))
@@ -120,6 +126,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
     with ExitStack() as held:
         bucket = None if chosen is None else chosen.inventory.bucket
         request = _request(options, site, access, bucket=bucket, talk=talk, held=held)
+        request = replace(request, confirm=partial(_confirm_long, options, site))
         if chosen is not None:
             _warn_without_store(chosen, request.config, talk=talk)
         tails = Tails(request.paths)
@@ -137,11 +144,50 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         is_ours = started.paths == request.paths
         status = follow(started, options=end, talk=talk, tails=tails if is_ours else None)
     if options.samples and status == ExitCode.OK and site.uses_this_environment:
-        talk.print("samples: generating with the model before and after the run; Ctrl-C skips them")
-        problem = add_samples(started.paths)
-        if problem:
-            talk.print(f"note: the report has no samples: {printable(problem)}")
+        _add_samples(started.paths, talk)
+    if options.next and status == ExitCode.OK:
+        talk.print("\n".join(next_lines(started.paths, request.config)))
     return status
+
+
+def _add_samples(paths: RunPaths, talk: Console) -> None:
+    """Generate samples with the model before and after the run, and print them."""
+    talk.print("samples: generating, up to two minutes; Ctrl-C skips them")
+    problem = add_samples(paths, say=lambda line: talk.print(f"samples: {printable(line)}"))
+    if problem:
+        talk.print(f"note: the report has no samples: {printable(problem)}")
+        return
+    out = text_console(stderr=False)
+    out.print("\n".join(sample_lines(read_samples(paths.samples), width=out.width)))
+
+
+_LONG_S = 86400.0
+"""Predicted time above which `run` needs a confirmation."""
+
+
+def _confirm_long(options: RunOptions, site: Site, planned: ResolvedPlan) -> None:
+    """Require a confirmation for a run that is predicted to take more than a day.
+
+    Raises ConfigError if the operator declines, and UsageError without a terminal.
+    """
+    hours = planned.config.limits.max_hours
+    # A Slurm job has a time limit, and no terminal for an answer.
+    if options.yes or options.inventory == "slurm":
+        return
+    if hours is not None and hours * 3600 <= _LONG_S:
+        return
+    found = estimate(
+        planned,
+        data=planned.config.data.folder(),
+        earlier=all_runs(options.runs_dir),
+        is_local=site.uses_this_environment,
+        samples=options.samples,
+    )
+    if found.seconds <= _LONG_S:
+        return
+    question = f"The run takes about {in_words(found.seconds)}, {found.basis}. Start it?"
+    if not confirm(question, assume_yes=False):
+        raise ConfigError("nothing was started. For a shorter run: --set train.steps=COUNT")
 
 
 def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: Console) -> None:
@@ -209,6 +255,7 @@ def _request(
                 "note: model.init is not read: the run resumes from its own checkpoint. To train "
                 "other weights, start a new run"
             )
+    require_choice(options, config, resumed=resumed is not None)
     placed = site.check(with_auto_size(config, auto_size=auto_size), env)
     fetch_data_to_cache(config, env=code_env, say=talk.print)
     vocab_size = _check_data(config)

@@ -14,6 +14,7 @@ from statistics import median
 
 import payload
 from payload import __version__
+from payload.core.durations import in_words
 from payload.core.printable_text import printable
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
@@ -57,7 +58,7 @@ def page(
         "",
         f"{datetime.now(UTC):%Y-%m-%d}: Tileforge {__version__}, Pulumi {engine}, pulumi-gcp "
         f"{_provider()}, Python {platform.python_version()}.",
-        f"{took_s / 60:.1f} minutes, at most ${hourly_usd * took_s / 3600:.2f}.",
+        f"{in_words(took_s)}, at most ${hourly_usd * took_s / 3600:.2f}.",
         f"Settings: {chosen}.",
         *([f"It failed: {trouble}."] if trouble else []),
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import payload
 from payload.core.command_line import option
+from payload.core.validation.suggestion import nearest
 from payload.run_record.run_files import DEFAULT_GRACE_S
 
 _SETTINGS, _MACHINES, _EXPORT = "settings", "machines", "export the run to another engine"
@@ -16,15 +18,34 @@ _SETTINGS, _MACHINES, _EXPORT = "settings", "machines", "export the run to anoth
 
 def toml_file(text: str) -> Path:
     """Return the path of a config file. Raises ArgumentTypeError."""
-    if not text.endswith(".toml"):
+    path = Path(text)
+    similar = None if path.is_file() and path.suffix == ".toml" else _similar_config(path)
+    if similar is not None:
+        raise ArgumentTypeError(f"{text!r}: file not found. Did you mean {similar}?")
+    if path.suffix != ".toml":
         raise ArgumentTypeError(
             f"{text!r} is not a config: its name must end in .toml. To continue a run: run "
             f"--resume {text}"
         )
-    path, packaged = Path(text), Path(payload.__file__).parent / "configs" / text
-    if not path.exists() and packaged.is_file():
-        raise ArgumentTypeError(f"{text!r}: file not found. Did you mean {packaged}?")
     return path
+
+
+def shipped_configs() -> Path:
+    """Return the folder of the configs that come with the package."""
+    return Path(os.path.relpath(Path(payload.__file__).parent / "configs"))
+
+
+def _similar_config(path: Path) -> Path | None:
+    """Return an existing config with the same or a similar name, or None.
+
+    A config in the same folder is preferred to one that comes with the package.
+    """
+    for folder in (path.parent, shipped_configs()):
+        known = {each.stem: each for each in sorted(folder.glob("*.toml"))}
+        near = nearest(path.name.removesuffix(".toml"), known)
+        if near is not None:
+            return known[near]
+    return None
 
 
 def _sites() -> Collection[str]:
@@ -116,12 +137,16 @@ class NewRunOptions(ConfigOptions):
         "id of the new run (default: name, time and four digits)", metavar="ID"
     )
     runs_dir: Path = runs_dir_option()
+    samples: bool = option(SUPPRESS)  # payload.finetune sets this for small models
+    """If set, the report shows text that the model generates before and after the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(NewRunOptions):
     """Options of `plan`."""
 
+    val_tokens: int | None = option(SUPPRESS)  # payload.finetune sets this
+    """Expected number of validation tokens of data that do not exist yet."""
     json: bool = option("print the plan as JSON")
     strategies: bool = option(
         "only compare the parallel strategies by memory and predicted step time"
@@ -181,8 +206,9 @@ class RunOptions(NewRunOptions):
     )
     json: bool = option("print summary.json at the end", advanced=True)
     open: bool = option("show the report in the browser at the end")
-    samples: bool = option(SUPPRESS)  # payload.finetune sets this for small models
-    """If set, the report shows text that the model generates before and after the run."""
+    next: bool = option(SUPPRESS)  # payload.finetune sets this
+    """If set, a finished run prints the commands that use its model."""
+    yes: bool = option("start without a question, also a run of more than a day")
     profile: int | None = option(
         "trace this step on rank 0 (or on the rank in train.profile_rank), and print its "
         "operators, slowest first",

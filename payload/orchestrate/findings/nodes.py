@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from payload.core.durations import in_words
 from payload.core.errors import ExitCode, TileforgeError
 from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
@@ -530,9 +531,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _apart(offset_s: float) -> str:
-    size = abs(offset_s)
-    text = f"{size:.1f} s" if size < 120 else f"{size / 60:.0f} min"
-    return f"{text} {'ahead' if offset_s > 0 else 'behind'}"
+    return f"{in_words(abs(offset_s))} {'ahead' if offset_s > 0 else 'behind'}"
 
 
 def _error(

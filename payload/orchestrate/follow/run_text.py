@@ -19,10 +19,11 @@ from payload.core.files import free_bytes
 from payload.core.one_line import printable_line
 from payload.core.regular_files import open_regular
 from payload.estimates.batch_size import USED
-from payload.estimates.disk_room import most_checkpoints
+from payload.estimates.disk_room import disk_words, most_checkpoints
+from payload.estimates.network import Network
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
 from payload.estimates.run_estimate import RunEstimate
-from payload.estimates.run_time import Speed, typical_speed
+from payload.estimates.run_time import RunTime, Speed, typical_speed
 from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
 from payload.launch.plan_record import LaunchPlan
@@ -32,7 +33,6 @@ from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import RunView
 from payload.orchestrate.terminal.tables import labelled_lines, table_lines
-from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
 from payload.run_record.run_files import RunPaths, Summary, last_record, read_json
@@ -55,8 +55,11 @@ class Estimate:
     """Size of the existing data folder."""
     free_bytes: int | None
     """Free space for the run's folder; None for nodes that were not queried."""
+    disk: str
+    """Description of the disk space of the checkpoints."""
     seconds: float
-    """Time of training and evaluation."""
+    """Time of the run, the sum of `time`."""
+    time: RunTime
     basis: str
     """Description of the speed on which the time is based."""
     usd: float | None
@@ -72,16 +75,13 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return the lines about disk space, data, duration and store."""
-        disk = self.checkpoints * self.checkpoint_bytes
-        free = "" if self.free_bytes is None else f"; {self.free_bytes / 1e9:,.1f} GB are free"
         cost = "" if self.usd is None else f", ${self.usd:,.2f}"
         return [
-            f"disk             about {disk / 1e9:,.2f} GB: up to {self.checkpoints} checkpoints of "
-            f"{self.checkpoint_bytes / 1e9:,.2f} GB{free}",
+            f"disk             {self.disk}",
             f"data             {self.data_bytes / 1e9:,.2f} GB, exists already"
             if self.data_bytes
             else "data             does not exist yet",
-            f"duration         about {as_clock(self.seconds)}{cost}, {self.basis}",
+            f"duration         about {self.time.words()}{cost}, {self.basis}",
             *([f"store            {self._store_line()}"] if self.store else []),
             *([f"base of 4 bits   {self.quantized.sentence()}"] if self.quantized else []),
         ]
@@ -97,29 +97,48 @@ class Estimate:
 
 
 def estimate(
-    planned: ResolvedPlan, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
+    planned: ResolvedPlan,
+    *,
+    data: Path,
+    earlier: Sequence[RunPaths],
+    is_local: bool,
+    samples: bool = False,
+    expected_val_tokens: int = 0,
 ) -> Estimate:
     """Estimate a run from the speed of earlier runs, the measured speed, or a typical speed.
 
-    `earlier` has the runs on this machine, the newest first.
+    `earlier` has the runs on this machine, the newest first. `samples` is True if text is generated
+    before and after the run; `expected_val_tokens` counts if the data do not exist yet.
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
     quantized = _quantized(planned, earlier if is_local else ())
     speed, basis = _speed(planned, quantized, earlier if is_local else ())
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
-    val_tokens = _val_tokens(data)
-    evaluated = min(val_tokens, train.eval_tokens or val_tokens)
-    evaluations = 1 + evaluations_left(train, 0)
-    seconds = speed.run_s(steps=train.steps, evaluated_tokens=evaluations * evaluated)
+    time = speed.run_time(
+        train,
+        val_tokens=_val_tokens(data) or expected_val_tokens,
+        checkpoint_bytes=numbers.checkpoint_bytes,
+        sampled_params=numbers.params if samples else 0,
+    )
+    seconds, spec = time.total_s(), planned.predicted.adapted(planned.base)
     hourly_usd = planned.inventory.hourly_usd()
     address = planned.config.storage.address()
     kept = train.keep_checkpoints + 1  # and the best one
+    checkpoints = most_checkpoints(keep=train.keep_checkpoints, uploads=address is not None)
+    free = free_bytes(planned.paths.root) if is_local else None
     return Estimate(
-        checkpoints=most_checkpoints(keep=train.keep_checkpoints, uploads=address is not None),
+        checkpoints=checkpoints,
         checkpoint_bytes=numbers.checkpoint_bytes,
         data_bytes=sum(sizes.values()),
-        free_bytes=free_bytes(planned.paths.root) if is_local else None,
+        free_bytes=free,
+        disk=disk_words(
+            checkpoints=checkpoints,
+            checkpoint_bytes=numbers.checkpoint_bytes,
+            state_bytes=planned.predicted.optimizer_state_bytes(spec),
+            free_bytes=free,
+        ),
         seconds=seconds,
+        time=time,
         basis=basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
         store=None if address is None else str(address),
@@ -160,6 +179,7 @@ def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed
         planned.plan.arithmetic,
         core_flops_per_s=planned.core_flops_per_s[predicted.dtype()],
         cores=cores,
+        network=Network(ranks=planned.plan.world_size, bytes_per_s=planned.link_bytes_per_s),
         dequantize_s=dequantize_s,
     )
     basis = (

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.config.run_config import RunConfig
+from payload.core.durations import in_words
 from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
 from payload.machines.inventory import Source
@@ -34,7 +35,7 @@ def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
         f"warning: the run has no store. Its checkpoints are on {head}'s disk, and "
         "are lost with that machine: at the end of its lifetime, or when Google preempts a "
         "spot machine. While `run` or `attach` follows the run, the newest checkpoint is copied "
-        f"here every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "
+        f"here every {in_words(COPY_EVERY_S)}. To keep them all: {_KEEP}, then "
         f"{command('orchestrate', 'up')}; or --set storage.results=gs://BUCKET/PREFIX"
     )
 

@@ -142,6 +142,7 @@ def resolve(
         predicted=settled.predicted,
         auto_dtype=dtypes.auto,
         core_flops_per_s=dtypes.core_flops_per_s,
+        link_bytes_per_s=target.profile.link_bytes_per_s,
         strategies=_strategies(target, placed.placement, dtypes, settled),
         free_memory_bytes=settled.free_bytes,
         base=settled.base,

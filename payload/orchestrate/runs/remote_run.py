@@ -22,7 +22,7 @@ from payload.core.errors import (
     RankLostError,
     TileforgeError,
 )
-from payload.core.files import write_whole
+from payload.core.files import make_shared, write_whole
 from payload.core.printable_text import shown
 from payload.core.python_processes import module_command
 from payload.formats.checkpoint_listing import (
@@ -329,7 +329,7 @@ class RemoteRun:
                 raise AnswerError(f"{head.node.name}: its plan.json belongs to another run.")
             record_approved(staging, {}, becomes=self.paths.root)
             record_contact(staging, alive=True, ssh_key=self._key)
-            staging.root.chmod(0o755)
+            make_shared(staging.root)
             staging.root.rename(self.paths.root)
         except OSError as error:
             raise ConfigError(f"{self.paths.root}: {error.strerror}. Try again.") from None

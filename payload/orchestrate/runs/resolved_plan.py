@@ -68,6 +68,8 @@ class ResolvedPlan:
     """The resolved compute dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     """GEMM peak of a core for each dtype: measured if possible, otherwise typical."""
+    link_bytes_per_s: float
+    """Rate at which a rank sends while it also receives: measured if possible."""
     strategies: tuple[StrategyPrediction, ...] = ()
     """Predictions for the alternative strategies on the run's ranks, the best first."""
     free_memory_bytes: int | None = None

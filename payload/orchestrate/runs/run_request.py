@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from payload.core.errors import ConfigError, TileforgeError
 from payload.core.files import write_whole
 from payload.core.printable_text import shown
 from payload.launch.plan_record import auto_batch_size
-from payload.orchestrate.runs.resolved_plan import ResolvedPlacement
+from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_index import create_run, room_for
 from payload.run_record.approved_settings import record_approved, settings_to_approve
 from payload.run_record.run_files import RunPaths
@@ -76,6 +76,9 @@ class RunRequest:
     for all such settings of the config."""
     placed: ResolvedPlacement | None = None
     """Result of `Site.check`; None if the nodes are unknown before the start."""
+
+    confirm: Callable[[ResolvedPlan], None] = lambda _planned: None
+    """Called with the plan of a new run before the run starts; may raise TileforgeError."""
 
     def to_plan(self) -> PlanRequest:
         """Return the request to plan the run, with the records in its local folder."""

@@ -121,6 +121,7 @@ class Local(InventorySite):
         planned = resolve(request.to_plan(), self._target(paths, port=port), placed=request.placed)
         require_disk(planned)
         if not request.resumes:
+            request.confirm(planned)
             require_new_in_store(request.config, paths.run_id, env=self._access.code_environment())
         for note in planned.notes():
             talk.print(note)

@@ -302,6 +302,8 @@ class Ssh(InventorySite):
             access = _access_of(report, answers, head=inventory.head, code=code, run_key=run_key)
             target = self._target(request.paths.run_id, head, access, copies)
             planned = resolve(request.to_plan(), target, placed=placed)
+            if not request.resumes:
+                request.confirm(planned)
             _write(planned, request, run, cluster, talk=talk)
         except BaseException:
             # Even at Ctrl-C, because no later command would remove the key.

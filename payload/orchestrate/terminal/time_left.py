@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.config.training_sections import TrainSection
+from payload.estimates.run_time import evaluations_left, saves_left
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RankProgress
 
@@ -75,17 +76,3 @@ class Eta:
     def _mean_s(self, phase: str) -> float:
         times_s = self._phase_s.get(phase)
         return statistics.fmean(times_s) if times_s else 0.0
-
-
-def evaluations_left(train: TrainSection, step: int) -> int:
-    """Return the number of evaluations after `step`."""
-    return _due_between(train.eval_every, step, train.steps - 1) + (step < train.steps)
-
-
-def saves_left(train: TrainSection, step: int) -> int:
-    """Return the number of checkpoints after `step`."""
-    return _due_between(train.checkpoint_every, step, train.steps - 1) + (step < train.steps)
-
-
-def _due_between(every: int, after: int, last: int) -> int:
-    return max(0, last // every - after // every) if every else 0

@@ -48,34 +48,39 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """Return the folder with the weights that `--checkpoint` names, like `model_folder`.
+    """Return the folder with the weights that `--model` names, like `model_folder`.
 
     The option accepts runs and checkpoints, so a local folder `exp/first` takes precedence over a
     hub model of that name. This is logged, because a cloned project could contain such a folder on
     purpose.
     """
-    folder = model_folder(name, setting="--checkpoint", takes_runs=True)
+    folder = model_folder(name, setting="--model", takes_runs=True)
     if is_ambiguous(name):
         log.warning(
-            f"--checkpoint = {name!r}: using the local folder {folder}, not the hub model of this "
-            "name"
+            f"--model = {name!r}: using the local folder {folder}, not the hub model of this name"
         )
     return folder
 
 
 def model_folder(
-    name: str, *, setting: str = "model.init", verify: bool = True, takes_runs: bool = False
+    name: str,
+    *,
+    setting: str = "model.init",
+    verify: bool = True,
+    takes_runs: bool = False,
+    takes_ids: bool = True,
 ) -> Path:
     """Return the folder with the weights of `name`, downloaded if it is on the hub.
 
-    `setting` is the name in messages; `verify` and `takes_runs` are as in `find_source`.
-    Raises CheckpointError if no weights are found.
+    `setting` is the name in messages; the other options are as in `find_source`. Raises
+    CheckpointError if no weights are found.
     """
     source = find_source(
         name,
         setting=setting,
         verify=verify,
         takes_runs=takes_runs,
+        takes_ids=takes_ids,
         passed_over=warn_skipped,
     )
     if source.folder is not None:
@@ -124,11 +129,11 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     expected = recorded.get("sha256")
     # The recorded hash covers all weights; verifying the manifest would read them a second time.
     setting = f"{adapter / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
-    base = model_folder(source, setting=setting, verify=verify and not expected)
+    base = model_folder(source, setting=setting, verify=verify and not expected, takes_ids=False)
     if has_adapter(base):
         raise CheckpointError(
             f"{adapter}: its base {base} is an adapter, too. Merge that base first with "
-            f"{command('export', '--checkpoint', str(base), '--merge')}."
+            f"{command('export', '--model', str(base), '--merge')}."
         )
     if expected and expected != (found := weights_sha256(base)):
         raise CheckpointError(

@@ -20,6 +20,7 @@ _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
+    torch.float16: "F16",
     torch.int64: "I64",
 }
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}

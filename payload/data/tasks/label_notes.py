@@ -1,0 +1,72 @@
+"""Notes about labelled texts: labels with few validation texts, duplicates, unequal labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_UNEQUAL = 3
+"""Ratio of the most frequent label to the rarest from which class weights are suggested."""
+
+
+def label_notes(
+    texts: Sequence[bytes],
+    numbers: npt.NDArray[np.int64],
+    is_val: npt.NDArray[np.bool_],
+    *,
+    labels: Sequence[str],
+) -> tuple[str, ...]:
+    """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts."""
+    return (
+        *_alone(np.bincount(numbers[is_val], minlength=len(labels)), labels),
+        *_duplicates(texts, numbers, is_val),
+        *_unequal(np.bincount(numbers[~is_val], minlength=len(labels)), labels),
+    )
+
+
+def _alone(counts: npt.NDArray[np.int64], labels: Sequence[str]) -> list[str]:
+    alone = [labels[int(number)] for number in np.flatnonzero(counts == 1)]
+    if not alone:
+        return []
+    others = f" and {len(alone) - 1:,} more labels have" if len(alone) > 1 else " has"
+    return [
+        f"note: {alone[0]!r}{others} only one validation text, too few for a reliable accuracy. "
+        "Add texts, or use a higher --val-fraction with --force."
+    ]
+
+
+def _duplicates(
+    texts: Sequence[bytes], numbers: npt.NDArray[np.int64], is_val: npt.NDArray[np.bool_]
+) -> list[str]:
+    where: dict[bytes, list[int]] = {}
+    for index, text in enumerate(texts):
+        where.setdefault(text, []).append(index)
+    groups = [np.array(each) for each in where.values() if len(each) > 1]
+    repeated = sum(len(each) - 1 for each in groups)
+    if not repeated:
+        return []
+    seen = sum(int(is_val[each].sum()) for each in groups if not is_val[each].all())
+    differ = sum(len(set(numbers[each].tolist())) > 1 for each in groups)
+    both = f"; {seen:,} validation texts are also in the training set" if seen else ""
+    found = [
+        f"note: {repeated:,} texts repeat an earlier one{both}. Remove the duplicates: they "
+        "distort the loss and the accuracy."
+    ]
+    if differ:
+        found.append(
+            f"note: {differ:,} repeated texts have different labels. Keep one label for each text."
+        )
+    return found
+
+
+def _unequal(counts: npt.NDArray[np.int64], labels: Sequence[str]) -> list[str]:
+    most, least = int(counts.argmax()), int(counts.argmin())
+    if counts[most] < _UNEQUAL * counts[least]:
+        return []
+    return [
+        f"note: {labels[most]!r} has {int(counts[most]):,} training texts, {labels[least]!r} only "
+        f"{int(counts[least]):,}. For equal weight of all labels in the loss, use the setting "
+        "task.class_weights=balanced."
+    ]

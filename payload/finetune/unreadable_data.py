@@ -1,0 +1,65 @@
+"""Output of `finetune` if the data cannot be read, or rendered with the model's template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from payload.core.command_line import CommandParser
+from payload.core.errors import DataError
+from payload.core.suggested_commands import command
+from payload.data.detect import detect_data
+from payload.finetune.decide import FinetuneRequest
+from payload.run_record.run_files import NAMES
+
+_OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+))?")
+_VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
+"""A value in a message. Values come from the data, whose author must not choose an option."""
+_NOT_REPEATED = ("--dry-run", "--force")
+
+
+def lines_without_plan(
+    request: FinetuneRequest, error: DataError, *, argv: Sequence[str], parser: CommandParser
+) -> list[str]:
+    """Return the detected facts about the data, and the commands that inspect, fix and continue.
+
+    `argv` and `parser` are the arguments and the command line of `finetune`.
+    """
+    found, task = [], request.data_options.task or "TASK"
+    source = ["--task", task, "--source", "auto", "--input", request.data]
+    try:
+        detected = detect_data(request.data, request.data_options)
+    except DataError:
+        pass
+    else:
+        found = [f"data    {request.data}: task {detected.task}, because {detected.reason}"]
+        found += [f"        {line}" for line in detected.recognised]
+        source = detected.arguments()
+    out = ["--out", str(request.out / "data")]
+    run = ["run", "--config", str(request.out / NAMES.config.name), *request.run_arguments]
+    return [
+        *found,
+        "",
+        "the rows as they are read:",
+        f"  {command('data', 'show', request.data, '--model', request.model)}",
+        *_fix(str(error), argv, parser),
+        "without finetune, prepare the data, write a run.toml and start it:",
+        f"  {command('data', 'prepare', *source, '--model', request.model, *out)}",
+        f"  {command('orchestrate', *run)}",
+        "",
+    ]
+
+
+def _fix(error: str, argv: Sequence[str], parser: CommandParser) -> list[str]:
+    """Return the command of the user with the first further option that the error names."""
+    given = [word for word in argv if word not in _NOT_REPEATED]
+    named = _OPTION.findall(_VALUE.sub("", error))
+    values = {option: value for option, value in named if value}
+    for option, _ in named:
+        action = parser._option_string_actions.get(option)
+        if action is None or option in argv or option == "--data":
+            continue
+        example = values.get(option) or action.metavar or action.dest.upper()
+        added = [option] if action.nargs == 0 else [option, str(example)]
+        return ["to fix the error, for example:", f"  {command('finetune', *given, *added)}"]
+    return []

@@ -1,0 +1,65 @@
+"""Last output of a finished run: samples before and after the run, and the next commands."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from payload.config.run_config import RunConfig
+from payload.core.one_line import printable_line
+from payload.core.suggested_commands import chat_command, command
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths
+from payload.run_record.run_samples import Sample
+
+_SHOWN_CHARS = 400
+
+
+def sample_lines(samples: Sequence[Sample], *, width: int) -> list[str]:
+    """Return the prompts with the model's texts before and after the run."""
+    lines = []
+    for number, sample in enumerate(samples, 1):
+        # The end of a prompt has the question; a chat template begins with other text.
+        prompt = printable_line(sample.prompt)
+        rows = [
+            (
+                f"prompt {number}",
+                f"...{prompt[-_SHOWN_CHARS:]}" if len(prompt) > _SHOWN_CHARS else prompt,
+            ),
+            ("before", sample.before),
+            ("after", sample.after),
+        ]
+        for name, text in rows:
+            if text is not None:
+                lines += textwrap.wrap(
+                    f"{name:<9} {printable_line(text)[: _SHOWN_CHARS + 3] or '(no text)'}",
+                    width=width,
+                    subsequent_indent=" " * 10,
+                )
+    return lines
+
+
+def next_lines(paths: RunPaths, config: RunConfig) -> list[str]:
+    """Return the commands that use, measure and share the run's model."""
+    model, task = model_name(paths), config.task.data()
+    use = [command("generate", model, "--prompt", "TEXT")]
+    if task == "classify":
+        use = [command("generate", model, "--classify", "--input", "FILE")]
+    elif task in ("chat", "preference"):
+        use = [chat_command(model)]
+    share = ["--format", "gguf", *(["--merge"] if config.adapter.is_on() else [])]
+    if task == "classify":
+        share[:2] = ["--format", "hf"]
+    commands = [
+        *use,
+        command("evaluate", "--model", model, "--data", str(config.data.folder())),
+        command("export", "--model", model, *share),
+    ]
+    return ["next:", *(f"  {each}" for each in commands)]
+
+
+def model_name(paths: RunPaths) -> str:
+    """Return the name of the run's model in commands: its id, or its folder elsewhere."""
+    default = Path(DEFAULT_RUNS_DIR)
+    is_default = not default.is_symlink() and paths.root.parent.resolve() == default.resolve()
+    return paths.run_id if is_default else str(paths.root)

@@ -1,0 +1,77 @@
+"""Finds the run that a model's name means: `latest`, or a run id in the default folder of runs."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from payload.core.errors import TileforgeError
+from payload.core.printable_text import shown
+from payload.core.regular_files import can_see, home_path
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.suggestion import did_you_mean, nearest
+from payload.models.registry import preset_of_hub_name, presets
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, default_runs_dir, latest_folder
+
+_MADE_ID = re.compile(r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
+"""Form of the ids that `new_run_id` makes. Models on the hub have other names."""
+
+
+def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
+    """Return the path of the run with the id `name`; any other name is returned unchanged.
+
+    A local path of that name takes precedence. A name in the form of a run id never means the hub.
+    Raises `error` for an unknown run, for a run with the name of a known hub model, and UsageError
+    if the default folder of runs is a link.
+    """
+    if (name != LATEST and not RUN_ID.fullmatch(name)) or can_see(home_path(name)):
+        return name
+    place = Path(DEFAULT_RUNS_DIR, name)
+    if name == LATEST or can_see(place):
+        runs = default_runs_dir(option=setting, run=name)
+        if name == LATEST:
+            newest = latest_folder(runs)
+            if newest is None:
+                raise error(
+                    f"{setting} = {name}: no run in {runs} has completed a step. Name a run."
+                )
+            return str(newest)
+        if preset_of_hub_name(name) is not None:
+            raise error(
+                f"{setting} = {shown(name)} is ambiguous: a run and a hub model. Use {place}, or "
+                f"{name}@COMMIT."
+            )
+        return str(place)
+    if _MADE_ID.fullmatch(name):
+        raise error(
+            f"{setting} = {shown(name)}: no run of this id in {DEFAULT_RUNS_DIR}."
+            f"{did_you_mean(name, run_ids()) or ' tileforge list shows the runs.'}"
+        )
+    return name
+
+
+def near_names(name: str) -> str:
+    """Return the hint "Did you mean ...?" for an unknown model, with a leading space, or "".
+
+    Similar names are searched among runs, presets and the neighbours of a path.
+    """
+    # The name of a run begins its id, which is too long to be similar.
+    begun = [each for each in run_ids() if each.startswith(f"{name}-")]
+    if begun:
+        return f" Did you mean {max(begun)}?"
+    path, beside = home_path(name), dict[str, str]()
+    with suppress(OSError):
+        beside = {each.name: str(each) for each in path.parent.iterdir()}
+    known = {each: each for each in (*run_ids(), *presets())} | beside
+    near = nearest(path.name, [each for each in known if each != path.name], cutoff=0.7)
+    return "" if near is None else f" Did you mean {known[near]}?"
+
+
+def run_ids() -> list[str]:
+    """Return the ids of the runs in the default folder."""
+    try:
+        found = [each.name for each in default_runs_dir().iterdir() if each.is_dir()]
+    except (OSError, TileforgeError):
+        return []
+    return sorted(each for each in found if RUN_ID.fullmatch(each))
