@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from payload.config.run_config import RunConfig, problems
@@ -71,28 +70,30 @@ _EXAMPLES: tuple[tuple[str, ...], ...] = (
 )
 
 
-@functools.cache
-def all_conflicts() -> tuple[Conflict, ...]:
+def all_conflicts() -> list[Conflict]:
     """Return every conflict between settings that does not depend on the machines."""
-    return tuple(conflict for example in _EXAMPLES for conflict in _conflicts_of(example))
+    return [conflict for example in _EXAMPLES for conflict in _conflicts_of(example)]
 
 
 def conflicts_of(name: str) -> list[Conflict]:
     """Return the conflicts of one setting, such as `batch.micro_batch_size`, by message."""
-    found = {each.message: each for each in all_conflicts() if name in each.settings}
-    return list(found.values())
+    examples = (each for each in _EXAMPLES if any(word.startswith(f"{name}=") for word in each))
+    return list({x.message: x for example in examples for x in _conflicts_of(example)}.values())
 
 
-def _conflicts_of(example: Sequence[str]) -> Iterator[Conflict]:
-    """Yield the conflict between all settings of an example."""
+@functools.cache
+def _conflicts_of(example: tuple[str, ...]) -> tuple[Conflict, ...]:
+    """Return the conflict between all settings of an example."""
     settings = tuple(each.partition("=")[0] for each in example)
     # Without these, some examples would be refused for another reason, too.
     has_adapter = any(each in settings for each in _NEED_ADAPTER)
     overrides = ("model.init=MODEL", *(["adapter.kind=lora"] if has_adapter else []), *example)
     found = problems(parse_sections(RunConfig, "", overrides=overrides, where="example"))
-    for message in found:
-        if len(found) == 1 or all(_names(message, setting) for setting in settings):
-            yield Conflict(settings=settings, message=message)
+    return tuple(
+        Conflict(settings=settings, message=message)
+        for message in found
+        if len(found) == 1 or all(_names(message, setting) for setting in settings)
+    )
 
 
 def _names(message: str, setting: str) -> bool:

@@ -64,8 +64,8 @@ def run_schema() -> Schema:
     """Return the schema of run.toml; unknown sections and keys are errors."""
     return {
         "$schema": _DRAFT,
-        "title": "run.toml",
-        "description": "Settings of a Tileforge run. Every setting has a default.",
+        "title": "Settings of a Tileforge run",
+        "description": "The file run.toml. Every setting has a default.",
         **_object(
             {
                 name: {

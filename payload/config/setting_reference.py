@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.config.run_config import RunConfig
+from payload.core.one_line import joined_lines
 from payload.core.validation.readers import fields_of, members_of
 
 _PAGE = re.compile(r"docs/[\w/]+\.md")
@@ -50,7 +51,7 @@ class Setting:
         return str(self.limits.get("unit", ""))
 
     def words(self) -> list[Any]:
-        """Return the single values that are allowed: the choices, or words besides numbers."""
+        """Return the single values that are allowed: the choices, or words instead of a number."""
         words = [
             word
             for kind in members_of(self.hint)
@@ -129,7 +130,7 @@ def all_settings() -> Mapping[str, Setting]:
 
 def _section(name: str, cls: type[Any]) -> SectionReference:
     described = field_docstrings(cls)
-    about = _TITLE.sub("", " ".join((cls.__doc__ or "").split()), count=1)
+    about = _TITLE.sub("", joined_lines(cls.__doc__ or "", longest=None), count=1)
     page = _PAGE.search(about)
     parts = [part for part in about.split("; ") if not _PAGE.search(part)]
     return SectionReference(
@@ -170,4 +171,4 @@ def _below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                yield name, " ".join(text.split())
+                yield name, joined_lines(text, longest=None)

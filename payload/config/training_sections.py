@@ -255,7 +255,7 @@ class TrainSection:
     """Validation tokens per evaluation; none = all."""
     checkpoint_every: int = checked(100, low=0, unit="steps")
     """Steps between checkpoints; 0 = only at the end."""
-    keep_checkpoints: int = checked(2, low=1, unit="checkpoints")
+    keep_checkpoints: int = checked(2, low=1)
     """Newest checkpoints to keep; the checkpoint with the lowest val_loss is also kept."""
     sync_check_every: int = checked(100, low=0, unit="steps")
     """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints

@@ -133,7 +133,7 @@ def test_each_example_is_one_conflict_whose_fix_names_a_setting() -> None:
 
 
 def all_of(name: str, message: str) -> list[object]:
-    """Return the conflicts of a setting; one of several with the same message stands for all."""
+    """Return the conflicts of a setting; `explain` shows each message once."""
     found = [each for each in all_conflicts() if name in each.settings and each.message == message]
     assert message in [each.message for each in conflicts_of(name)]
     return list(found)

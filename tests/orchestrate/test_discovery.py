@@ -123,7 +123,7 @@ def test_a_container_s_limits_are_read_in_both_versions_of_cgroups(
         ("0::/user.slice/run.scope", "user.slice", CgroupLimits(cpus=3.0)),
         ("0::/user.slice/run.scope", "user.slice/run.scope", CgroupLimits(cpus=3.0)),
         ("0::/user.slice/run.scope", "user.slice/other.scope", CgroupLimits()),
-        # A container that shows the path outside, over the mount of its own group.
+        # A container that shows the path outside, over the mount of the inner group.
         ("0::/docker/abc", "", CgroupLimits(cpus=3.0)),
         ("0::/../outside", "user.slice", CgroupLimits()),
     ],

@@ -37,7 +37,7 @@ def problem() -> str | None:
 def control_group(
     *, cpus: float | None = None, cpu_list: str | None = None, memory_bytes: int | None = None
 ) -> Iterator[Sequence[str]]:
-    """Make a group with these limits; yield the words that start a program in the group.
+    """Make a group with these limits; yield the command that starts another one in the group.
 
     The groups are of version 1, one for each controller, and are removed at the end.
     """
