@@ -187,6 +187,7 @@ def test_settings_of_the_engine_and_gpus_are_reasons(report: Report) -> None:
     assert "a setting of [engine]" in rows(FACTS, report, config=config)["runs fast"]
     found = rows(FACTS, report, gpus=True)
     assert found["runs fast"].startswith("PyTorch on the GPUs") and "NUMA" not in found
+    assert found["GPU"] == "-"
 
 
 def test_findings_are_below_their_line_or_have_their_own(report: Report) -> None:

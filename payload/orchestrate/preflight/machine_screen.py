@@ -10,7 +10,7 @@ from payload.config.run_config import RunConfig
 from payload.core.printable_text import printable
 from payload.launch.ranks import Placement
 from payload.machines.machine_facts import INSTALL_COMPILER, MachineFacts
-from payload.orchestrate.findings.nodes import Finding
+from payload.orchestrate.findings.nodes import GPU, Finding
 from payload.orchestrate.preflight.report import Report
 
 COLUMNS = 80
@@ -43,7 +43,7 @@ def screen(
 ) -> list[str]:
     """Return the lines, each of at most 80 columns.
 
-    `placement` has the ranks of a run on this machine's CPUs, or is None for a run on GPUs.
+    `placement` has the ranks on this machine's CPUs. Without a placement, the run is on GPUs.
     """
     rows = {row.label: row for row in _rows(facts, report, placement, config=config)}
     logs: list[str] = []
@@ -99,6 +99,9 @@ def _rows(
     yield _allocator_row(facts, malloc=config.launch.malloc)
     if placement is not None:
         yield _numa_row(report, placement)
+    else:
+        (node,) = report.checks
+        yield Row(label=_ROWS[GPU], text=report.status(node, GPU))
     yield Row(label=_LAUNCHER, text=_launcher_text(report))
 
 
@@ -156,7 +159,7 @@ def _limits_row(facts: MachineFacts) -> Row:
         )
     if not parts:
         return Row(label="limits", text="none of a container, job or service")
-    advice = "Raise them for a larger run: docker run --cpus --memory, or the job's request."
+    advice = "Raise them for a larger run, in the options of the container or job."
     return Row(label="limits", text=", ".join(parts), advice=[advice])
 
 
