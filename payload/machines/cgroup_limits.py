@@ -29,9 +29,11 @@ class CgroupLimits:
 def read_limits(*, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> CgroupLimits:
     """Return the limits of this process, in versions 1 and 2 of the kernel's interface."""
     try:
-        listed = (proc_root / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        # A group's name is a folder's name, so it can have any bytes.
+        text = (proc_root / "self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
-        listed = []
+        text = ""
+    listed = text.splitlines()
     root = sys_root / "fs/cgroup"
     quotas = [quota for folder in _groups(root, "cpu", listed) if (quota := _cpus(folder))]
     memory = [
@@ -85,15 +87,16 @@ def _memory_limits(folder: Path) -> Iterator[int]:
 def _used_bytes(folder: Path) -> int:
     """Return the memory of a group without page cache."""
     used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
-    counts = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+    pairs = (line.partition(" ") for line in _text(folder / "memory.stat").splitlines())
+    counts = {name: int(value) for name, _, value in pairs if value.isdecimal()}
     # In version 1 only the total includes the groups in this group.
-    cache = sum(int(counts.get(f"total_{name}", counts.get(name, 0))) for name in _CACHE)
-    return max(0, int(used or 0) - cache)
+    cache = sum(counts.get(f"total_{name}", counts.get(name, 0)) for name in _CACHE)
+    return max(0, int(used if used.isdecimal() else 0) - cache)
 
 
 def _text(path: Path) -> str:
     """Return the file's text, or an empty string if it cannot be read."""
     try:
-        return path.read_text(encoding="ascii").strip()
+        return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""

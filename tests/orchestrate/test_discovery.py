@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,16 @@ def test_the_limits_of_outer_groups_hold_too(
     write(tmp_path / "fs/cgroup" / own, {"cpu.max": "300000 100000"})
     write(tmp_path, {"self/cgroup": f"9:name=systemd:/\n{membership}\n"})
     assert read_limits(sys_root=tmp_path, proc_root=tmp_path) == limits
+
+
+@pytest.mark.parametrize("name", [b"a:b c", b"it's", b"$(x)", b"\xff\xfe", "é".encode()])
+def test_a_group_can_have_any_name(tmp_path: Path, name: bytes) -> None:
+    group = tmp_path / "fs/cgroup" / os.fsdecode(name)
+    write(group, {"cpu.max": "100000 100000", "memory.max": "9", "memory.stat": "odd\nx y z\n"})
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_bytes(b"0::/" + name + b"\n")
+    limits = read_limits(sys_root=tmp_path, proc_root=tmp_path)
+    assert limits == CgroupLimits(cpus=1.0, memory_bytes=9, free_memory_bytes=9)
 
 
 def test_the_lowest_limit_of_all_groups_counts(tmp_path: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from tests.support.waiting import wait_until
+
 ControlGroup = Callable[..., AbstractContextManager[Sequence[str]]]
 
 _ROOT = Path("/sys/fs/cgroup")
 _CONTROLLERS = ("cpu", "cpuset", "memory")
-_EMPTY_S = 60.0
 
 
 def _own_folder(controller: str) -> Path:
@@ -68,13 +68,10 @@ def control_group(
 
 def _remove(folder: Path) -> None:
     """Remove a group as soon as its last process has ended."""
-    ends = time.monotonic() + _EMPTY_S
-    while True:
-        try:
+
+    def is_removed() -> bool:
+        with contextlib.suppress(OSError):
             folder.rmdir()
-        except OSError:
-            if time.monotonic() > ends:
-                raise
-            time.sleep(0.01)
-        else:
-            return
+        return not folder.exists()
+
+    wait_until(is_removed, what=f"the end of all processes in {folder}")
