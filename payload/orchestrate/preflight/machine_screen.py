@@ -35,7 +35,7 @@ class Row:
     label: str
     text: str
     advice: list[str] = field(default_factory=list)
-    """What to do, in sentences; empty if nothing is to do."""
+    """Sentences that say what to do; empty for a good machine."""
 
 
 def screen(
