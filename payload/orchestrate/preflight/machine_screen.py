@@ -35,7 +35,7 @@ class Row:
     label: str
     text: str
     advice: list[str] = field(default_factory=list)
-    """Sentences that say what to do; empty for a good machine."""
+    """Sentences with the fix of each fault; empty for a good machine."""
 
 
 def screen(
