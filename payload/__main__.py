@@ -43,7 +43,7 @@ def _run(argv: Sequence[str]) -> int:
         print(f"error: no command {argv[0]!r}. {fix}", file=sys.stderr)
         return ExitCode.USAGE
     if row.package == "cli":
-        return _print_completion(argv[1:], program=program)
+        return _run_own(row.name, argv[1:], program=program)
     sys.argv[1:] = [*row.arguments, *argv[1:]]
     if any(argument in _HELP for argument in sys.argv[1:]):
         # The parser alone prints the help; a program may import torch first.
@@ -53,10 +53,13 @@ def _run(argv: Sequence[str]) -> int:
     return ExitCode.OK
 
 
-def _print_completion(argv: Sequence[str], *, program: str) -> int:
-    shell = completion.parser(prog=f"{program} completion").parse_args(argv).shell
+def _run_own(name: str, argv: Sequence[str], *, program: str) -> int:
+    """Run a command of payload.cli, and return the exit code."""
+    module = completion.own_module(name)
+    arguments = module.parser(prog=f"{program} {name}").parse_args(argv)
+    is_styled = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     try:
-        sys.stdout.write(completion.shell_code(shell))
+        sys.stdout.write(module.output(arguments, is_styled=is_styled))
     except TileforgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

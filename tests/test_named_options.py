@@ -55,8 +55,9 @@ def python_files() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    """Return README and the docs pages."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return the pages of the root, except the history, and the docs pages."""
+    names = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
+    return [*(ROOT / name for name in names), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture(scope="module")

@@ -314,7 +314,9 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
     monkeypatch.setenv("PATH", f"{smi}{os.pathsep}{os.environ['PATH']}")
     argv = ["preflight", "--inventory", "local", "--quick"]
     assert main([*argv, "--set", "device.kind=cpu"], os.environ) == ExitCode.OK
-    assert "gpu" not in capsys.readouterr().out.split()
+    assert "GPU" not in capsys.readouterr().out.split()
+    main([*argv, "--set", "device.kind=cuda"], os.environ)
+    assert "\nGPU          error\n" in capsys.readouterr().out
     code = main([*argv, "--json", "--set", "device.kind=cuda"], os.environ)
     printed = json.loads(capsys.readouterr().out)
     assert code == printed["exit_code"] == ExitCode.PREFLIGHT

@@ -29,6 +29,14 @@ def _rows(group: str, package: str, summaries: Mapping[str, str]) -> tuple[Comma
     )
 
 
+def _own(group: str, summaries: Mapping[str, str]) -> tuple[Command, ...]:
+    """Return commands that this package runs, each in the module of its name."""
+    return tuple(
+        Command(name=name, group=group, package="cli", summary=summary)
+        for name, summary in summaries.items()
+    )
+
+
 _DATA = "Data"
 _MODEL = "Models"
 COMMANDS = (
@@ -61,6 +69,10 @@ COMMANDS = (
         package="report",
         summary="compare several runs",
         arguments=("--compare",),
+    ),
+    *_own(
+        "Runs",
+        {"explain": "explain a setting", "schema": "JSON Schema of run.toml"},
     ),
     Command(
         name="storage",
@@ -118,12 +130,7 @@ COMMANDS = (
         package="export",
         summary="export weights",
     ),
-    Command(
-        name="completion",
-        group="Shell",
-        package="cli",
-        summary="set up shell completion",
-    ),
+    *_own("Shell", {"completion": "set up shell completion"}),
 )
 BY_NAME: Mapping[str, Command] = {row.name: row for row in COMMANDS}
 

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from payload.cli.commands import BY_NAME, Command
 from payload.core.command_line import CommandParser
@@ -55,12 +56,21 @@ def command_parser(row: Command | None) -> argparse.ArgumentParser:
         made.add_argument("command", choices=tuple(BY_NAME))
         return made
     if row.package == "cli":
-        return parser(prog="tileforge completion")
+        own: argparse.ArgumentParser = own_module(row.name).parser(prog=f"tileforge {row.name}")
+        return own
     module = importlib.import_module(_PARSERS[row.package])
     # orchestrate's parser adds only the options of the typed command.
     only = (row.name,) if row.package == "orchestrate" else ()
     found: argparse.ArgumentParser = module.parser(*only)
     return found
+
+
+def own_module(name: str) -> Any:
+    """Return the module of a command of this package.
+
+    The module has `parser` and `output`, which returns what the command prints.
+    """
+    return importlib.import_module(f"payload.cli.{name}")
 
 
 def parser(*, prog: str) -> CommandParser:
@@ -78,13 +88,14 @@ def parser(*, prog: str) -> CommandParser:
     return made
 
 
-def shell_code(shell: str) -> str:
+def output(arguments: argparse.Namespace, *, is_styled: bool) -> str:
     """Return the script for the shell. Raises UsageError without argcomplete."""
+    del is_styled
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
         raise UsageError(
             "completion needs the package argcomplete, which is not installed. Run make setup."
         ) from None
-    code: str = shellcode(["tileforge"], shell=shell)
+    code: str = shellcode(["tileforge"], shell=arguments.shell)
     return code

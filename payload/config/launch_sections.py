@@ -19,7 +19,7 @@ AUTO_TRACKER = "trackio"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSection:
-    """[device]"""
+    """[device]; docs/guides/gpu.md"""
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto: CUDA if torch sees a device for each rank of the machine,
@@ -28,7 +28,7 @@ class DeviceSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedSection:
-    """[distributed]"""
+    """[distributed]; docs/explanations/strategies.md"""
 
     backend: Literal["auto", "gloo", "ccl", "nccl"] = "auto"
     """auto: nccl between CUDA devices, otherwise gloo. `ccl` needs the extra `ccl`; `nccl` needs
@@ -40,19 +40,19 @@ class DistributedSection:
     weights, gradients and optimizer state, and gathers the weights of a layer before it computes
     the layer (FSDP2). `zero3`: the same with DeepSpeed's ZeRO stage 3; needs the extra `deepspeed`.
     """
-    shard_size: int | None = checked(None, low=1, high=2**20)
+    shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
     """shard: number of ranks that together hold one copy of the model, or of one tensor or pipeline
     part. Gradients are averaged over these groups. none = all ranks."""
-    tensor_parallel: int = checked(1, low=1, high=2**10)
+    tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
     """Ranks that compute each layer together on the same data. Each rank has a part of the heads,
     the MLP and the vocabulary. These ranks must be on one node."""
-    pipeline_parallel: int = checked(1, low=1, high=2**10)
+    pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
     """Number of pipeline stages, each with some of the layers. The remaining ranks are data
     parallel: replicas, or shards with `strategy = "shard"`."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, and a stage keeps the
     activations of at most one micro-batch per stage. `gpipe`: all forward passes come first."""
-    timeout_s: float = checked(600.0, above=0.0, high=1e7)
+    timeout_s: float = checked(600.0, above=0.0, high=1e7, unit="seconds")
     """Longest wait of one rank for another."""
 
     def mesh(self, world_size: int) -> Mesh:
@@ -115,16 +115,16 @@ class MonitorSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
-    """[launch]"""
+    """[launch]; docs/explanations/scaling.md"""
 
     launcher: str = "auto"
     """`mpirun`, `torchrun`, or `auto`: mpirun on x86-64 Linux, which Intel MPI supports, otherwise
     torchrun. Both start ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`; a
     job of several nodes also supports `torchrun`, but not `mpirun`. The run logs the launcher."""
-    ranks_per_node: int | None = checked(None, low=1, high=4096)
+    ranks_per_node: int | None = checked(None, low=1, high=4096, unit="ranks")
     """none = one per GPU if the inventory lists GPUs, otherwise one per NUMA domain. On this
     machine and in a Slurm job, `nvidia-smi` counts the GPUs in `CUDA_VISIBLE_DEVICES`."""
-    threads_per_rank: int | None = checked(None, low=1, high=4096)
+    threads_per_rank: int | None = checked(None, low=1, high=4096, unit="threads")
     """none = the node's physical cores divided evenly among its ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc keeps large freed blocks for reuse. `lean`: glibc returns them to the kernel
@@ -134,19 +134,19 @@ class LaunchSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsSection:
-    """[limits]; the supervisor on the head enforces them"""
+    """[limits]; the supervisor on the head enforces them; docs/guides/operating.md"""
 
-    hang_timeout_s: float = checked(120.0, low=1.0)
+    hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
     """Time without progress of any rank after which the run counts as hung; at least ten times the
     median step. Loading, compiling and saving may take nine tenths of distributed.timeout_s, which
     is also the highest value of this setting."""
-    max_restarts: int = checked(3, low=0)
+    max_restarts: int = checked(3, low=0, unit="restarts")
     """Restarts from the last checkpoint after a lost rank, a lost node or a hang, as long as each
     attempt completes at least one more step; 0 = none."""
-    max_hours: float | None = checked(None, above=0.0)
+    max_hours: float | None = checked(None, above=0.0, unit="hours")
     """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
     checkpoint and stops."""
-    max_usd: float | None = checked(None, above=0.0)
+    max_usd: float | None = checked(None, above=0.0, unit="US dollars")
     """Highest cost of the run, enforced like `max_hours`; the inventory needs hourly_usd for every
     node."""
 
@@ -159,7 +159,7 @@ class StorageSection:
     """Store to which the head copies checkpoints, metrics and logs: `gs://BUCKET/PREFIX`, or the
     absolute path of a mounted folder. Each run has its own folder in it. `auto`: the cluster's
     bucket, if it has one. `none`: no copy."""
-    final_wait_s: float = checked(300.0, low=0.0, high=1e6)
+    final_wait_s: float = checked(300.0, low=0.0, high=1e6, unit="seconds")
     """Longest wait for the store at the end of a run; training never waits for it."""
 
     def address(self) -> StoreAddress | None:

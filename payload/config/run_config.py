@@ -53,7 +53,7 @@ from payload.models.classifier import ClassifierSpec
 from payload.models.spec import ModelSpec, RankSetting
 from payload.optimizers.registry import find as find_optimizer
 
-_FIXED = (
+FIXED = (
     ("run", "seed"),
     ("data", "sequence_length"),
     ("model", "preset"),
@@ -74,6 +74,7 @@ _FIXED = (
     ("optimizer", "name"),
     ("precision", "fp8"),
 )
+"""Settings that a resume may not change."""
 
 _MAX_BYTES = 2**20
 
@@ -258,7 +259,7 @@ class RunConfig:
 
 def fixed_differences(before: RunConfig, after: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, old and new value of each setting that a resume may not change."""
-    for section, key in _FIXED:
+    for section, key in FIXED:
         old, new = (getattr(getattr(each, section), key) for each in (before, after))
         if old != new:
             yield f"{section}.{key}", old, new
@@ -267,9 +268,9 @@ def fixed_differences(before: RunConfig, after: RunConfig) -> Iterator[tuple[str
 def parse_run_config(text: str, *, overrides: Sequence[str] = (), where: str) -> RunConfig:
     """Build a RunConfig from TOML text; `where` names the text's origin. Raises ConfigError."""
     config = parse_sections(RunConfig, text, overrides=overrides, where=where)
-    problems = _problems(config)
-    if problems:
-        raise ConfigError(f"{where}: " + " ".join(problems))
+    found = problems(config)
+    if found:
+        raise ConfigError(f"{where}: " + " ".join(found))
     return config
 
 
@@ -286,7 +287,7 @@ def load_run_config(path: Path, *, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_run_config(text, overrides=overrides, where=str(path))
 
 
-def _problems(config: RunConfig) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """Return a sentence for each conflict between settings and each invalid setting."""
     adapter, distributed, engine = config.adapter, config.distributed, config.engine
     device, model, precision, task = config.device, config.model, config.precision, config.task

@@ -24,7 +24,7 @@ AUTO: Literal["auto"] = "auto"
 
 _SHOWN_PROBLEMS = 8
 _SHOWN_CHARS = 200
-_MAX_INTEGER = 2**53  # The largest range of integers that a float represents exactly.
+MAX_INTEGER = 2**53  # The largest range of integers that a float represents exactly.
 
 _T = TypeVar("_T")
 _Names = Mapping[str, Sequence[str]]
@@ -232,8 +232,8 @@ def _in_range(value: Any, limits: Mapping[str, Any], *, written: Any) -> Any:
         if isinstance(each, str) and (each != printable(each) or "\n" in each):
             raise RefusedError("pattern", "must be text without control characters.")
     is_whole = isinstance(written, int) and not isinstance(written, bool)
-    if is_whole and limits.get("high") is None and written > _MAX_INTEGER:
-        raise RefusedError("high", _MAX_INTEGER)
+    if is_whole and limits.get("high") is None and written > MAX_INTEGER:
+        raise RefusedError("high", MAX_INTEGER)
     return value
 
 

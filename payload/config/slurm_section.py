@@ -34,18 +34,21 @@ _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmSection:
-    """[slurm]; the job that `run --site slurm` submits"""
+    """[slurm]; the job that `run --site slurm` submits; docs/guides/slurm.md"""
 
-    nodes: int = checked(1, low=1, high=4096)
+    nodes: int = checked(1, low=1, high=4096, unit="nodes")
+    """Nodes of the job."""
     partition: str | None = None
-    """none = the cluster's default; the same holds for the next three settings."""
+    """Partition of the job; none = the cluster's default."""
     account: str | None = None
+    """Account that the job is charged to; none = the cluster's default."""
     qos: str | None = None
+    """Quality of service of the job; none = the cluster's default."""
     time: str | None = None
-    """Such as `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run saves a checkpoint
-    and stops before the limit."""
-    cpus_per_node: int | None = checked(None, low=1, high=16_384)
-    """none = whole nodes, not shared with other jobs."""
+    """Time limit of the job, as in `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run
+    saves a checkpoint and stops before the limit. none = the cluster's default."""
+    cpus_per_node: int | None = checked(None, low=1, high=16_384, unit="CPUs")
+    """CPUs of each node; none = whole nodes, not shared with other jobs."""
     extra: str = ""
     """Further options of sbatch, as on its command line: `"--constraint=amx --mail-type=END"`."""
 

@@ -24,7 +24,7 @@ Quantize = Literal["none", "nf4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """[run]"""
+    """[run]; docs/guides/operating.md"""
 
     name: str = "run"
     """First part of the run id."""
@@ -40,12 +40,12 @@ class RunSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    """[data]"""
+    """[data]; docs/guides/recipes.md"""
 
     dir: str = "data/openwebtext"
     """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`; or
     `gs://BUCKET/PREFIX` of such a folder, which is downloaded to a cache once."""
-    sequence_length: int = checked(1024, low=1, high=2**20)
+    sequence_length: int = checked(1024, low=1, high=2**20, unit="tokens")
     """Tokens per sequence."""
 
     def folder(self) -> Path:
@@ -62,7 +62,7 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """[model]"""
+    """[model]; docs/guides/models.md"""
 
     preset: Preset = "gpt2"
     """Sizes of a model that is trained from scratch; a model from `init` has its own sizes."""
@@ -72,13 +72,15 @@ class ModelSection:
     """`nf4`: the linears of the layers are stored in 4 bits; needs an adapter and the extra
     `quant`."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
+    """Dropout in the model's layers."""
     bias: bool = True
     """Biases of a model from scratch."""
-    n_layer: int | None = checked(None, low=1, high=1000)
-    """Number of layers; none = the number in the preset. The next two settings have the same
-    default."""
-    n_head: int | None = checked(None, low=1, high=1000)
-    n_embd: int | None = checked(None, low=1, high=2**16)
+    n_layer: int | None = checked(None, low=1, high=1000, unit="layers")
+    """Layers of a model from scratch; none = the number in the preset."""
+    n_head: int | None = checked(None, low=1, high=1000, unit="heads")
+    """Attention heads of a model from scratch; none = the number in the preset."""
+    n_embd: int | None = checked(None, low=1, high=2**16, unit="elements")
+    """Width of a model from scratch, a multiple of n_head; none = the width of the preset."""
 
     def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
         """Return the spec of a model from scratch: the preset with the sizes of this section.
@@ -107,7 +109,8 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSection:
-    """[task]; the task for which data.dir was prepared (`prepare --task`)"""
+    """[task]; the task for which data.dir was prepared (`prepare --task`);
+    docs/guides/recipes.md"""
 
     kind: str = checked("text", choices=training_tasks)
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
@@ -134,11 +137,13 @@ class TaskSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSection:
-    """[adapter]; train a small adapter, with the weights of model.init frozen"""
+    """[adapter]; train a small adapter, with the weights of model.init frozen;
+    docs/guides/recipes.md"""
 
     kind: Literal["none", "lora"] = "none"
     """`lora`: two low-rank matrices for each target linear; checkpoints have PEFT's format."""
     rank: int = checked(16, low=1, high=4096)
+    """Rank of the two matrices: a higher rank trains more parameters."""
     alpha: float = checked(32.0, above=0.0)
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
@@ -157,11 +162,11 @@ class AdapterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSection:
-    """[batch], in sequences"""
+    """[batch], in sequences; docs/explanations/scaling.md"""
 
-    global_batch_size: int = checked(32, low=1, high=10**9)
+    global_batch_size: int = checked(32, low=1, high=10**9, unit="sequences")
     """Sequences per step over all ranks."""
-    micro_batch_size: int | Literal["auto"] = checked(4, low=1, high=10**6)
+    micro_batch_size: int | Literal["auto"] = checked(4, low=1, high=10**6, unit="sequences")
     """Sequences per rank per micro-batch; lower it if memory runs out. `auto`: the largest number
     with which the estimated memory fits, chosen when the ranks are placed and then written to
     run.toml."""
@@ -205,7 +210,7 @@ class BatchSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    """[optimizer]"""
+    """[optimizer]; docs/guides/recipes.md"""
 
     name: str = checked(DEFAULT, choices=names)
     """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
@@ -216,39 +221,43 @@ class OptimizerSection:
     weight_decay: float = checked(0.1, low=0.0)
     """Applied only to matrices and embeddings."""
     beta1: float = checked(0.9, low=0.0, high=0.9999)
+    """AdamW's decay of the mean gradient."""
     beta2: float = checked(0.95, low=0.0, high=0.99999)
+    """AdamW's decay of the mean squared gradient."""
     grad_clip: float = checked(1.0, low=0.0)
     """Gradient norm above which gradients are clipped; 0 = no clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSection:
-    """[schedule]"""
+    """[schedule]; docs/guides/recipes.md"""
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
     """`wsd`: warm up, stay constant, decay linearly over the last `decay_steps`."""
-    warmup_steps: int = checked(0, low=0)
-    decay_steps: int | None = checked(None, low=1)
+    warmup_steps: int = checked(0, low=0, unit="steps")
+    """Steps over which the learning rate rises from zero to lr."""
+    decay_steps: int | None = checked(None, low=1, unit="steps")
     """cosine: the step at which min_lr is reached; none = the last step. wsd: length of the final
     decay; none = a fifth of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
-    """[train]; a step is one optimizer update"""
+    """[train]; a step is one optimizer update; docs/guides/operating.md"""
 
-    steps: int = checked(100, low=1)
-    log_every: int = checked(10, low=1)
+    steps: int = checked(100, low=1, unit="steps")
+    """Length of the run."""
+    log_every: int = checked(10, low=1, unit="steps")
     """Steps between printed lines; metrics.jsonl has every step."""
-    eval_every: int = checked(100, low=0)
-    """0 = only at the start and the end."""
-    eval_tokens: int | None = checked(None, low=1)
+    eval_every: int = checked(100, low=0, unit="steps")
+    """Steps between evaluations on the validation data; 0 = only at the start and the end."""
+    eval_tokens: int | None = checked(None, low=1, unit="tokens")
     """Validation tokens per evaluation; none = all."""
-    checkpoint_every: int = checked(100, low=0)
-    """0 = only at the end."""
+    checkpoint_every: int = checked(100, low=0, unit="steps")
+    """Steps between checkpoints; 0 = only at the end."""
     keep_checkpoints: int = checked(2, low=1)
     """Newest checkpoints to keep; the checkpoint with the lowest val_loss is also kept."""
-    sync_check_every: int = checked(100, low=0)
+    sync_check_every: int = checked(100, low=0, unit="steps")
     """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
     and the end."""
     profile_step: int | None = checked(None, low=1)
@@ -277,7 +286,7 @@ class TrainSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSection:
-    """[precision]"""
+    """[precision]; docs/explanations/speed.md"""
 
     dtype: DtypeChoice = "auto"
     """auto: bf16 if the calibration finds it faster, otherwise fp32. The run logs its choice."""
@@ -289,7 +298,7 @@ class PrecisionSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
-    """[engine]"""
+    """[engine]; docs/explanations/speed.md"""
 
     kind: Literal["native", "ipex"] = "native"
     """`ipex` needs the extra `intel`."""
@@ -309,7 +318,7 @@ class EngineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySection:
-    """[memory]"""
+    """[memory]; docs/explanations/strategies.md"""
 
     activation_checkpointing: Literal["off", "auto", "on"] = "auto"
     """`on`: keep only each layer's input and recompute the layer in the backward pass, which takes

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,13 +184,20 @@ def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _require_unedited(config: Path, text: str, *, force: bool) -> None:
     """Raise ConfigError if a run.toml with different contents would be replaced."""
-    if force or not config.exists() or config.read_text(encoding="utf-8") == text:
+    if force or not config.exists():
+        return
+    if _without_schema(config.read_text(encoding="utf-8")) == _without_schema(text):
         return
     raise ConfigError(
         f"{config}: exists with other settings, and may have been edited. Run this file with: "
         f"{command('orchestrate', 'run', '--config', str(config))}; or choose another --out, or "
         "replace the file with --force."
     )
+
+
+def _without_schema(text: str) -> str:
+    """Return run.toml without the path of its schema, which depends on where the code is."""
+    return re.sub(r"\A#:schema .*\n", "", text)
 
 
 def _run_for_json(arguments: Sequence[str]) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from payload.config.json_schema import schema_line
 from payload.config.model_checks import require_fit
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.settings import parse_sections
@@ -150,7 +151,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
         ),
         prepare=prepare,
         run=run,
-        run_toml=text,
+        run_toml=schema_line() + text,
         config=config,
         example=example,
         is_sampled=is_sampled,

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from payload.core.files import fsync_folder
 from payload.kernels.code_caches import is_own_file, own_folder
 from payload.kernels.unavailable import KernelsUnavailableError
+from payload.machines.machine_facts import INSTALL_COMPILER, find_compiler
 
 SOURCES = (
     "attention.cpp",
@@ -27,7 +27,6 @@ SOURCES = (
 )
 _HEADERS = ("brgemm.h", "common.h", "layout.h", "tile_gradients.h", "tiles.h")
 KERNELS = tuple(Path(__file__).parent / each for each in SOURCES)
-COMPILERS = ("g++", "clang++")
 
 # errno and floating-point traps would prevent vectorisation. NaN and infinity still work.
 _FLAGS: tuple[str, ...] = (
@@ -77,9 +76,9 @@ def built_library(cache: Path, *, name: str = "kernels", sources: Sequence[Path]
 
 def _compile(library: Path, sources: Sequence[Path]) -> None:
     """Build the library under a temporary name, then rename it, so that it is never incomplete."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    compiler = find_compiler()
     if compiler is None:
-        raise KernelsUnavailableError("this machine has no C++ compiler (apt-get install g++)")
+        raise KernelsUnavailableError(f"this machine has no C++ compiler ({INSTALL_COMPILER})")
     torch_libraries = Path(torch.__file__).parent / "lib"
     partial = library.with_suffix(f".{os.getpid()}.partial")
     flags = _FLAGS + (_GCC_FLAGS if Path(compiler).name == "g++" else ())

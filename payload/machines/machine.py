@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from payload.machines.cgroup_limits import read_limits
 from payload.machines.inventory import Access, ClusterInventory, Node
 
 
@@ -58,17 +59,18 @@ def hostname() -> str:
     return socket.gethostname().partition(".")[0] or platform.node() or "localhost"
 
 
-def discover(*, sys_root: Path = Path("/sys")) -> Machine:
-    """Return the usable resources of this machine."""
+def discover(*, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> Machine:
+    """Return the usable resources of this machine, within the limits of a container."""
+    limits = read_limits(sys_root=sys_root, proc_root=proc_root)
     if not hasattr(os, "sched_getaffinity"):
         cores = tuple(range(os.cpu_count() or 1))
         domains: tuple[Domain, ...] = (Domain(id=0, cores=cores),)
     else:
-        domains = read_domains(
-            sys_root, allowed=os.sched_getaffinity(0), quota=cpu_quota(sys_root / "fs/cgroup")
-        )
-    memory_bytes = memory_limit(sys_root / "fs/cgroup")
-    return Machine(name=hostname(), domains=domains, memory_bytes=memory_bytes)
+        domains = read_domains(sys_root, allowed=os.sched_getaffinity(0), quota=limits.cpus)
+    total = total_memory_bytes()
+    return Machine(
+        name=hostname(), domains=domains, memory_bytes=min(total, limits.memory_bytes or total)
+    )
 
 
 def read_domains(
@@ -103,39 +105,22 @@ def parse_cpu_list(text: str) -> list[int]:
     return numbers
 
 
-def cpu_quota(cgroup: Path) -> float | None:
-    """Return the CPU limit of a container's cgroup in CPUs, or None without a limit."""
+def total_memory_bytes() -> int:
+    """Return the memory of the machine, which can be more than this process may use."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory_bytes(
+    *, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")
+) -> int | None:
+    """Return the memory in bytes that this process can get without swapping, or None if unknown."""
     try:
-        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii").strip()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text(encoding="ascii").strip()
-        except OSError:
-            return None
-    return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def memory_limit(cgroup: Path) -> int:
-    """Return the memory of the machine, or of the container if that is less, in bytes."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            total = min(total, int((cgroup / name).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            # Absent, or `max`.
-            continue
-    return total
-
-
-def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the memory in bytes that is available without swapping, or None if unknown."""
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
+        lines = (proc_root / "meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit = read_limits(sys_root=sys_root, proc_root=proc_root).free_memory_bytes
+    return min([*found, *([] if limit is None else [limit])], default=None)
 
 
 def _siblings(cpus: Path, cpu: int, allowed: Collection[int]) -> list[int]:

@@ -22,7 +22,8 @@ MODULES = {
 def all_parsers() -> dict[str, CommandParser]:
     """Return every parser by program and verb, such as `data prepare`."""
     found = {name: importlib.import_module(module).parser() for name, module in MODULES.items()}
-    found["cli completion"] = completion.command_parser(BY_NAME["completion"])
+    own = (name for name, row in BY_NAME.items() if row.package == "cli")
+    found |= {f"cli {name}": completion.command_parser(BY_NAME[name]) for name in own}
     return dict(_with_verbs(found))
 
 

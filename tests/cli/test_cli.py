@@ -213,12 +213,14 @@ _COMPLETED = [
     ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
     ("tileforge data ver", "tileforge data verify "),
     ("tileforge up --help-", "tileforge up --help-all "),
+    ("tileforge explain schedule.w", "tileforge explain schedule.warmup_steps "),
 ]
 _COMPLETED_TOO = [
     ("tileforge train --con", "tileforge train --config "),
     ("tileforge prepare --sou", "tileforge prepare --source "),
     ("tileforge export --format g", "tileforge export --format gguf "),
     ("tileforge completion f", "tileforge completion fish "),
+    ("tileforge schema inv", "tileforge schema inventory "),
 ]
 
 

@@ -20,6 +20,8 @@ from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import command_of
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import SSHD, USER, Sshd, logs_since, make_cluster, make_key
+from tests.support import cgroup
+from tests.support.cgroup import ControlGroup
 from tests.support.left_out import leave_out
 
 StartSshd = Callable[..., Sshd]
@@ -55,6 +57,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             why=f"that start an SSH server: they need Linux with {SSHD} and ssh-keygen (apt-get "
             "install openssh-server openssh-client).",
         )
+    problem = cgroup.problem()
+    if problem is not None:
+        leave_out(
+            config,
+            items,
+            [item for item in items if "control_group" in getattr(item, "fixturenames", ())],
+            folder="tests/orchestrate/test_cgroups.py",
+            why=f"within limits of control groups: {problem}.",
+        )
+
+
+@pytest.fixture
+def control_group() -> ControlGroup:
+    """Makes a control group with limits; tests with it are skipped where that is impossible."""
+    return cgroup.control_group
 
 
 _BEGAN = pytest.StashKey[float]()

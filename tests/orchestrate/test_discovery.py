@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from payload.machines.cgroup_limits import CgroupLimits, read_limits
 from payload.machines.machine import (
     Domain,
     Machine,
-    cpu_quota,
     discover,
     free_memory_bytes,
-    memory_limit,
     parse_cpu_list,
     read_domains,
+    total_memory_bytes,
 )
 
 
@@ -29,6 +30,13 @@ def make_sys(root: Path, *, siblings: dict[int, str], nodes: dict[int, str]) -> 
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(text + "\n")
     return root
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    """Write each file, with its folders."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="ascii")
 
 
 def test_smt_siblings_count_once_and_domains_keep_their_numbers(tmp_path: Path) -> None:
@@ -65,33 +73,110 @@ def test_cpu_lists(text: str, numbers: list[int]) -> None:
     assert parse_cpu_list(text) == numbers
 
 
-@pytest.mark.parametrize(("text", "quota"), [("max 100000", None), ("150000 100000", 1.5)])
-def test_cgroup_2_quota(tmp_path: Path, text: str, quota: float | None) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    assert cpu_quota(tmp_path) == quota
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        ({}, CgroupLimits()),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, CgroupLimits()),
+        ({"cpu.max": "150000 100000"}, CgroupLimits(cpus=1.5)),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, CgroupLimits()),
+        (
+            {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"},
+            CgroupLimits(cpus=2.0),
+        ),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, CgroupLimits()),
+        (
+            {
+                "memory.max": "1000",
+                "memory.current": "700",
+                "memory.stat": "anon 9\nactive_file 200",
+            },
+            CgroupLimits(memory_bytes=1000, free_memory_bytes=500),
+        ),
+        (
+            {"memory.max": "9000", "memory.high": "10"},
+            CgroupLimits(memory_bytes=10, free_memory_bytes=10),
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "700",
+                "memory/memory.stat": "inactive_file 5\ntotal_inactive_file 100",
+            },
+            CgroupLimits(memory_bytes=1000, free_memory_bytes=400),
+        ),
+        (
+            {"memory.max": "1000", "memory.current": "1200"},
+            CgroupLimits(memory_bytes=1000, free_memory_bytes=0),
+        ),
+    ],
+)
+def test_a_container_s_limits_are_read_in_both_versions_of_cgroups(
+    tmp_path: Path, files: dict[str, str], limits: CgroupLimits
+) -> None:
+    write(tmp_path / "fs/cgroup", files)
+    assert read_limits(sys_root=tmp_path, proc_root=tmp_path) == limits
 
 
-@pytest.mark.parametrize(("text", "quota"), [("-1", None), ("200000", 2.0)])
-def test_cgroup_1_quota(tmp_path: Path, text: str, quota: float | None) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(text)
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000")
-    assert cpu_quota(tmp_path) == quota
+@pytest.mark.parametrize(
+    ("membership", "own", "limits"),
+    [
+        ("0::/user.slice/run.scope", "user.slice", CgroupLimits(cpus=3.0)),
+        ("0::/user.slice/run.scope", "user.slice/run.scope", CgroupLimits(cpus=3.0)),
+        ("0::/user.slice/run.scope", "user.slice/other.scope", CgroupLimits()),
+        # A container that shows the path outside, over the mount of the inner group.
+        ("0::/docker/abc", "", CgroupLimits(cpus=3.0)),
+        ("0::/../outside", "user.slice", CgroupLimits()),
+    ],
+)
+def test_the_limits_of_outer_groups_hold_too(
+    tmp_path: Path, membership: str, own: str, limits: CgroupLimits
+) -> None:
+    write(tmp_path / "fs/cgroup" / own, {"cpu.max": "300000 100000"})
+    write(tmp_path, {"self/cgroup": f"9:name=systemd:/\n{membership}\n"})
+    assert read_limits(sys_root=tmp_path, proc_root=tmp_path) == limits
 
 
-def test_the_lower_of_memory_and_limit_counts(tmp_path: Path) -> None:
-    whole = memory_limit(tmp_path)
-    (tmp_path / "memory.max").write_text("max")
-    assert memory_limit(tmp_path) == whole
-    (tmp_path / "memory.max").write_text("1073741824")
-    assert memory_limit(tmp_path) == 2**30
+@pytest.mark.parametrize("name", [b"a:b c", b"it's", b"$(x)", b"\xff\xfe", "é".encode()])
+def test_a_group_can_have_any_name(tmp_path: Path, name: bytes) -> None:
+    group = tmp_path / "fs/cgroup" / os.fsdecode(name)
+    write(group, {"cpu.max": "100000 100000", "memory.max": "9", "memory.stat": "odd\nx y z\n"})
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_bytes(b"0::/" + name + b"\n")
+    limits = read_limits(sys_root=tmp_path, proc_root=tmp_path)
+    assert limits == CgroupLimits(cpus=1.0, memory_bytes=9, free_memory_bytes=9)
+
+
+def test_the_lowest_limit_of_all_groups_counts(tmp_path: Path) -> None:
+    write(
+        tmp_path / "fs/cgroup",
+        {
+            "memory/slurm/memory.limit_in_bytes": "3000",
+            "memory/slurm/job_7/memory.limit_in_bytes": "2000",
+            "memory/slurm/memory.usage_in_bytes": "2500",
+            "cpu,cpuacct/slurm/cpu.cfs_quota_us": "50000",
+        },
+    )
+    write(tmp_path, {"self/cgroup": "4:memory:/slurm/job_7\n1:cpu,cpuacct:/slurm\n"})
+    limits = read_limits(sys_root=tmp_path, proc_root=tmp_path)
+    assert limits == CgroupLimits(memory_bytes=2000, free_memory_bytes=500)
 
 
 def test_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    assert free_memory_bytes(meminfo) is None
-    meminfo.write_text("MemTotal:  9 kB\nMemAvailable:   1024 kB\n")
-    assert free_memory_bytes(meminfo) == 2**20
+    def free() -> int | None:
+        return free_memory_bytes(sys_root=tmp_path, proc_root=tmp_path)
+
+    assert free() is None
+    write(tmp_path, {"meminfo": "MemTotal:  9 kB\nMemAvailable:   1024 kB\n"})
+    assert free() == 2**20
+    write(tmp_path, {"fs/cgroup/memory.max": "5000", "fs/cgroup/memory.current": "1000"})
+    assert free() == 4000
+
+
+def test_a_container_s_memory_is_the_machine_s_memory(tmp_path: Path) -> None:
+    assert discover(sys_root=tmp_path, proc_root=tmp_path).memory_bytes == total_memory_bytes()
+    write(tmp_path, {"fs/cgroup/memory.max": str(2**30)})
+    assert discover(sys_root=tmp_path, proc_root=tmp_path).memory_bytes == 2**30
 
 
 def test_this_machine_is_a_cluster_of_one_node() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import json
-import types
-import typing
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from infra.gcp.security_rules import NOT_MET, RULES
 from infra.machines import machine_types
-from payload.config.run_config import RunConfig
+from payload.config.json_schema import SCHEMAS, schema_file, schema_text
+from payload.config.setting_reference import SectionReference, sections
 from payload.core.errors import ExitCode
 from payload.pricing.cloud_prices import listed_machines, machine_price
 
@@ -52,80 +46,21 @@ def exit_codes() -> str:
 
 def settings() -> str:
     """Return a table for each section of run.toml."""
-    meanings = _field_docstrings()
-    return "\n\n".join(
-        _section(section.name, typing.get_type_hints(RunConfig)[section.name], meanings)
-        for section in dataclasses.fields(RunConfig)
-    )
+    return "\n\n".join(map(_section, sections().values()))
 
 
-def _section(name: str, section: type[Any], meanings: dict[tuple[str, str], str]) -> str:
-    hints = typing.get_type_hints(section)
+def _section(section: SectionReference) -> str:
     rows = [
-        f"| `{field.name}` | {_default(field.default)} | {_values(hints[field.name], field)} | "
-        f"{meanings.get((section.__name__, field.name), '')} |"
-        for field in dataclasses.fields(section)
+        f"| `{each.key}` | `{each.default_text()}` | {each.values(code='`')} | "
+        f"{_cell(each.meaning)} |"
+        for each in section.settings
     ]
-    return "\n".join(
-        [f"**`[{name}]`**", "", "| Key | Default | Values | |", "|---|---|---|---|", *rows]
-    )
+    head = [f"**`[{section.name}]`**", "", "| Key | Default | Values | |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows])
 
 
-def _field_docstrings() -> dict[tuple[str, str], str]:
-    """Return the docstring below each (class, field), on one line."""
-    files = {inspect.getfile(section) for section in typing.get_type_hints(RunConfig).values()}
-    trees = [ast.parse(Path(file).read_text(encoding="utf-8")) for file in sorted(files)]
-    found = {}
-    for node in (each for tree in trees for each in tree.body):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for statement, following in zip(node.body, node.body[1:], strict=False):
-            match statement, following:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    found[node.name, name] = " ".join(text.split()).replace("|", "\\|")
-    return found
-
-
-def _default(value: object) -> str:
-    if value is None:
-        return '`"none"`'
-    return f"`{str(value).lower()}`" if isinstance(value, bool) else f"`{_toml(value)}`"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return f'"{value}"' if isinstance(value, str) else f"{value}"
-
-
-def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    kinds = typing.get_args(hint) if is_union else (hint,)
-    kind, *words = (kind for kind in kinds if kind is not type(None))
-    text = ", ".join(_kind(kind, field))
-    names = [*(name for each in words for name in typing.get_args(each))]
-    names += ["none"] if type(None) in kinds else []
-    return ", or ".join([text, *(f'`"{name}"`' for name in names)])
-
-
-def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
-    if field.metadata.get("choices"):
-        yield from (f"`{value}`" for value in field.metadata["choices"]())
-        return
-    if typing.get_origin(kind) is typing.Literal:
-        yield from (f"`{value}`" for value in typing.get_args(kind))
-        return
-    if typing.get_origin(kind) is tuple:
-        yield "list of texts"
-        return
-    yield {bool: "true, false", str: "text", int: "whole number", float: "number"}[kind]
-    words = {"low": "at least", "above": "above", "high": "at most"}
-    for limit, word in words.items():
-        if field.metadata.get(limit) is not None:
-            yield f"{word} {field.metadata[limit]}"
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def security_rules() -> str:
@@ -231,7 +166,9 @@ def with_tables(page: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the tables of the pages."""
+    """Rewrite the tables of the pages, and the schemas of the configs."""
+    for name in SCHEMAS:
+        schema_file(name).write_text(schema_text(name), encoding="utf-8")
     for page in PAGES:
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -30,6 +30,9 @@ SETTINGS = {
     # Settings that the weights of model.init replace, and settings that a resume cannot change.
     PurePosixPath("payload/config/model_checks.py"): frozenset({"n_layer", "n_head", "n_embd"}),
     PurePosixPath("payload/config/run_config.py"): frozenset({"n_layer", "n_head", "n_embd"}),
+    PurePosixPath("payload/config/conflict_examples.py"): frozenset(
+        {"model.n_embd=100", "model.n_head=3"}
+    ),
 }
 """The documented settings of a model trained from scratch."""
 

@@ -14,10 +14,11 @@ import pytest
 
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.kernels import build
-from payload.kernels.build import COMPILERS, SOURCES, built_library
+from payload.kernels.build import SOURCES, built_library
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.kernels.unavailable import KernelsUnavailableError
+from payload.machines.machine_facts import COMPILERS
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, rank_env, run, train_program

@@ -28,6 +28,7 @@ def checked(
     key: str | None = None,
     refusal: str = "",
     fix: str = "",
+    unit: str = "",
 ) -> Any:
     """Declare a dataclass field with limits on its value.
 
@@ -35,12 +36,12 @@ def checked(
     must match the whole string, and every string in a container; `wanted` describes the pattern.
     `choices` are the allowed values, or a function that returns them. `key` is the field's name in
     the JSON object, if it differs. In a message, `refusal` replaces the text about the limits, and
-    `fix` replaces the record's fix.
+    `fix` replaces the record's fix. `unit` is the unit of the number, for documentation.
     """
     metadata = {
         **{"low": low, "above": above, "high": high, "pattern": pattern, "wanted": wanted},
         **{"choices": choices, "max_items": max_items, "max_chars": max_chars},
-        **{"key": key, "refusal": refusal, "fix": fix},
+        **{"key": key, "refusal": refusal, "fix": fix, "unit": unit},
     }
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)

@@ -23,6 +23,7 @@ from payload.core.validation.records import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover
+from payload.machines.machine_facts import read_machine_facts
 from payload.orchestrate.findings import nodes as find
 from payload.orchestrate.findings.nodes import (
     LOGS,
@@ -38,6 +39,8 @@ from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.code_and_data_uploads import try_store
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.node.look import probe
+from payload.orchestrate.preflight.cluster_trial import placement_or_one_rank
+from payload.orchestrate.preflight.machine_screen import screen
 from payload.orchestrate.preflight.report import (
     BootWait,
     Report,
@@ -130,6 +133,13 @@ def preflight(options: PreflightRequest, access: LocalAccess) -> int:
         report = boot_wait.until_ready(check)
     if options.json:
         out.print(report.to_json())
+    elif is_here:
+        placement = (
+            None if need else placement_or_one_rank(inventory.nodes, config, domains=chosen.domains)
+        )
+        machine = read_machine_facts(path=env.get("PATH"))
+        for line in screen(machine, report, placement, config=config):
+            out.print(line)
     else:
         # A narrow terminal wraps the lines, so no text is truncated.
         out.width = max(out.width, _TABLE_WIDTH)

@@ -180,7 +180,7 @@ def try_cluster(
         cluster=cluster,
         facts=facts,
         launcher=launcher,
-        placement=placement or _placement(nodes, config, domains={}),
+        placement=placement or placement_or_one_rank(nodes, config, domains={}),
         on_gpus=gpu_need(config, nodes) is not None,
     )
     outcomes = on_every_node(
@@ -292,7 +292,7 @@ def try_this_machine(
     choice = choose_launcher(AUTO, access)
     on_gpus = gpu_need(config, nodes) is not None
     if on_gpus:
-        placement = _placement(nodes, config, domains=domains)
+        placement = placement_or_one_rank(nodes, config, domains=domains)
     else:
         placement = place_ranks(nodes, LaunchSection(), device=_CPU, domains=domains)
     with access.reserve_port() as holder:
@@ -310,7 +310,7 @@ def try_this_machine(
     return _result(nodes, outcome, choice.launcher, hostnames={}, on_gpus=on_gpus)
 
 
-def _placement(
+def placement_or_one_rank(
     nodes: Sequence[Node], config: RunConfig, *, domains: Mapping[str, tuple[Domain, ...]]
 ) -> Placement:
     """Return the placement of a run's ranks, or one rank per node if they cannot be placed."""

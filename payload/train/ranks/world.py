@@ -22,6 +22,7 @@ from payload.core.errors import ConfigError, RankLostError, TrainingError
 from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import check_type
+from payload.machines.cgroup_limits import read_limits
 from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.network_interface import interface_towards
 from payload.machines.rank_variables import TORCH, identify
@@ -157,7 +158,10 @@ class World:
         if self.kind == "cuda":
             free, _ = torch.cuda.mem_get_info()
             return (free + torch.cuda.memory_reserved()) * self.local_world_size
-        return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+        available = psutil.virtual_memory().available
+        limit = read_limits().free_memory_bytes
+        own = psutil.Process().memory_info().rss
+        return (available if limit is None else min(available, limit)) + own
 
     def nodes(self) -> int:
         """Return the number of nodes; all run equally many ranks."""
