@@ -108,7 +108,8 @@ docs: setup  ## rewrite the tables in README.md and docs that follow from the co
 	$(PY) -m tests.support.config_reference
 
 # A warning is an error: a link or an anchor without target, a page in no table of contents.
-BUILD_SITE = $(PY) -m sphinx -W --keep-going --quiet -b html docs site
+# From scratch, as the navigation of a page that did not change would lack new pages.
+BUILD_SITE = $(PY) -m sphinx -E -a -W --keep-going --quiet -b html docs site
 
 site: setup  ## build the docs site, for reading offline: site/index.html
 	$(BUILD_SITE)

@@ -11,6 +11,8 @@ extensions = ["myst_parser"]
 # Links to headings use the same anchors as on GitHub.
 myst_heading_anchors = 4
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False
