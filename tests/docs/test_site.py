@@ -37,6 +37,7 @@ def test_a_dead_link_fails_the_build(text: str, why: str, tmp_path: Path) -> Non
     docs = tmp_path / "docs"
     (docs / "guides").mkdir(parents=True)
     shutil.copy(REPO / "docs" / "conf.py", docs)
+    shutil.copytree(REPO / "docs" / "_static", docs / "_static")
     (docs / "guides" / "runs.md").write_text("# Runs\n", encoding="utf-8")
     toctree = "\n```{toctree}\n:hidden:\nguides/runs\n```\n"
     (docs / "index.md").write_text(f"# Start\n{toctree}", encoding="utf-8")
