@@ -37,10 +37,10 @@ INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writa
 LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
 SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh tests/nfs/init.sh .ci/run
 # make itself ends with 2, whatever failed.
-OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
+OR_SAY = || { code=$$?; echo "make $@: exit code $$code (docs/reference/exit_codes.md)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
-# For the tests marked `sshd`, `rig` and `nfs`; the browser that tests/report open pages in; shells
-# that tests/cli complete in; the mount whose server tests/storage stop.
+# For the tests marked `sshd`, `rig` and `nfs`; the browser that tests/report and tests/docs open
+# pages in; shells that tests/cli complete in; the mount whose server tests/storage stop.
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container \
 	user-mode-linux nfs-kernel-server kmod \
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
@@ -48,7 +48,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 LONG_TESTS := slow or sshd or rig or nfs
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
-.PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -92,6 +92,7 @@ check: setup  ## everything that CI checks without running the program
 	$(VENV)/bin/shellcheck $(SHELL_FILES)
 	$(PY) -m tests.support.prose
 	git ls-files -z | xargs -0 $(VENV)/bin/codespell
+	$(BUILD_SITE)
 
 fix: setup  ## repair what ruff can repair
 	$(PY) -m ruff check --fix .
@@ -105,6 +106,13 @@ bench: setup data  ## run the short set, in about two minutes; BENCH=NAME: one b
 
 docs: setup  ## rewrite the tables in README.md and docs that follow from the code
 	$(PY) -m tests.support.config_reference
+
+# A warning is an error: a link or an anchor without target, a page in no table of contents.
+# From scratch, as the navigation of a page that did not change would lack new pages.
+BUILD_SITE = $(PY) -m sphinx -E -a -W --keep-going --quiet -b html docs site
+
+site: setup  ## build the docs site, for reading offline: site/index.html
+	$(BUILD_SITE)
 
 lock: setup  ## pin all packages for pyproject.toml again (UPGRADE=1: the newest allowed)
 	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
@@ -121,5 +129,5 @@ setup-ipex:  ## make .venv-ipex: torch 2.8 with intel-extension-for-pytorch
 	@$(INSTALL) --venv $(VENV_IPEX) --extras intel,ccl,orchestrate,dev $(OR_SAY)
 
 clean:  ## remove environments and caches; data/ and runs/ stay
-	rm -rf $(VENV) $(VENV_IPEX) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(VENV_IPEX) site .mypy_cache .ruff_cache .pytest_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

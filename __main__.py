@@ -1,6 +1,6 @@
 """The cluster program for Pulumi: loads settings, builds components, exports the inventory.
 
-Pulumi runs it for `pulumi preview`, `up` and `destroy`. docs/guides/operating.md lists the
+Pulumi runs it for `pulumi preview`, `up` and `destroy`. docs/guides/google_cloud.md lists the
 commands.
 """
 

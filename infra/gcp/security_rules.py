@@ -1,4 +1,4 @@
-"""The security rules, for the policy pack, the tests and docs/explanations/security.md.
+"""The security rules, for the policy pack, the tests and docs/reference/security_rules.md.
 
 A rule checks plain resources, as Pulumi records them, and yields problems. Numbers refer to the
 CIS Google Cloud Foundations Benchmark 4.0.0, checkov and Trivy.
@@ -32,7 +32,7 @@ class Rule:
     tools: str = ""
     """Names of this rule in other scanners."""
     level: Literal["mandatory", "advisory"] = "mandatory"
-    """Advisory if an access mode violates it; docs/explanations/security.md gives the reason."""
+    """Advisory if an access mode violates it; docs/reference/security_rules.md gives the reason."""
 
 
 RULES = (
@@ -281,7 +281,7 @@ EXCEPTIONS: Mapping[str, frozenset[str]] = {
     "iap": frozenset({"os-login"}),
     "direct": frozenset({"os-login", "proxy-only", "no-public-address"}),
 }
-"""Rules that each accessMode does not follow; docs/explanations/security.md states the reasons."""
+"""Rules that each accessMode does not follow; docs/reference/security_rules.md has the reasons."""
 
 
 def findings(resources: Sequence[Resource]) -> dict[str, list[str]]:

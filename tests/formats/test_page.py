@@ -1,4 +1,4 @@
-"""docs/reference/formats.md has a row for each golden file, with its version."""
+"""docs/reference has a row for each golden file, with its version."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ _LINK = re.compile(r"\.\./tests/golden/formats/([^)]+)\.json\)")
 
 
 def test_every_format_is_on_the_page_with_its_version() -> None:
-    text = (REPO / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
-    with_version = text.partition("## Formats without a version")[0]
-    rows = {name: line for line in text.splitlines() for name in _LINK.findall(line)}
+    with_version, without = (
+        (REPO / "docs" / "reference" / name).read_text(encoding="utf-8")
+        for name in ("file_formats.md", "unversioned_formats.md")
+    )
+    lines = [*with_version.splitlines(), *without.splitlines()]
+    rows = {name: line for line in lines for name in _LINK.findall(line)}
     assert set(rows) == {path.name.removesuffix(".json") for path in GOLDEN.glob("*.json")}
     for name, row in rows.items():
         version = read_format(GOLDEN / f"{name}.json").version

@@ -1,6 +1,6 @@
 """Readers with unknown input: a key, a tensor, another version.
 
-docs/reference/formats.md documents each case.
+docs/reference/file_formats.md documents each case.
 """
 
 from __future__ import annotations

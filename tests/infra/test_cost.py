@@ -232,7 +232,7 @@ def test_what_is_known_of_a_cluster_with_an_unknown_price_is_said_too() -> None:
 
 @pytest.mark.parametrize("spot", ["false", "true"])
 def test_the_figures_in_the_operating_page_are_these(spot: str) -> None:
-    page = (ROOT / "docs/guides/operating.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/google_cloud.md").read_text(encoding="utf-8")
     cost = cost_of(replace(CONFIG, spot=spot))
     hourly, most = cost.hourly_usd, cost.most_usd(12 * 3600)
     assert f"${hourly:.2f}" in page

@@ -280,32 +280,35 @@ def test_every_row_of_the_benchmarks_has_a_rule(row: str) -> None:
     assert re.search(rf"(?<![\w.]){re.escape(row)}(?![\w.])", named)
 
 
-def test_a_recommendation_that_is_not_met_is_no_rules_and_is_in_the_security_page() -> None:
+def test_a_recommendation_that_is_not_met_is_no_rules_and_is_on_the_page_of_rules() -> None:
     claimed = " ".join(rule.cis for rule in RULES).replace(",", " ").split()
     assert set(NOT_MET) == {"2.12", "4.7", "4.11", "4.12"} and not set(NOT_MET) & set(claimed)
-    page = (ROOT / "docs/explanations/security.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/security_rules.md").read_text(encoding="utf-8")
     for number, why in NOT_MET.items():
         assert f"| {number} | {why} |" in page
 
 
-def test_every_rule_and_exception_is_in_the_security_page() -> None:
-    page = (ROOT / "docs/explanations/security.md").read_text(encoding="utf-8")
+def test_every_rule_and_exception_is_on_the_page_of_rules() -> None:
+    page = (ROOT / "docs/reference/security_rules.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"`{rule.name}`" in page
 
 
-def test_every_row_of_who_may_be_hostile_names_tests_that_exist() -> None:
-    page = (ROOT / "docs/explanations/security.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition("## Who may be hostile\n")
-    rows = [line for line in rest.partition("\n### ")[0].splitlines() if line.startswith("| ")]
-    header, *rows = rows
-    assert header.endswith("| Tests |") and len(rows) >= 7
-    whos = {row.split(" | ")[0].removeprefix("| ") for row in rows}
-    assert "everyone who may write to a store" in whos
-    assert "everyone who may write to a shared folder that is a store" in whos
-    for row in rows:
-        named = re.findall(r"`([\w/]+\.py)`", row.rsplit(" | ", 1)[1])
-        assert named, row
+def test_every_attacker_in_the_docs_has_a_protection_a_risk_and_tests_that_exist() -> None:
+    pages = ("hostile_machines.md", "hostile_folders.md", "hostile_files.md")
+    attackers = [
+        attacker
+        for page in pages
+        for attacker in (ROOT / "docs/explanations" / page).read_text("utf-8").split("\n## ")[1:]
+        if not attacker.startswith("A planted checkpoint")
+    ]
+    titles = {attacker.partition("\n")[0] for attacker in attackers}
+    assert "Everyone who may write to a store" in titles
+    assert "Everyone who may write to a shared folder that is a store" in titles
+    for attacker in attackers:
+        assert "**Protection.**" in attacker and "**Remaining risk.**" in attacker
+        named = re.findall(r"`([\w/]+\.py)`", attacker.partition("\nTests: ")[2])
+        assert named, attacker
         for name in named:
             text = (ROOT / "tests" / name).read_text(encoding="utf-8")
             assert "\ndef test_" in text, name

@@ -31,7 +31,7 @@ def test_a_run_on_nfs_waits_for_its_server_says_so_and_ends_as_without_an_outage
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results.get("exits") == [0, 0, 0], said + console
 
-    # Server and mount are as docs/guides/storage.md describes them.
+    # Server and mount are as docs/guides/shared_folder.md describes them.
     assert (results["threads"], results["grace_s"]) == (16, 20)
     for option in ("vers=4.1", "hard", "timeo=100", "retrans=1", "noatime", "nosuid", "nodev"):
         assert option in results["mount"], results["mount"]

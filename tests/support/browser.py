@@ -31,14 +31,20 @@ def has_browser() -> bool:
     return which(_DRIVER) is not None and which(_BROWSER) is not None
 
 
-def leave_out_without_browser(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that use the fixture `browser` if it is missing, and report them."""
+def leave_out_without_browser(
+    config: pytest.Config, items: list[pytest.Item], *, folder: str = "tests/report"
+) -> None:
+    """Skip tests of `folder` that use the fixture `browser` if it is missing, and report them."""
     if not has_browser():
         leave_out(
             config,
             items,
-            [item for item in items if "browser" in getattr(item, "fixturenames", ())],
-            folder="tests/report",
+            [
+                item
+                for item in items
+                if item.nodeid.startswith(folder) and "browser" in getattr(item, "fixturenames", ())
+            ],
+            folder=folder,
             why="that open a page: they need Chromium (apt-get install chromium chromium-driver).",
         )
 

@@ -150,7 +150,11 @@ TABLES = {
 }
 PAGES = tuple(
     README.parent / name
-    for name in ("README.md", "docs/guides/operating.md", "docs/explanations/security.md")
+    for name in (
+        "README.md",
+        "docs/reference/cluster_settings.md",
+        "docs/reference/security_rules.md",
+    )
 )
 
 

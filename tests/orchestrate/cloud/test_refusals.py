@@ -36,7 +36,7 @@ CASES = {
         "googleapi: Error 403: Permission 'logging.buckets.get' " + _DENIED,
         ExitCode.AUTH,
         "logging.buckets.get",
-        "Request the roles in docs/guides/operating.md",
+        "Request the roles in docs/guides/roles.md",
     ),
     # ansible-collections/google.cloud 575, terraform-provider-google 1564
     "a foreign bucket": (

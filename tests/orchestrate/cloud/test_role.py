@@ -200,5 +200,5 @@ def test_a_request_that_nobody_has_looked_up_is_seen() -> None:
 
 
 def test_the_docs_name_the_role_and_what_it_leaves_open() -> None:
-    page = (ROOT / "docs" / "guides" / "operating.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "roles.md").read_text(encoding="utf-8")
     assert "--file infra/role.yaml" in page and "`iam.serviceAccounts.actAs`" in page

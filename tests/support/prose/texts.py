@@ -16,7 +16,7 @@ PROGRAMS = ("payload/", "infra/", "bootstrap/", "benchmarks/", "__main__.py")
 # The changelog quotes the messages and names of earlier versions.
 _SKIPPED = (
     "CHANGELOG.md",
-    "docs/reference/moved.md",
+    "docs/reference/moved",
     "benchmarks/results/",
     "tests/golden/",
     "tests/fixtures/",

@@ -271,7 +271,7 @@ class Google:
             known = access_refusal(text, project=self.project, login=self._endpoints.login)
             if known is not None and known.error is CloudError:
                 return CloudError(f"{what}: {reason}. {known.advice}.")
-            fix = known.advice if known else "Request the roles in docs/guides/operating.md"
+            fix = known.advice if known else "Request the roles in docs/guides/roles.md"
             return CloudAuthError(f"{what}: {reason}", fix=f"{fix}.")
         if isinstance(error, exceptions.GoogleAPICallError):
             again = " Try again." if error.code in _TRY_AGAIN else ""

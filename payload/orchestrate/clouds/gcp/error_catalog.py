@@ -21,7 +21,7 @@ _OTHER_WAYS = {
         "use an image with the feature UEFI_COMPATIBLE: pulumi config set image NAME"
     ),
     "compute.restrictCloudNATUsage": (
-        "do without NAT: pulumi config set egress none (requirements: docs/guides/operating.md)"
+        "do without NAT: pulumi config set egress none (see docs/guides/cluster_options.md)"
     ),
     "compute.trustedImageProjects": (
         "use an image from an allowed project: pulumi config set image NAME"
@@ -379,7 +379,7 @@ def _role_advice(text: str, project: str) -> str:
     service = permission.partition(".")[0]
     role = (_READERS.get(service) if reads else None) or _ROLES.get(service)
     if role is None:
-        return "Request the roles in docs/guides/operating.md"
+        return "Request the roles in docs/guides/roles.md"
     return (
         f"{permission} is in {role}. The project's owner must run: gcloud projects "
         f"add-iam-policy-binding {project} --member=user:YOU --role={role}"
