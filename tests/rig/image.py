@@ -1,4 +1,4 @@
-"""The root file system of machines: Debian 12 like its cloud images, made once and cached.
+"""The root file system of machines: Debian like its cloud images, made once and cached.
 
 Next to it is a package repository with the packages that bootstrap installs, so that a machine
 without internet runs the real `apt-get update` and `apt-get install`.
@@ -15,6 +15,9 @@ from tests.rig.cache import cached
 from tests.rig.host import run
 
 SUITE = "bookworm"
+"""Debian 12, which machines have unless a test chooses another suite."""
+TRIXIE = "trixie"
+"""Debian 13."""
 PACKAGES_ON_MACHINE = "/srv/packages"
 
 _BASE = (
@@ -29,28 +32,28 @@ _ARCHIVE = "archive.list"
 _SOURCES = f"deb [trusted=yes] file:{PACKAGES_ON_MACHINE} ./\n"
 
 
-def root_image() -> Path:
-    """Return the folder of `root`, `packages` and `archive.list`.
+def root_image(suite: str = SUITE) -> Path:
+    """Return the folder of `root`, `packages` and `archive.list` of a suite of Debian.
 
     The first call takes two minutes and needs the network.
     """
     required = NodeBootstrap(authorized_keys=(), version="").packages()
-    # Debian's name is the last of several.
-    offered = tuple(names.rpartition("|")[2] for names in required)
-    recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "2")
-    return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered))
+    # The name in Debian 12 is the last of several, the name in later releases the first.
+    offered = tuple(names.split("|")[-1 if suite == SUITE else 0] for names in required)
+    recipe = (suite, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "2")
+    return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered, suite))
 
 
-def archive_sources() -> str:
+def archive_sources(suite: str = SUITE) -> str:
     """Return the line for Debian's archive that debootstrap wrote for apt."""
-    return (root_image() / _ARCHIVE).read_text(encoding="utf-8")
+    return (root_image(suite) / _ARCHIVE).read_text(encoding="utf-8")
 
 
-def _build(folder: Path, offered: Sequence[str]) -> None:
+def _build(folder: Path, offered: Sequence[str], suite: str) -> None:
     root, packages = folder / "root", folder / "packages"
     packages.mkdir()
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(_BASE)}"]
-    run([*bootstrap, SUITE, root], timeout_s=1200)
+    run([*bootstrap, suite, root], timeout_s=1200)
     # apt and not --include: debootstrap cannot resolve virtual packages.
     _apt_get(root, packages, "update")
     _apt_get(root, packages, "install", "cloud-init")

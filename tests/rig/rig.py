@@ -18,7 +18,7 @@ from payload.machines.inventory import Access, ClusterInventory, Node
 from tests.rig.cache import cache_dir, locked
 from tests.rig.cleanup import lock_of, remove_leftovers
 from tests.rig.host import RigError, missing, wait_until
-from tests.rig.image import PACKAGES_ON_MACHINE, root_image
+from tests.rig.image import PACKAGES_ON_MACHINE, SUITE, root_image
 from tests.rig.machine import Machine
 from tests.rig.network import Link, address_of, joined, make_operator_network
 from tests.rig.wheelhouse import folder_on_machine, pip_conf, wheelhouse
@@ -51,6 +51,7 @@ class Rig(Whole):
         without_index: Collection[int] = (),
         binds: Sequence[str] = (),
         shared: Sequence[str] = (),
+        suite: str = SUITE,
     ) -> None:
         """`layers`: disk layers over the image; `wheels`: extras whose wheels machines get.
 
@@ -60,6 +61,7 @@ class Rig(Whole):
         their index.
         `binds`, `shared`: folders of this host that all machines can read, or also write to
         (`HOST_PATH:MACHINE_PATH`).
+        `suite`: release of Debian.
         """
         self.user_data = list(user_data)
         self.name = f"tfrig-{secrets.token_hex(3)}"
@@ -70,6 +72,7 @@ class Rig(Whole):
         self._without_index = without_index
         self._binds = binds
         self._shared = shared
+        self._suite = suite
         self._reaper: subprocess.Popen[bytes] | None = None
 
     def _make(self) -> None:
@@ -78,7 +81,7 @@ class Rig(Whole):
         if problem:
             raise RigError(problem)
         remove_leftovers()
-        image = root_image()
+        image = root_image(self._suite)
         binds = [f"{image / 'packages'}:{PACKAGES_ON_MACHINE}", *self._binds]
         binds += [f"{wheelhouse(each)}:{folder_on_machine(each)}" for each in self._wheels]
         folder = self._start_reaper()

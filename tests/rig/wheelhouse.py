@@ -11,6 +11,7 @@ from packaging.markers import Marker
 
 from tests.rig.cache import cached
 from tests.rig.host import run
+from tests.rig.image import SUITE, TRIXIE
 
 LOCK = Path(__file__).resolve().parents[2] / "bootstrap" / "requirements.lock"
 WHEELHOUSE_ON_MACHINE = "/srv/wheelhouse"
@@ -27,11 +28,16 @@ def pip_conf(extras: Sequence[str]) -> str:
     return f"[install]\nno-index = true\nfind-links =\n    {folders}\n"
 
 
-_PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
-"""Version of Debian 12's Python."""
+_PYTHONS = {SUITE: "3.11.2", TRIXIE: "3.13.5"}
+"""Version of Python by suite of Debian."""
 # Debian 12 has glibc 2.36; pip only accepts the given tags.
 _GLIBC_MINORS = (34, 31, 28, 27, 26, 24, 17)
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def python_of(suite: str) -> str:
+    """Return the version of a suite's Python."""
+    return _PYTHONS[suite]
 
 
 def wheelhouse(extra: str = "train") -> Path:
@@ -42,14 +48,15 @@ def wheelhouse(extra: str = "train") -> Path:
     required = requirements(
         LOCK.read_text(encoding="utf-8"), extra=extra, torch=importlib.metadata.version("torch")
     )
-    return cached("wheels", recipe=required, build=lambda folder: _download(folder, required))
+    return cached("wheels", recipe=required, build=lambda folder: download(folder, required))
 
 
-def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
+def requirements(lock: str, *, extra: str, torch: str, python: str = _PYTHONS[SUITE]) -> list[str]:
     """Return `name==version` of the lock's lines for `extra` that apply to the machines.
 
     `torch` is the version of torch's build, such as 2.13.0+cpu; 2.13.0 needs CUDA packages.
     """
+    versions = {"python_version": _minor(python), "python_full_version": python}
     extras = {extra} if torch.endswith("+cpu") else {extra, f"{extra}-cuda"}
     found = []
     for line in lock.splitlines():
@@ -57,26 +64,34 @@ def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
             continue
         requirement, _, own = line.partition("  # ")
         name, _, marker = requirement.partition(" ; ")
-        applies = not marker or Marker(marker).evaluate(dict(_PYTHON))
+        applies = not marker or Marker(marker).evaluate(versions)
         is_other_build = name.startswith("torch==") and name != f"torch=={torch}"
         if extras & set(own.split(", ")) and applies and not is_other_build:
             found.append(name)
     return found
 
 
-def _download(folder: Path, required: Sequence[str]) -> None:
+def download(folder: Path, required: Sequence[str], *, python: str = _PYTHONS[SUITE]) -> None:
+    """Download the wheels of the requirements for a version of Python into the folder."""
     cpu = [name for name in required if name.endswith("+cpu")]
-    _pip_download(folder, *(name for name in required if name not in cpu))
+    _pip_download(folder, python, *(name for name in required if name not in cpu))
     if cpu:
         # If it cannot be reached, pip prints an error and uses its own settings.
-        _pip_download(folder, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *cpu)
+        _pip_download(
+            folder, python, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *cpu
+        )
 
 
-def _pip_download(folder: Path, *arguments: str) -> None:
+def _minor(python: str) -> str:
+    return python.rpartition(".")[0]
+
+
+def _pip_download(folder: Path, python: str, *arguments: str) -> None:
+    minor = _minor(python)
     pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
     pip += ["--no-deps", "--only-binary=:all:", f"--dest={folder}"]
-    pip += ["--python-version=3.11", "--implementation=cp"]
-    pip += [f"--abi={abi}" for abi in ("cp311", "abi3", "none")]
-    pip += [f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC_MINORS]
+    pip += [f"--python-version={minor}", "--implementation=cp"]
+    pip += [f"--abi={abi}" for abi in (f"cp{minor.replace('.', '')}", "abi3", "none")]
+    pip += [f"--platform=manylinux_2_{glibc}_x86_64" for glibc in _GLIBC_MINORS]
     pip += ["--platform=manylinux2014_x86_64", "--platform=linux_x86_64"]
     run([*pip, *arguments], timeout_s=1200)
