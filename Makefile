@@ -37,7 +37,7 @@ INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writa
 LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
 SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh tests/nfs/init.sh .ci/run
 # make itself ends with 2, whatever failed.
-OR_SAY = || { code=$$?; echo "make $@: exit code $$code (README.md, Exit codes)" >&2; exit $$code; }
+OR_SAY = || { code=$$?; echo "make $@: exit code $$code (docs/reference/exit_codes.md)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 # For the tests marked `sshd`, `rig` and `nfs`; the browser that tests/report open pages in; shells
 # that tests/cli complete in; the mount whose server tests/storage stop.

@@ -1,14 +1,15 @@
-"""Tables in README and docs that come from the code: `make docs` writes them, a test compares."""
+"""Tables of docs that come from the code: `make docs` writes them, a test compares."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from infra.machines import machine_types
 from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode
 from payload.pricing.cloud_prices import listed_machines, machine_price
+from tests.support import command_reference, comparison
 
 README = Path(__file__).resolve().parents[2] / "README.md"
+CLUSTER_SECTIONS = frozenset(
+    {"device", "distributed", "launch", "limits", "slurm", "storage", "monitor", "track"}
+)
+"""Sections of run.toml that do not change what is learned; the others are of training."""
 
 MEANINGS = {
     ExitCode.OK: "done",
@@ -50,13 +56,23 @@ def exit_codes() -> str:
     return "\n".join(["| Code | `exit_class` | Meaning |", "|---|---|---|", *rows])
 
 
-def settings() -> str:
-    """Return a table for each section of run.toml."""
-    meanings = _field_docstrings()
-    return "\n\n".join(
-        _section(section.name, typing.get_type_hints(RunConfig)[section.name], meanings)
-        for section in dataclasses.fields(RunConfig)
-    )
+def training_settings() -> str:
+    """Return a table for each section of run.toml that decides what is learned."""
+    return _settings(each.name for each in _sections() if each.name not in CLUSTER_SECTIONS)
+
+
+def launch_settings() -> str:
+    """Return a table for each section of run.toml about machines, launch, limits and results."""
+    return _settings(each.name for each in _sections() if each.name in CLUSTER_SECTIONS)
+
+
+def _sections() -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(RunConfig)
+
+
+def _settings(names: Iterable[str]) -> str:
+    meanings, hints = _field_docstrings(), typing.get_type_hints(RunConfig)
+    return "\n\n".join(_section(name, hints[name], meanings) for name in names)
 
 
 def _section(name: str, section: type[Any], meanings: dict[tuple[str, str], str]) -> str:
@@ -67,7 +83,7 @@ def _section(name: str, section: type[Any], meanings: dict[tuple[str, str], str]
         for field in dataclasses.fields(section)
     ]
     return "\n".join(
-        [f"**`[{name}]`**", "", "| Key | Default | Values | |", "|---|---|---|---|", *rows]
+        [f"## `[{name}]`", "", "| Key | Default | Values | |", "|---|---|---|---|", *rows]
     )
 
 
@@ -204,18 +220,43 @@ def _price(price: float | None) -> str:
     return "not known" if price is None else f"{price:.4f}"
 
 
-TABLES = {
+TABLES: Mapping[str, Callable[[], str]] = {
     "exit codes": exit_codes,
-    "settings": settings,
+    "training settings": training_settings,
+    "launch settings": launch_settings,
     "prices": prices,
     "gpu prices": gpu_prices,
     "rules": security_rules,
     "not met": not_met,
     "cluster settings": cluster_settings,
+    "commands": command_reference.commands,
+    "options of runs": functools.partial(command_reference.options, "Runs"),
+    "options of clusters": functools.partial(command_reference.options, "Google Cloud"),
+    "options of data": functools.partial(command_reference.options, "Data"),
+    "options of models": functools.partial(command_reference.options, "Models", "Shell"),
+    "comparison": comparison.comparison,
 }
 PAGES = tuple(
-    README.parent / name
-    for name in ("README.md", "docs/guides/operating.md", "docs/explanations/security.md")
+    README.parent / "docs" / name
+    for name in (
+        "comparison.md",
+        "guides/operating.md",
+        "explanations/security.md",
+        *(
+            f"reference/{page}.md"
+            for page in (
+                "exit_codes",
+                "settings_training",
+                "settings_machines",
+                "prices",
+                "commands",
+                "commands_runs",
+                "commands_clusters",
+                "commands_data",
+                "commands_models",
+            )
+        ),
+    )
 )
 
 
