@@ -133,7 +133,9 @@ def _problem_with_module(words: list[str], help_of: HelpOf) -> str | None:
     shown = help_of(module)
     takes_file = re.search(r"(?m)^  [A-Z]+ ", shown) is not None
     if rest and not rest[0].startswith("-") and not takes_file:
-        if not re.search(rf"(?m)^\s+{re.escape(rest[0])}\b|[{{,]{re.escape(rest[0])}[,}}]", shown):
+        # The help of `tileforge` has two columns.
+        name = re.escape(rest[0])
+        if not re.search(rf"(?m)(?:^| ) +{name}(?: |$)|[{{,]{name}[,}}]", shown):
             return f"{module} has no command {rest[0]}"
         shown = help_of(module, rest[0])
     flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
@@ -170,6 +172,8 @@ def test_a_command_can_be_typed_as_it_is(page: Path, command: str, help_of: Help
         "pyhton -m payload.train",
         "bash bootstrap/none.sh",
         "python none.py",
+        "tileforge nothing",
+        "tileforge show runs/latest",
         ".venv/bin/python -m none",
     ],
 )

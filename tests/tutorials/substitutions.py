@@ -49,6 +49,8 @@ TABLE: Mapping[str, Reduced] = {
             "benchmarks.docstrings chats.jsonl": "benchmarks.docstrings all.jsonl"
             " && head -n 200 all.jsonl > chats.jsonl",
             "--steps 60": f"--steps 4 {_BRIEF}",
+            # The small model's context.
+            "--sequence-length 256": "--sequence-length 128",
             # A terminal ends the chat with Ctrl-D.
             "tileforge chat runs/latest": "echo 'What is a list?' | tileforge chat runs/latest"
             " --max-new-tokens 8",
@@ -65,12 +67,22 @@ TABLE: Mapping[str, Reduced] = {
     "classifier.md": Reduced(
         replace={**_TINY, "--steps 30": f"--steps 6 {_BRIEF}"},
         skip=_HERE,
+        # A model with random weights finds other labels.
+        varies=frozenset(
+            {
+                "shipping  0.9999  Where is my parcel?",
+                "login     1.0000  I cannot remember my password.",
+                "billing   1.0000  The invoice is too high.",
+            }
+        ),
     ),
     "pretraining.md": Reduced(
         replace={
             **_TINY,
             "cat docs/*/*.md > pages.txt": "cat docs/guides/[a-m]*.md > pages.txt",
             "--steps 8": f"--steps 4 {_BRIEF}",
+            # The small model's context.
+            "--sequence-length 512": "--sequence-length 128",
             "train.steps=12": "train.steps=6",
         },
         skip=_HERE,
