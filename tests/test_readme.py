@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.cli.commands import BY_NAME
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
@@ -133,9 +134,12 @@ def _problem_with_module(words: list[str], help_of: HelpOf) -> str | None:
     shown = help_of(module)
     takes_file = re.search(r"(?m)^  [A-Z]+ ", shown) is not None
     if rest and not rest[0].startswith("-") and not takes_file:
-        # The help of `tileforge` has two columns.
-        name = re.escape(rest[0])
-        if not re.search(rf"(?m)(?:^| ) +{name}(?: |$)|[{{,]{name}[,}}]", shown):
+        if module == "payload":
+            is_known = rest[0] in BY_NAME
+        else:
+            name = re.escape(rest[0])
+            is_known = re.search(rf"(?m)^\s+{name}\b|[{{,]{name}[,}}]", shown) is not None
+        if not is_known:
             return f"{module} has no command {rest[0]}"
         shown = help_of(module, rest[0])
     flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
