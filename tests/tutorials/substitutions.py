@@ -1,4 +1,4 @@
-"""What the tests replace in the commands of each page; all other text runs as it is printed."""
+"""Replacements in the commands of each page; all other text runs as it is printed."""
 
 from __future__ import annotations
 
