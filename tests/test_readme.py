@@ -9,27 +9,34 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import pytest
 
+from payload.cli.commands import BY_NAME
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
-from tests.support.config_reference import MEANINGS, README, TABLES, with_tables
+from tests.support.comparison import read_tools
+from tests.support.config_reference import CLUSTER_SECTIONS, MEANINGS, README, TABLES, with_tables
 from tests.support.config_reference import PAGES as TABLE_PAGES
 
 ROOT = README.parent
+REFERENCE = ROOT / "docs" / "reference"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 _BENCHMARK_ROW = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+_LISTED_FILE = re.compile(r"^```python\n# (\w+\.py)$", re.MULTILINE)
 _MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 _ELSEWHERE = frozenset(
     {"git", "cd", "source", "accelerate", "export", "gcloud", "pulumi", "curl", "pip", "lm_eval"}
+    | {"cat"}
 )
+MOST_README_BYTES = 8_000
+MOST_REFERENCE_BYTES = 12_000
 
 
 def commands(page: Path) -> list[str]:
@@ -82,8 +89,13 @@ def help_of() -> Iterator[HelpOf]:
         asked.close()
 
 
-def problem_with(command: str, help_of: HelpOf) -> str | None:
-    """Return why a command of a page cannot be run as printed, or None."""
+def listed_files(page: Path) -> set[str]:
+    """Return the names of the Python files that a page lists, from their first lines."""
+    return set(_LISTED_FILE.findall(page.read_text(encoding="utf-8")))
+
+
+def problem_with(command: str, help_of: HelpOf, *, files: Set[str] = frozenset()) -> str | None:
+    """Return why a command of a page, which lists `files`, cannot be run as printed, or None."""
     words = shlex.split(command, comments=True)
     if not words or words[0] in _ELSEWHERE:
         return None
@@ -97,8 +109,11 @@ def problem_with(command: str, help_of: HelpOf) -> str | None:
         return _problem_with_module(["payload", *words[1:]], help_of)
     if words[0] == "bash":
         return None if (ROOT / words[1]).is_file() else f"no file {words[1]}"
-    if words[0] in {"python", "torchrun"} and "-m" in words:
-        return _problem_with_module(words[words.index("-m") + 1 :], help_of)
+    if words[0].removeprefix(".venv/bin/") in {"python", "torchrun"} and "-m" in words:
+        program = words[words.index("-m") + 1 :]
+        return None if program[0] in _ELSEWHERE else _problem_with_module(program, help_of)
+    if words[0] == "python":
+        return None if words[1] in files else f"no file {words[1]} on the page"
     return f"unknown program {words[0]}"
 
 
@@ -119,7 +134,12 @@ def _problem_with_module(words: list[str], help_of: HelpOf) -> str | None:
     shown = help_of(module)
     takes_file = re.search(r"(?m)^  [A-Z]+ ", shown) is not None
     if rest and not rest[0].startswith("-") and not takes_file:
-        if not re.search(rf"(?m)^\s+{re.escape(rest[0])}\b|[{{,]{re.escape(rest[0])}[,}}]", shown):
+        if module == "payload":
+            is_known = rest[0] in BY_NAME
+        else:
+            name = re.escape(rest[0])
+            is_known = re.search(rf"(?m)^\s+{name}\b|[{{,]{name}[,}}]", shown) is not None
+        if not is_known:
             return f"{module} has no command {rest[0]}"
         shown = help_of(module, rest[0])
     flags = [word.split("=")[0] for word in rest if re.match(r"--?[a-z]", word)]
@@ -137,7 +157,7 @@ def _problem_with_module(words: list[str], help_of: HelpOf) -> str | None:
     ],
 )
 def test_a_command_can_be_typed_as_it_is(page: Path, command: str, help_of: HelpOf) -> None:
-    assert problem_with(command, help_of) is None
+    assert problem_with(command, help_of, files=listed_files(page)) is None
 
 
 @pytest.mark.processes
@@ -155,6 +175,10 @@ def test_a_command_can_be_typed_as_it_is(page: Path, command: str, help_of: Help
         "torchrun -m payload.train --confg x",
         "pyhton -m payload.train",
         "bash bootstrap/none.sh",
+        "python none.py",
+        "tileforge nothing",
+        "tileforge show runs/latest",
+        ".venv/bin/python -m none",
     ],
 )
 def test_a_wrong_command_is_found(command: str, help_of: HelpOf) -> None:
@@ -288,10 +312,23 @@ def test_the_tables_are_what_the_code_says() -> None:
         assert sum(f"<!-- {name} end -->" in text for text in texts) == 1
 
 
-def test_every_setting_and_its_section_is_in_the_reference() -> None:
-    text = README.read_text(encoding="utf-8")
-    for name in RunConfig.__dataclass_fields__:
-        assert f"**`[{name}]`**" in text
+def test_every_section_of_settings_is_on_one_page_of_the_reference() -> None:
+    pages = [REFERENCE / f"settings_{name}.md" for name in ("training", "machines")]
+    training, machines = (headings(page) for page in pages)
+    names = set(RunConfig.__dataclass_fields__)
+    assert names - CLUSTER_SECTIONS <= training and machines >= CLUSTER_SECTIONS
+    assert not names & training & machines
+
+
+def test_the_readme_and_the_reference_are_short() -> None:
+    assert README.stat().st_size <= MOST_README_BYTES
+    tables = [page for page in TABLE_PAGES if page.parent == REFERENCE]
+    assert [page.name for page in tables if page.stat().st_size > MOST_REFERENCE_BYTES] == []
+
+
+def test_every_claim_of_the_comparison_has_a_source() -> None:
+    rows = [row for tool in read_tools() for row in tool["row"]]
+    assert rows and [row for row in rows if not row["source"].strip()] == []
 
 
 @pytest.mark.parametrize(

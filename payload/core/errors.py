@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the commands; README's table is generated from this list."""
+    """Exit codes of the commands; docs/reference/exit_codes.md lists them."""
 
     OK = 0
     USAGE = 2

@@ -178,7 +178,7 @@ _BEGIN = {
     "fish": "set -gx PATH (string split : {path})\n"
     "tileforge completion fish | source\necho ready\n",
 }
-"""A shell's own start file with completion set up as the README says."""
+"""A shell's own start file with completion set up as docs/guides/first_steps.md shows."""
 
 
 @pytest.fixture

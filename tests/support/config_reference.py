@@ -1,8 +1,10 @@
-"""Tables in README and docs that come from the code: `make docs` writes them, a test compares."""
+"""Tables of docs that come from the code: `make docs` writes them, a test compares."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import yaml
@@ -13,8 +15,13 @@ from payload.config.json_schema import SCHEMAS, schema_file, schema_text
 from payload.config.setting_reference import SectionReference, sections
 from payload.core.errors import ExitCode
 from payload.pricing.cloud_prices import listed_machines, machine_price
+from tests.support import command_reference, comparison
 
 README = Path(__file__).resolve().parents[2] / "README.md"
+CLUSTER_SECTIONS = frozenset(
+    {"device", "distributed", "launch", "limits", "slurm", "storage", "monitor", "track"}
+)
+"""Sections of run.toml that do not change what is learned; the others are of training."""
 
 MEANINGS = {
     ExitCode.OK: "done",
@@ -44,9 +51,19 @@ def exit_codes() -> str:
     return "\n".join(["| Code | `exit_class` | Meaning |", "|---|---|---|", *rows])
 
 
-def settings() -> str:
-    """Return a table for each section of run.toml."""
-    return "\n\n".join(map(_section, sections().values()))
+def training_settings() -> str:
+    """Return a table for each section of run.toml that decides what is learned."""
+    return _settings(name for name in sections() if name not in CLUSTER_SECTIONS)
+
+
+def launch_settings() -> str:
+    """Return a table for each section of run.toml about machines, launch, limits and results."""
+    return _settings(name for name in sections() if name in CLUSTER_SECTIONS)
+
+
+def _settings(names: Iterable[str]) -> str:
+    found = sections()
+    return "\n\n".join(_section(found[name]) for name in names)
 
 
 def _section(section: SectionReference) -> str:
@@ -55,7 +72,7 @@ def _section(section: SectionReference) -> str:
         f"{_cell(each.meaning)} |"
         for each in section.settings
     ]
-    head = [f"**`[{section.name}]`**", "", "| Key | Default | Values | |", "|---|---|---|---|"]
+    head = [f"## `[{section.name}]`", "", "| Key | Default | Values | |", "|---|---|---|---|"]
     return "\n".join([*head, *rows])
 
 
@@ -139,21 +156,42 @@ def _price(price: float | None) -> str:
     return "not known" if price is None else f"{price:.4f}"
 
 
-TABLES = {
+TABLES: Mapping[str, Callable[[], str]] = {
     "exit codes": exit_codes,
-    "settings": settings,
+    "training settings": training_settings,
+    "launch settings": launch_settings,
     "prices": prices,
     "gpu prices": gpu_prices,
     "rules": security_rules,
     "not met": not_met,
     "cluster settings": cluster_settings,
+    "commands": command_reference.commands,
+    "options of runs": functools.partial(command_reference.options, "Runs"),
+    "options of clusters": functools.partial(command_reference.options, "Google Cloud"),
+    "options of data": functools.partial(command_reference.options, "Data"),
+    "options of models": functools.partial(command_reference.options, "Models", "Shell"),
+    "comparison": comparison.comparison,
 }
 PAGES = tuple(
-    README.parent / name
+    README.parent / "docs" / name
     for name in (
-        "README.md",
-        "docs/reference/cluster_settings.md",
-        "docs/reference/security_rules.md",
+        "comparison.md",
+        *(
+            f"reference/{page}.md"
+            for page in (
+                "cluster_settings",
+                "security_rules",
+                "exit_codes",
+                "settings_training",
+                "settings_machines",
+                "prices",
+                "commands",
+                "commands_runs",
+                "commands_clusters",
+                "commands_data",
+                "commands_models",
+            )
+        ),
     )
 )
 
