@@ -57,7 +57,7 @@ help:  ## list the targets
 run: export TILEFORGE_SHELL_FOLDER := $(PWD)
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
 	$(call SHOWN,$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS))
-	$(call SHOWN,$(PY) -m payload.generate --checkpoint runs/$(RUN_ID) --prompt "def test_" --num-samples 1)
+	$(call SHOWN,$(PY) -m payload.generate --model runs/$(RUN_ID) --prompt "def test_" --num-samples 1)
 
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)

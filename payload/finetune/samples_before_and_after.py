@@ -149,7 +149,7 @@ def _continue(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="tileforge-samples-") as folder:
         file = Path(folder, "prompts.jsonl")
         write_whole(file, "".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
-        arguments = ["--checkpoint", checkpoint, "--prompts-file", str(file), "--json"]
+        arguments = ["--model", checkpoint, "--prompts-file", str(file), "--json"]
         arguments += [
             "--max-new-tokens",
             str(_NEW_TOKENS),
