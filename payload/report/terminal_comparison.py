@@ -16,8 +16,11 @@ def comparison(runs: Sequence[Run]) -> str:
     """Return a table of results, with a star at the best value of a row, and of settings."""
     lines = [["", *(run.run_id for run in runs)]]
     for row, values, best in compared_values.compared(runs):
-        cells = ["-" if value is None else row.form(value) for value in values]
+        cells = ["-" if each.value is None else row.form(each.value) for each in values]
         lines.append([row.name, *(f"{c}{_BEST}" if i in best else c for i, c in enumerate(cells))])
+    if not compared_values.have_equal_tasks(runs):
+        lines.append([])
+        lines.append(["The tasks or the data differ, so no best loss is marked."])
     differing = compared_values.different(runs)
     if differing:
         lines.append([])

@@ -24,6 +24,7 @@ from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
 from payload.estimates.run_estimate import RunEstimate
 from payload.estimates.run_time import Speed, typical_speed
 from payload.formats.data_folder import load_meta
+from payload.formats.hf_folder import label_names
 from payload.launch.environment import rank_environment
 from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
@@ -39,6 +40,7 @@ from payload.run_record.run_files import RunPaths, Summary, last_record, read_js
 from payload.run_record.run_repair import known_dtype
 from payload.run_record.stragglers import SlowRank
 from payload.run_record.suggested_run_commands import run_command
+from payload.run_record.task_metrics import named_metrics
 
 _MAX_EARLIER_RUNS = 20
 
@@ -357,24 +359,30 @@ def _exchanged(numbers: RunEstimate) -> str:
 
 
 def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
-    """Return the result table of a run."""
+    """Return the result table of a run; for a classifier, the confusion matrix follows."""
     rows = [
         ("run", summary.run_id),
         ("status", summary.status),
         ("nodes", f"{summary.nodes} ({summary.world_size} rank(s))"),
         ("steps", f"{summary.steps:,}"),
         ("tokens", f"{summary.tokens:,}"),
-        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
+        *named_metrics(summary.val_metrics),
         (
             "validation loss",
             f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
         ),
+        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
         ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
         ("MFU", _number(summary.mfu, ".1%")),
         ("ranks identical", "yes" if summary.ranks_identical else "not shown"),
         ("wall time", as_clock(summary.wall_s)),
-        ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
+    if summary.cost_usd is not None:
+        per_million = _number(summary.usd_per_million_tokens, ".2f")
+        rows.append(("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
+    rows.append(("checkpoint", str(checkpoint) if checkpoint else "none"))
+    if summary.best_checkpoint:
+        rows.append(("best checkpoint", f"{summary.best_checkpoint}, by validation loss"))
     if summary.store:
         drained = "" if summary.store.is_drained else "; incomplete"
         rows.append(("store", f"{summary.store.words()}{drained}"))
@@ -384,10 +392,23 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         rows.insert(2, ("resumes", str(summary.resumes)))
     if summary.restarts:
         rows.insert(2, ("restarts", str(summary.restarts)))
-    if summary.cost_usd is not None:
-        per_million = _number(summary.usd_per_million_tokens, ".2f")
-        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
-    return labelled_lines(rows, width=width)
+    lines = labelled_lines(rows, width=width)
+    if summary.val_confusion:
+        labels = label_names(checkpoint, num_labels=len(summary.val_confusion))
+        lines += ["", *_confusion_lines(summary.val_confusion, labels, width=width)]
+    return lines
+
+
+def _confusion_lines(
+    confusion: Sequence[Sequence[int]], labels: Sequence[str], *, width: int
+) -> list[str]:
+    """Return the confusion matrix; if it is wider than `width`, where it can be read."""
+    names = [printable_line(label) for label in labels]
+    rows = [(name, *map(str, row)) for name, row in zip(names, confusion, strict=True)]
+    table = table_lines(("true label", *names), rows)
+    if max(map(len, table)) > width:
+        return [f"The confusion matrix of {len(labels)} labels is in summary.json and the report."]
+    return ["confusion matrix (a column per predicted label)", *table]
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
@@ -425,8 +446,9 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("run", view.run_id),
         ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
         ("step", f"{view.step:,} of {view.steps:,}"),
-        ("loss", _number(view.loss)),
+        *named_metrics(view.val_metrics),
         ("validation loss", _number(view.val_loss)),
+        ("loss", _number(view.loss)),
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
         ("last heartbeat", _age(view.age_s)),
     ]
