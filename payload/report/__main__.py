@@ -8,6 +8,7 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 import argparse
+import shutil
 import signal
 import sys
 import webbrowser
@@ -19,7 +20,7 @@ from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageErro
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
-from payload.core.suggested_commands import command
+from payload.core.suggested_commands import command, program_name
 from payload.report.source import Run, find_run
 from payload.report.terminal_comparison import comparison
 from payload.report.track import track
@@ -32,7 +33,10 @@ _SEVERAL = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # As `tileforge compare` starts this program.
+    is_compare = list(given[:1]) == ["--compare"]
+    arguments = (compare_parser() if is_compare else parser()).parse_args(argv)
     try:
         _report(arguments)
     except TileforgeError as error:
@@ -41,6 +45,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return ExitCode.OK
+
+
+def compare_parser() -> CommandParser:
+    """Return the command line of `compare`."""
+    made = CommandParser(
+        prog=f"{program_name()} compare",
+        description="Print a table with the results of several runs and the settings in which they "
+        "differ. The best value of a row has a star; a loss only if the runs have the same task "
+        "and data.",
+        example=f"{program_name()} compare first second",
+    )
+    made.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("runs", nargs="*", metavar="RUN", help="a run's id, `latest`, or its folder")
+    _add_runs_dir(made)
+    made.set_defaults(track=False, started_here=False)
+    return made
+
+
+def _add_runs_dir(made: CommandParser) -> None:
+    made.add_argument(
+        "--runs-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})",
+    )
 
 
 def parser() -> CommandParser:
@@ -84,12 +113,7 @@ def parser() -> CommandParser:
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
-    made.add_argument(
-        "--runs-dir",
-        type=Path,
-        metavar="DIR",
-        help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})",
-    )
+    _add_runs_dir(made)
     return made
 
 
@@ -115,8 +139,9 @@ def _report(arguments: argparse.Namespace) -> None:
         return
     if arguments.compare:
         if len(runs) < 2:
-            raise UsageError(f"--compare {names[0]} is only one run: name two or more to compare.")
-        print(printable(comparison(runs)))
+            raise UsageError(f"compare {names[0]}: is only one run. Name two or more to compare.")
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(printable(comparison(runs, width=width)))
         return
     # Imported late: jinja2 takes a third of the time of `--help`.
     from payload.report.page import render

@@ -38,6 +38,7 @@ from payload.orchestrate.runs.site import Site
 from payload.orchestrate.sites.local import require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.approved_settings import (
     is_on_hub,
     override_keys,
@@ -58,7 +59,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     require_no_export_options(options)
     talk, out = text_console(stderr=True), text_console(stderr=False)
     chosen, access = _resolved_inventory(options, access)
-    talk.print(chosen.headline())
+    print_message(talk, chosen.headline())
     site = site_of(chosen, access, talk=talk)
     config = resolve_results(load_config(options), bucket=chosen.inventory.bucket)
     _warn_without_store(chosen, config, talk=talk)
@@ -81,7 +82,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         except ConfigError as error:
             talk.print(f"note: a run would fail: {error}")
     for note in planned.notes():
-        talk.print(note)
+        print_message(talk, note)
     estimated = estimate(
         planned,
         data=config.data.folder(),
@@ -89,7 +90,9 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         is_local=site.uses_this_environment,
     )
     if options.strategies:
-        out.print(_strategies_json(planned) if options.json else strategy_table(planned))
+        out.print(
+            _strategies_json(planned) if options.json else strategy_table(planned, width=out.width)
+        )
     elif options.json:
         out.print(_plan_json(planned, estimated))
     else:
@@ -108,7 +111,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         site = find_site(options.site)
     else:
         chosen, access = _resolved_inventory(options, access)
-        talk.print(chosen.headline())
+        print_message(talk, chosen.headline())
         site = site_of(
             chosen,
             access,

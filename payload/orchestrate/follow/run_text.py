@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -32,6 +33,7 @@ from payload.models.registry import family_name
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import RunView
+from payload.orchestrate.terminal.narrow import wrapped
 from payload.orchestrate.terminal.tables import labelled_lines, table_lines
 from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
@@ -260,13 +262,23 @@ def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype | None) -> t
 
 
 _MIB, _GIB = 2**20, 2**30
+_ESTIMATE_COLUMN = 17
+"""Width of an estimate's name."""
+_ANY_WIDTH = 1_000_000
 _TAIL_LINES = 12
 _TAIL_BYTES = 2**16
 
 
 def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> None:
-    """Print hosts, ranks, environment, command line, Accelerate config and estimates."""
+    """Print estimates, hosts, ranks, environment, command line and Accelerate config."""
     plan = planned.plan
+    console.print("estimates")
+    family = f"model family     {family_name(planned.base.model_type)}"
+    lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
+    # A pipe has no width: a program reads one line per estimate.
+    width = console.width - 2 if console.is_terminal else _ANY_WIDTH
+    fitted = chain(*(wrapped(line, width=width, indent=_ESTIMATE_COLUMN) for line in lines))
+    console.print(_indent("\n".join(fitted)))
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
     console.print("ranks")
@@ -290,10 +302,6 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
     for node_rank, node in enumerate(planned.inventory.nodes):
         console.print(f"accelerate config of {node.name}")
         console.print(_indent(planned.accelerate(node_rank)))
-    console.print("arithmetic")
-    family = f"model family     {family_name(planned.base.model_type)}"
-    lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
-    console.print(_indent("\n".join(lines)))
 
 
 def arithmetic_lines(plan: LaunchPlan) -> list[str]:
@@ -325,7 +333,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     ]
 
 
-def strategy_table(planned: ResolvedPlan) -> str:
+def strategy_table(planned: ResolvedPlan, *, width: int) -> str:
     """Return the possible strategies for the run's ranks as a table, the best first."""
     names = ("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")
     rows = []
@@ -336,7 +344,7 @@ def strategy_table(planned: ResolvedPlan) -> str:
         rows.append(
             (each.name(), f"{memory:.1f}", f"{sent:,.0f}", f"{each.sync_s:.3g}", step, fits)
         )
-    return "\n".join(table_lines(names, rows))
+    return "\n".join(table_lines(names, rows, width=width, optional=("exchange s",)))
 
 
 def _exchanged(numbers: RunEstimate) -> str:
