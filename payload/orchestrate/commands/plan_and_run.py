@@ -25,7 +25,7 @@ from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.runs.at_risk import run_warning
+from payload.orchestrate.runs.at_risk import limit_note, run_warning
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
 from payload.orchestrate.runs.run_input_checks import (
@@ -150,8 +150,9 @@ def run(options: RunOptions, access: LocalAccess) -> int:
 def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: Console) -> None:
     inventory = chosen.inventory
     warning = run_warning(inventory.source, config, head=inventory.head.name)
-    if warning is not None:
-        talk.print(warning)
+    for message in (warning, limit_note(inventory.source, config)):
+        if message is not None:
+            print_message(talk, message)
 
 
 def _resolved_inventory(
