@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.core.command_line import CommandParser
+from payload.core.elapsed_line import elapsed_line
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
@@ -141,14 +142,17 @@ def _report(arguments: argparse.Namespace) -> None:
         if len(runs) < 2:
             raise UsageError(f"compare {names[0]}: is only one run. Name two or more to compare.")
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(printable(comparison(runs, width=width)))
+        with elapsed_line(f"reading {len(runs)} runs"):
+            table = comparison(runs, width=width)
+        print(printable(table))
         return
     # Imported late: jinja2 takes a third of the time of `--help`.
     from payload.report.page import render
 
     out = _out_path(arguments.out, runs)
     try:
-        write_whole(out, render(runs), durable=False)
+        with elapsed_line(f"writing {shown_name(str(out))}"):
+            write_whole(out, render(runs), durable=False)
     except OSError as error:
         raise ConfigError(
             f"{out}: cannot be written ({error.strerror}). Choose another path with --out."

@@ -107,7 +107,7 @@ def _removals(
 
 
 def _is_confirmed(options: RemoveOptions, found: Sequence[_Removal], talk: Console) -> bool:
-    """List what would be removed and ask the operator. Raises UsageError without a terminal."""
+    """List what would be removed and prompt for confirmation. Raises UsageError without a terminal."""
     old = trashed_runs(options.runs_dir) if options.now else []
     deleted = [] if options.runs or options.keep is not None else old
     if options.yes or not (found or deleted):
@@ -119,7 +119,7 @@ def _is_confirmed(options: RemoveOptions, found: Sequence[_Removal], talk: Conso
         sizes.append(_size_bytes(trashed.folder))
         talk.print(f"  {trashed.record.run_id} (in the trash, {sizes[-1] / 1e9:,.2f} GB)")
     runs = f"{len(sizes)} run{'s' * (len(sizes) > 1)} ({sum(sizes) / 1e9:,.2f} GB)"
-    verb = f"Delete {runs} for good?" if options.now else f"Move {runs} to the trash?"
+    verb = f"Delete {runs} permanently?" if options.now else f"Move {runs} to the trash?"
     return confirm(verb, assume_yes=False)
 
 
@@ -152,7 +152,7 @@ def _carry_out(
 
 
 def _status(paths: RunPaths) -> str:
-    """Return the run's status in its records; `unfinished` if they have none."""
+    """Return the run's status in its records; `unfinished` if the records have no status."""
     record = known_state(paths) or known_summary(paths)
     return record.status if record else "unfinished"
 

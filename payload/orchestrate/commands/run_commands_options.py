@@ -245,7 +245,7 @@ class RemoveOptions:
     runs: Sequence[str] = option("ids of the runs to remove", metavar="RUN", positional=True)
     keep: int | None = option("remove all runs except the newest N finished runs", metavar="N")
     dry_run: bool = option("print the runs that would be removed, with their sizes")
-    yes: bool = option("do not ask for confirmation")
+    yes: bool = option("do not prompt for confirmation")
     now: bool = option(
         "delete immediately, without the trash; without a run or --keep, empty the trash"
     )

@@ -13,14 +13,14 @@ _STEP = re.compile(r"step +[0-9]+/[0-9]+  ")
 _LABEL_WIDTH = 10
 """Width of the label that begins most lines of a rank's log."""
 _NO_BREAK = "\x00"
-"""Stands for a space at which a line is not wrapped; printable text does not contain it."""
+"""Replaces a space at which a line is not wrapped; printable text does not contain it."""
 
 
 def fitted_log_line(line: str, *, width: int) -> list[str]:
     """Return a line of a rank's log as lines of at most `width` characters.
 
     A step's line loses its last fields, which are the least important. Other lines are wrapped at
-    spaces; a word longer than `width`, such as a path, stays whole.
+    spaces; a path longer than `width` stays whole.
     """
     if not _STEP.match(line):
         return wrapped(line, width=width, indent=_LABEL_WIDTH)
