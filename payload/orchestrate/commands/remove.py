@@ -107,7 +107,7 @@ def _removals(
 
 
 def _is_confirmed(options: RemoveOptions, found: Sequence[_Removal], talk: Console) -> bool:
-    """List what would be removed and prompt for confirmation. Raises UsageError without a terminal."""
+    """List what would be removed, and prompt. Raises UsageError without a terminal."""
     old = trashed_runs(options.runs_dir) if options.now else []
     deleted = [] if options.runs or options.keep is not None else old
     if options.yes or not (found or deleted):
