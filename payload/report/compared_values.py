@@ -68,7 +68,7 @@ COMPARED: Sequence[Compared] = (
 def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Sourced], set[int]]]:
     """Return each row for which a run has a value, with all values and the indices of the best."""
     of_one_task = have_equal_tasks(runs)
-    rows = []
+    rows: list[tuple[Compared, Sequence[Sourced], set[int]]] = []
     for row in COMPARED:
         cells = [row.value_of(run) for run in runs]
         values = [cell.value for cell in cells]

@@ -75,7 +75,7 @@ def headline(run: Run) -> Change | None:
         rows, kind, key, name = run.steps, "steps", "loss", "training loss"
         if len(rows) < 2:
             return None
-    form = loss
+    form: Callable[[Any], str] = loss
     first = next(iter(task_results(run)), None)
     if first and kind == "evaluations" and accuracy_of(rows[0]) is not None:
         key, name, form = first.metric.row_key, first.metric.name, first.form

@@ -1,4 +1,4 @@
-"""What a cluster's lifetime and a run's limits do not stop: resources that are billed on."""
+"""Resources that are billed on after a cluster's lifetime and after a run's limits."""
 
 from __future__ import annotations
 

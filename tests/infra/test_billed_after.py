@@ -1,4 +1,4 @@
-"""What is billed on after a cluster's lifetime or a run's limit stands next to each setting."""
+"""Names what is billed on after a lifetime or a limit, next to each setting."""
 
 from __future__ import annotations
 
