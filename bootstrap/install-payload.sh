@@ -20,6 +20,7 @@ python=
 torch_index=https://download.pytorch.org/whl/cpu
 cuda=
 gpu=
+index_found=
 from_make=
 writable=()
 scratch=
@@ -291,7 +292,7 @@ PYTHON
 
 # cuda_packages TORCH ALL OPTION...: prints "count gigabytes" of a CUDA build's packages, or nothing.
 cuda_packages() {
-    "$venv/bin/python" - "$@" <<'PYTHON'
+    "${finder:-$venv/bin/python}" - "$@" <<'PYTHON'
 import json, pathlib, re, signal, subprocess, sys, urllib.error, urllib.parse, urllib.request
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 PIP = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input",
@@ -324,6 +325,28 @@ if any(re.match(r"(nvidia|cuda)[-_.]|triton", need) for need in needs):
 PYTHON
 }
 
+# look_first TORCH: before the environment is made, which can take a minute, looks for PyTorch's
+# index; without it, for a CPU build on pip's index, and prompts if there is only the CUDA build.
+# Without pip beside this Python, the environment's pip looks later.
+look_first() {
+    local torch=$1 cpu=$scratch/look-cpu any=$scratch/look found
+    local finder=$python
+    entries "$extras" | grep -F "$torch+cpu " >"$cpu" || true
+    entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
+    [[ -z $gpu && -z $wheelhouse && $(uname -s) == Linux && -s $cpu ]] || return 0
+    if reachable "$torch_index/torch/"; then
+        index_found=yes
+        return
+    fi
+    say "$torch_index cannot be reached; using the default package index"
+    [[ -z $cuda && ! -x $venv/bin/python ]] || return 0
+    quietly "$python" -m pip install -qq --disable-pip-version-check --no-input --dry-run \
+        --ignore-installed --no-deps --only-binary=:all: --require-hashes --requirement "$cpu" &&
+        return
+    found=$(with_cuda_packages "$torch" "$any" 2>/dev/null) || return 0
+    [[ -z $found ]] || announce_cuda "$torch" "$found"
+}
+
 # The lock has torch==V for the default index and V+cpu for PyTorch's. A CPU build from any source is
 # preferred, unless --torch-gpu requests the default index's CUDA build. pip alone would prefer an
 # index that lists hashes.
@@ -335,12 +358,10 @@ install_torch() {
     entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
     if [[ -z $gpu && $(uname -s) == Linux && -s $cpu ]]; then
-        if [[ -z $wheelhouse ]] && reachable "$torch_index/torch/"; then
+        if [[ -n $index_found ]]; then
             say "installing $torch, CPU build, from $torch_index"
             pip_install "installing $torch" "$cpu" --retries 1 --index-url "$torch_index" && return
             say "that failed; trying pip's configured index"
-        elif [[ -z $wheelhouse ]]; then
-            say "$torch_index cannot be reached; using the default package index"
         fi
         hush=yes pip_install "finding its CPU build" "$cpu" ${source[@]+"${source[@]}"} && return
         ! grep -q "DO NOT MATCH" "$scratch/output" || fail "$(cat "$scratch/output")"
@@ -386,6 +407,7 @@ agree_to_cuda() {
     local answer
     read -r -p "setup: install the CUDA build? [y/N] " answer || answer=
     [[ $answer == [yY]* ]] || fail "the CUDA build of torch was declined; nothing was downloaded."
+    cuda=yes
 }
 
 # oneccl_bind_pt is only on Intel's index, and the lock has no hash for it, so pip must use no other
@@ -486,6 +508,7 @@ main() {
         return
     fi
     need_disk_gb 3 "for the environment"
+    [[ -z $torch ]] || look_first "$torch"
     make_venv
     rm -f "$venv/.tileforge-setup"
     [[ -z $torch ]] || install_torch "$torch"

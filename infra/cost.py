@@ -9,6 +9,7 @@ from infra.last_measured_speed import Speed
 from payload.core.errors import BudgetError
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import BilledResources, Cost, cluster_cost
+from payload.stack.billed_resources import BILLED_ON
 from payload.stack.cloud_requirements import UNLISTED
 
 
@@ -72,7 +73,7 @@ def describe(
         return (
             f"cost of {what}: unknown, because there is no known price for "
             f"{', '.join(cost.unknown)}; the rest costs ${cost.known:.4f} an hour; every machine "
-            f"ends after {config.max_lifetime}"
+            f"ends after {config.max_lifetime}; {BILLED_ON}"
         )
     most = cost.most_usd(config.max_lifetime_s() or 0)
     lines = [
@@ -80,6 +81,7 @@ def describe(
         f"${cost.shared:.4f} of this is for NAT and addresses; traffic, logs and the bucket are "
         "extra",
         f"at most ${most:.2f} until the limit of {config.max_lifetime} ends each machine",
+        BILLED_ON,
         "a machine that replaces another machine has the full limit again",
     ]
     if config.spot == "auto":

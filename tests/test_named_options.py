@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.cli.commands import BY_NAME
+from payload.report.__main__ import compare_parser
 from tests.cli.parsers import all_parsers, options_of
 from tests.support.named_options import (
     PROGRAMS,
@@ -69,7 +70,7 @@ def options() -> dict[str, set[str]]:
         program, _, verb = name.partition(" ")
         if verb and program in ("cli", "orchestrate"):
             found[verb] = found[name]
-    return found | {"prepare": found["data prepare"], "compare": found["report"]}
+    return found | {"prepare": found["data prepare"], "compare": options_of(compare_parser())}
 
 
 def test_every_option_in_a_message_exists(options: dict[str, set[str]]) -> None:

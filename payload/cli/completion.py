@@ -14,6 +14,7 @@ from typing import Any
 from payload.cli.commands import BY_NAME, Command
 from payload.core.command_line import CommandParser
 from payload.core.errors import UsageError
+from payload.core.suggested_commands import program_name
 
 SHELLS = ("bash", "zsh", "fish")
 REQUEST = "_ARGCOMPLETE"
@@ -61,7 +62,11 @@ def command_parser(row: Command | None) -> argparse.ArgumentParser:
     module = importlib.import_module(_PARSERS[row.package])
     # orchestrate's parser adds only the options of the typed command.
     only = (row.name,) if row.package == "orchestrate" else ()
-    found: argparse.ArgumentParser = module.parser(*only)
+    build = module.compare_parser if row.name == "compare" else module.parser
+    found: CommandParser = build(*only)
+    if row.name == "chat":
+        found.prog = f"{program_name()} chat"
+        found.example = f"{found.prog} runs/latest"
     return found
 
 

@@ -145,10 +145,11 @@ class LimitsSection:
     attempt completes at least one more step; 0 = none."""
     max_hours: float | None = checked(None, above=0.0, unit="hours")
     """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
-    checkpoint and stops."""
+    checkpoint and stops. The machines of a cluster are billed on until `down`."""
     max_usd: float | None = checked(None, above=0.0, unit="US dollars")
-    """Highest cost of the run, enforced like `max_hours`; the inventory needs hourly_usd for every
-    node."""
+    """Highest cost of the nodes while the run lasts, enforced like `max_hours`; the inventory needs
+    hourly_usd for every node. It limits no bill: after the run, the machines are billed on until
+    `down`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
 import io
 import json
@@ -15,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.command_line import CommandParser
+from payload.core.elapsed_line import elapsed_line
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -294,10 +300,12 @@ def _require_own_flags(task: Task, args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     if args.add_hashes:
-        meta = add_range_hashes(args.folder)
+        with elapsed_line(f"verifying {shown_name(str(args.folder))}"):
+            meta = add_range_hashes(args.folder)
     else:
         meta = load_meta(args.folder)
-        verify_files(args.folder, meta)
+        with elapsed_line(f"verifying {shown_name(str(args.folder))}"):
+            verify_files(args.folder, meta)
     _show_meta(args.folder, meta)
     if not all(file.range_sha256 for file in meta.files.values()):
         print(no_range_hashes(args.folder), file=sys.stderr)

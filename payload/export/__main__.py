@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from payload.core.elapsed_line import elapsed_line
 from payload.core.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -63,13 +69,17 @@ def _export(arguments: argparse.Namespace) -> Path:
             tokenizer, rows=plan.vocab_size, eos=eos if isinstance(eos, int) else None
         )
         weights = _weights(folder, weights_at)
-        write_gguf(out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype)
+        with elapsed_line(f"writing {shown_name(str(out))}"):
+            write_gguf(
+                out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype
+            )
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
     else:
         weights = _weights(folder, weights_at)
         config = {**config, **weights.labels}
-        write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
+        with elapsed_line(f"writing {shown_name(str(out))}"):
+            write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
     if weights_at != folder:
         print(f"note: the base model is {printable(str(weights_at))}", file=sys.stderr)
     return out

@@ -7,6 +7,7 @@ interprets the config.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from payload.core.errors import CheckpointError, TileforgeError
@@ -55,6 +56,15 @@ def read_config(folder: Path) -> dict[str, object]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: {shown(raw)} is not a JSON object. {FIX}")
     return raw
+
+
+def label_names(checkpoint: Path | None, *, num_labels: int) -> tuple[str, ...]:
+    """Return the names of a classifier's labels; without a valid config.json, their numbers."""
+    with suppress(CheckpointError):
+        named = read_config(checkpoint).get("id2label") if checkpoint else None
+        if isinstance(named, dict) and len(named) == num_labels:
+            return tuple(str(named.get(str(number), number)) for number in range(num_labels))
+    return tuple(map(str, range(num_labels)))
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
+import shutil
 import signal
 import sys
 import webbrowser
@@ -10,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.core.command_line import CommandParser
+from payload.core.elapsed_line import elapsed_line
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
-from payload.core.suggested_commands import command
+from payload.core.suggested_commands import command, program_name
 from payload.report.source import Run, find_run
 from payload.report.terminal_comparison import comparison
 from payload.report.track import track
@@ -27,7 +34,10 @@ _SEVERAL = "report.html"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # As `tileforge compare` starts this program.
+    is_compare = list(given[:1]) == ["--compare"]
+    arguments = (compare_parser() if is_compare else parser()).parse_args(argv)
     try:
         _report(arguments)
     except TileforgeError as error:
@@ -36,6 +46,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return ExitCode.OK
+
+
+def compare_parser() -> CommandParser:
+    """Return the command line of `compare`."""
+    made = CommandParser(
+        prog=f"{program_name()} compare",
+        description="Print a table with the results of several runs and the settings in which they "
+        "differ. The best value of a row has a star; a loss only if the runs have the same task "
+        "and data.",
+        example=f"{program_name()} compare first second",
+    )
+    made.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("runs", nargs="*", metavar="RUN", help="a run's id, `latest`, or its folder")
+    _add_runs_dir(made)
+    made.set_defaults(track=False, started_here=False)
+    return made
+
+
+def _add_runs_dir(made: CommandParser) -> None:
+    made.add_argument(
+        "--runs-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})",
+    )
 
 
 def parser() -> CommandParser:
@@ -79,12 +114,7 @@ def parser() -> CommandParser:
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
-    made.add_argument(
-        "--runs-dir",
-        type=Path,
-        metavar="DIR",
-        help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})",
-    )
+    _add_runs_dir(made)
     return made
 
 
@@ -110,15 +140,19 @@ def _report(arguments: argparse.Namespace) -> None:
         return
     if arguments.compare:
         if len(runs) < 2:
-            raise UsageError(f"--compare {names[0]} is only one run: name two or more to compare.")
-        print(printable(comparison(runs)))
+            raise UsageError(f"compare {names[0]}: is only one run. Name two or more to compare.")
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        with elapsed_line(f"reading {len(runs)} runs"):
+            table = comparison(runs, width=width)
+        print(printable(table))
         return
     # Imported late: jinja2 takes a third of the time of `--help`.
     from payload.report.page import render
 
     out = _out_path(arguments.out, runs)
     try:
-        write_whole(out, render(runs), durable=False)
+        with elapsed_line(f"writing {shown_name(str(out))}"):
+            write_whole(out, render(runs), durable=False)
     except OSError as error:
         raise ConfigError(
             f"{out}: cannot be written ({error.strerror}). Choose another path with --out."

@@ -8,6 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from payload.report.source import Run
+from payload.run_record.task_metrics import accuracy_of
+
+ACCURACY: Mapping[str, Any] = {
+    "id": "accuracy",
+    "title": "Accuracy",
+    "series": [
+        {"columns": ["val_accuracy"], "label": "validation", "points": True, "colour": "--c1"}
+    ],
+    "wide": True,
+    "format": "percent",
+}
 CHARTS: Sequence[Mapping[str, Any]] = (
     {
         "id": "loss",
@@ -73,3 +85,9 @@ CHARTS: Sequence[Mapping[str, Any]] = (
         "fromZero": True,
     },
 )
+
+
+def charts(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+    """Return the charts of a page; accuracy comes first if a run has evaluated its accuracy."""
+    has_accuracy = any(accuracy_of(row) is not None for run in runs for row in run.evaluations)
+    return [*([ACCURACY] if has_accuracy else []), *CHARTS]

@@ -11,11 +11,12 @@ from markupsafe import Markup
 
 from payload import __version__
 from payload.report import compared_values, number_formats, series, times
-from payload.report.chart_definitions import CHARTS
+from payload.report.chart_definitions import charts
 from payload.report.markup import environment
 from payload.report.predictions import predictions
 from payload.report.reproduce import commands
 from payload.report.source import Run
+from payload.report.task_results import confusion, evaluated_on, headline, task_results
 
 _FOLDER = Path(__file__).resolve().parent
 _STYLES = ("uplot/uPlot.min.css", "page.css")
@@ -61,10 +62,19 @@ def render(runs: Sequence[Run]) -> str:
             script=Markup(script),
             uplot_license=Markup(_contents(["uplot/LICENSE"])),
             version=__version__,
-            data={"runs": [series.curves(run) for run in runs], "charts": CHARTS, "heat": heat},
+            data={
+                "runs": [series.curves(run) for run in runs],
+                "charts": charts(runs),
+                "heat": heat,
+            },
             heat_runs={each["run"] for each in heat},
             compared=compared_values.compared(runs),
             differing=compared_values.different(runs),
+            have_equal_tasks=compared_values.have_equal_tasks,
+            task_results=task_results,
+            evaluated_on=evaluated_on,
+            confusion=confusion,
+            headline=headline,
             changed_settings=compared_values.changed,
             predictions_of=predictions,
             commands_of=commands,

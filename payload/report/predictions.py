@@ -8,16 +8,7 @@ from typing import Any
 
 from payload.report.number_formats import count, gib, seconds, usd
 from payload.report.source import Run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sourced:
-    """A value with its source."""
-
-    value: float | None
-    source: str
-    """A key in a file, such as `summary.json#steps`, or the name of the computation."""
-    is_derived: bool = False
+from payload.report.sourced import Sourced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from payload.report.source import Run
 from payload.run_record.metrics_log import RankTimes
+from payload.run_record.task_metrics import accuracy_of
 
 COLUMNS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu"),
@@ -174,6 +175,7 @@ def _evaluations(run: Run, began_unix: float | None) -> dict[str, Any]:
     return {
         "step": [row["step"] for row in kept],
         "val_loss": [row["val_loss"] for row in kept],
+        "val_accuracy": [accuracy_of(row) for row in kept],
         "tokens": [tokens.get(row["step"], 0 if row["step"] == 0 else None) for row in kept],
         "time": [_elapsed(row, began_unix) for row in kept],
     }

@@ -29,8 +29,8 @@ class ClassMetrics(EvalMetrics):
     def describe(self) -> str:
         """Return the result as one line of a log."""
         return (
-            f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.2%}, macro F1 "
-            f"{self.val_f1:.4f} over {self.val_texts:,} texts"
+            f"accuracy {self.val_accuracy:.2%}, macro F1 {self.val_f1:.4f}, validation loss "
+            f"{self.val_loss:.4f} over {self.val_texts:,} texts"
         )
 
 

@@ -6,6 +6,7 @@ Readers skip damaged rows. When the trainer resumes the run, it moves a damaged 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import typing
@@ -38,6 +39,8 @@ _MOST_SHORT_LISTS = 16
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 _MOST_SECONDS = 1e9
+_MOST_EXPONENT = 700.0
+"""The exponential of a larger number is infinite."""
 
 TimedPart = Literal["data", "forward", "backward", "wait", "checkpoint"]
 TIMED_PARTS: tuple[TimedPart, ...] = typing.get_args(TimedPart)
@@ -106,7 +109,14 @@ class EvalMetrics:
 
     def describe(self) -> str:
         """Return the result as one line of a log."""
-        return f"validation loss {self.val_loss:.4f} over {self.val_tokens:,} tokens"
+        value = perplexity(self.val_loss)
+        beside = "" if value is None else f", perplexity {value:,.2f}"
+        return f"validation loss {self.val_loss:.4f}{beside} over {self.val_tokens:,} tokens"
+
+
+def perplexity(loss: float) -> float | None:
+    """Return the exponential of a mean loss per token; None if it is too large."""
+    return math.exp(loss) if loss < _MOST_EXPONENT else None
 
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:

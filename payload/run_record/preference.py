@@ -43,7 +43,7 @@ class PreferenceMetrics(EvalMetrics):
     def describe(self) -> str:
         """Return the result as one line of a log."""
         return (
-            f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.2%}, margin "
-            f"{self.val_margin:.4f} (rewards {self.val_chosen_reward:+.4f} and "
+            f"preference accuracy {self.val_accuracy:.2%}, validation loss {self.val_loss:.4f}, "
+            f"margin {self.val_margin:.4f} (rewards {self.val_chosen_reward:+.4f} and "
             f"{self.val_rejected_reward:+.4f}) over {self.val_pairs:,} pairs"
         )

@@ -258,6 +258,10 @@ class Summary:
     final_val_loss: float | None = None
     best_checkpoint: str | None = None
     """Name of the checkpoint with the lowest validation loss; None if none was evaluated."""
+    val_metrics: dict[str, float] = field(default_factory=dict)
+    """The task's metrics in the last evaluation, such as `accuracy`; empty in older summaries."""
+    val_confusion: tuple[tuple[int, ...], ...] = checked((), low=0)
+    """A classifier's confusion matrix in the last evaluation, with a row per true label."""
     tokens_per_s: float | None = None
     """Median over the steps after warm-up."""
     mfu: float | None = None

@@ -14,6 +14,7 @@ from payload.machines.inventory import ClusterInventory
 from payload.run_record.metrics_log import missing_steps, read_val_losses, stream_metrics
 from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.stragglers import find_stragglers
+from payload.run_record.task_metrics import confusion_of, val_metrics
 
 # The medians leave out this many first steps, which build kernels and warm caches.
 _WARM_UP_STEPS = 3
@@ -36,9 +37,16 @@ def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step
     trained = max(saved_step, steps[-1]["step"] if steps else 0)
     missing = missing_steps((row["step"] for row in steps), trained=trained)
     summary = replace(summary, steps=trained, missing_metrics=missing)
-    val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
-    if val_losses:
-        summary = replace(summary, best_val_loss=min(val_losses), final_val_loss=val_losses[-1])
+    evaluations = [row for row in rows if "val_loss" in row]
+    if evaluations:
+        last = evaluations[-1]
+        summary = replace(
+            summary,
+            best_val_loss=min(row["val_loss"] for row in evaluations),
+            final_val_loss=last["val_loss"],
+            val_metrics=val_metrics(last),
+            val_confusion=confusion_of(last),
+        )
     if not steps:
         return summary
     steady = steps[min(_WARM_UP_STEPS, len(steps) - 1) :]

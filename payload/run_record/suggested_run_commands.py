@@ -14,10 +14,14 @@ def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
     The run id follows `verb`, as in `status RUN` or `run --resume RUN`. `--runs-dir` is added if
     the run is not in the default folder.
     """
-    argv = [*verb.split(), paths.run_id, *arguments]
-    runs_dir = paths.root.absolute().parent
+    folder = runs_dir_option(paths.root.absolute().parent)
+    return command("orchestrate", *verb.split(), paths.run_id, *arguments, *folder)
+
+
+def runs_dir_option(runs_dir: Path) -> list[str]:
+    """Return `--runs-dir` with its value; empty for the default folder."""
     default = Path(DEFAULT_RUNS_DIR)
-    if default.is_symlink() or runs_dir.resolve() != default.resolve():
-        within = runs_dir.is_relative_to(Path.cwd())
-        argv += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
-    return command("orchestrate", *argv)
+    if not default.is_symlink() and runs_dir.resolve() == default.resolve():
+        return []
+    within = runs_dir.is_relative_to(Path.cwd())
+    return ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]

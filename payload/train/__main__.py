@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
 import contextlib
 import datetime
@@ -21,6 +26,7 @@ from payload.config.run_config import RunConfig, load_run_config
 from payload.core.command_line import CommandParser
 from payload.core.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.core.interrupts import Presses
+from payload.core.missing_packages import missing_package_error
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.core.validation.fields import checked
@@ -164,6 +170,8 @@ class ExitRecorder:
         """Convert an error to a TileforgeError; an unknown error's traceback goes to the log."""
         if isinstance(error, TileforgeError):
             return error
+        if missing := missing_package_error(error):
+            return missing
         first_line = str(error).splitlines()[0] if str(error) else ""
         text = f"{type(error).__name__}: {first_line}"
         if self.world is not None:

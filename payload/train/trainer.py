@@ -367,10 +367,11 @@ class Trainer:
             log.warning(_NO_MFU)
         if row.step == 1 or row.step == train.steps or _due(row.step, train.log_every):
             share = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
+            # The most important fields come first: a narrow terminal leaves out the last ones.
             log.info(
-                f"step {row.step:>{len(str(train.steps))}}/{train.steps}  loss {row.loss:.4f}  "
-                f"lr {row.lr:.2e}  grad norm {row.grad_norm:.2f}  {row.tokens_per_s:,.0f} tokens/s"
-                f"{share}{row.describe()}"
+                f"step {row.step:>{len(str(train.steps))}}/{train.steps}  loss {row.loss:.4f}"
+                f"{row.describe()}  {row.tokens_per_s:,.0f} tokens/s  lr {row.lr:.2e}{share}  "
+                f"grad norm {row.grad_norm:.2f}"
             )
 
     def _evaluate(self) -> bool:

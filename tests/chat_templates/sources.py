@@ -1,4 +1,4 @@
-"""The chat templates that the table covers, from three packages pinned by version and hash.
+"""The chat templates that the table covers, from packages pinned by version and hash.
 
 trl is installed, and its wheel contains its templates. llama-cpp-python and vllm have theirs in the
 source package alone, which pip would build; so pip's own index client finds and downloads the file.

@@ -60,6 +60,17 @@ def test_the_help_fits_on_one_screen_and_names_every_command(
     assert all(len(row.summary) <= 26 for row in COMMANDS)
 
 
+@pytest.mark.parametrize("name", ["compare", "chat"])
+def test_the_help_of_a_second_command_of_a_program_shows_that_command(
+    name: str, bin_folder: Path, tmp_path: Path
+) -> None:
+    done = tileforge(bin_folder, name, "--help", cwd=tmp_path)
+    assert done.stdout.startswith(f"usage: tileforge {name} ")
+    assert f"Example: tileforge {name} " in done.stdout
+    if name == "compare":
+        assert "--track" not in done.stdout and "--out" not in done.stdout
+
+
 def test_every_package_with_a_command_line_has_a_command() -> None:
     programs = {path.parent.name for path in (REPO / "payload").glob("*/__main__.py")}
     # Runs start these two; users do not.

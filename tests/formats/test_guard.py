@@ -105,7 +105,7 @@ def test_a_record_of_a_run(supervised: Recorded, full: Path, name: str) -> None:
     found = supervised.new_json(full / f"{name}.json")
     documents = [found] if name == "ranks" else [found, filled(name)]
     also = {"ranks[].numa_domain": "int | null"} if name == "ranks" else {}
-    maps = ("start_s", "versions") if name == "summary" else ()
+    maps = ("start_s", "val_metrics", "versions") if name == "summary" else ()
     assert_format(name, documents, maps=maps, also=also)
 
 
@@ -273,8 +273,8 @@ def test_a_plan_and_an_inventory(
 def test_what_commands_print_of_runs(commands: Commands, supervised: Recorded) -> None:
     listed = json.loads(commands.do("list", "--json", folder=supervised.project).out)
     shown = commands.do("status", "full", "--json", folder=supervised.project).out
-    assert_format("output.list", listed, also=AFTER_FAILURES)
-    assert_format("output.status", [json.loads(shown)], also=AFTER_FAILURES)
+    assert_format("output.list", listed, maps=("val_metrics",), also=AFTER_FAILURES)
+    assert_format("output.status", [json.loads(shown)], maps=("val_metrics",), also=AFTER_FAILURES)
 
 
 def test_what_commands_print_of_models(

@@ -69,7 +69,9 @@ def latest_run(workplace: Workplace, run_id: str) -> RunPaths:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("words", [["run", "--resume", "one"], ["remove", "one", "--force"]])
+@pytest.mark.parametrize(
+    "words", [["run", "--resume", "one"], ["remove", "one", "--force", "--yes"]]
+)
 def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_command(
     workplace: Workplace, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

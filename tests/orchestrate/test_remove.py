@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.runs.run_index import all_runs
+from payload.orchestrate.runs.trash import trashed_runs
 from payload.report.__main__ import main as report
 from payload.run_record.run_files import RunPaths, Summary, point_latest_at, write_json
 from payload.run_record.run_lock import RunLock
@@ -57,7 +60,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def remove(runs: Path, *arguments: str) -> int:
-    return main(["remove", *arguments, "--runs-dir", str(runs)], os.environ)
+    return main(["remove", *arguments, "--yes", "--runs-dir", str(runs)], os.environ)
 
 
 def test_named_runs_are_removed_and_latest_leads_to_one_that_is_left(
@@ -65,8 +68,8 @@ def test_named_runs_are_removed_and_latest_leads_to_one_that_is_left(
 ) -> None:
     assert remove(runs, "d", "b", "--dry-run") == 0
     assert capsys.readouterr().out.splitlines() == [
-        "would remove d (0.00 GB)",
-        "would remove b (0.00 GB)",
+        "would remove d (finished, 0.00 GB)",
+        "would remove b (finished, 0.00 GB)",
     ]
     assert names(runs) == ["d", "c", "b", "a"]
     (runs / "latest").unlink()
@@ -74,14 +77,95 @@ def test_named_runs_are_removed_and_latest_leads_to_one_that_is_left(
     assert remove(runs, "d", "b") == 0
     assert names(runs) == ["c", "a"]
     assert (runs / "latest").readlink() == Path("c")
-    assert sorted(path.name for path in runs.iterdir()) == ["a", "c", "latest"]
+    assert sorted(path.name for path in runs.iterdir()) == [".trash", "a", "c", "latest"]
 
 
 def test_all_but_the_newest_are_removed(runs: Path) -> None:
     assert remove(runs, "--keep", "1") == 0
     assert names(runs) == ["d"]
-    assert remove(runs, "--keep", "0") == 0
+    assert remove(runs, "--keep", "0", "--now") == 0
+    assert [path.name for path in runs.iterdir()] == [".trash"]
+    assert remove(runs, "--now") == 0
     assert list(runs.iterdir()) == []
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make standard input a terminal on which the operator types this line."""
+
+    def typed(line: str) -> None:
+        leader, follower = pty.openpty()
+        os.write(leader, line.encode())
+        monkeypatch.setattr("sys.stdin", os.fdopen(follower, encoding="utf-8"))
+
+    return typed
+
+
+def test_what_goes_is_listed_with_its_size_before_the_question(
+    runs: Path, answers: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "a" / "checkpoints" / "model.bin").write_bytes(b"x" * 25_000_000)
+    words = ["remove", "--keep", "2", "--runs-dir", str(runs)]
+    answers("n\n")
+    assert main(words, os.environ) == 0 and names(runs) == ["d", "c", "b", "a"]
+    asked = capsys.readouterr().err
+    assert "  b (finished, 0.00 GB)\n  a (finished, 0.03 GB)\n" in asked
+    assert asked.endswith("Move 2 runs (0.03 GB) to the trash? [y/N] ")
+    answers("y\n")
+    assert main(words, os.environ) == 0 and names(runs) == ["d", "c"]
+
+
+def test_without_a_terminal_nothing_is_removed_before_yes(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["remove", "a", "--runs-dir", str(runs)], os.environ) == ExitCode.USAGE
+    assert "repeat with --yes" in capsys.readouterr().err
+    assert names(runs) == ["d", "c", "b", "a"]
+
+
+def test_only_finished_runs_count_among_those_kept(runs: Path) -> None:
+    for name, age_s in (("aborted", 1), ("failing", 2)):
+        finished_run(runs / name, age_s=age_s)
+        state = json.loads((runs / name / "state.json").read_text())
+        state |= {"status": "failed", "exit_class": "hang"}
+        (runs / name / "state.json").write_text(json.dumps(state))
+    assert remove(runs, "--keep", "3") == 0
+    assert names(runs) == ["d", "c", "b"]
+
+
+def test_a_run_in_the_trash_is_restored_whole(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in (runs / "b").rglob("*") if path.is_file()}
+    assert remove(runs, "b") == 0 and names(runs) == ["d", "c", "a"]
+    assert main(["list", "--json", "--runs-dir", str(runs)], os.environ) == 0
+    assert '"b"' not in capsys.readouterr().out
+    assert remove(runs, "--restore", "c") == ExitCode.USAGE
+    assert "run c is not in" in capsys.readouterr().err
+    assert remove(runs, "--restore", "b") == 0 and names(runs) == ["d", "c", "b", "a"]
+    assert {path: path.read_bytes() for path in before} == before
+    assert remove(runs, "b") == 0
+    finished_run(runs / "b", age_s=1)
+    assert remove(runs, "--restore", "b") == ExitCode.USAGE
+    assert "run b exists in" in capsys.readouterr().err
+
+
+def test_the_trash_is_emptied_a_day_after_a_removal(runs: Path) -> None:
+    photo = runs / ".trash" / "photos" / "photo.jpg"
+    assert remove(runs, "a") == 0
+    photo.parent.mkdir()
+    photo.write_bytes(b"a summer")
+    assert remove(runs, "b") == 0
+    trashed = {each.record.run_id: each for each in trashed_runs(runs)}
+    assert set(trashed) == {"a", "b"}
+    record = trashed["a"].holder / "removal.json"
+    removal = json.loads(record.read_text())
+    removal["removed_unix"] -= 24 * 3600
+    record.write_text(json.dumps(removal))
+    assert remove(runs, "--keep", "9") == 0
+    assert [each.record.run_id for each in trashed_runs(runs)] == ["b"] and photo.exists()
+    assert remove(runs, "--now") == 0
+    assert trashed_runs(runs) == [] and photo.exists() and names(runs) == ["d", "c"]
 
 
 def test_a_running_run_is_never_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +259,7 @@ def test_nothing_but_an_own_removal_is_finished(
         photo.write_bytes(b"a summer")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", interrupted)
-        assert remove(runs, "a") == INTERRUPTED
+        assert remove(runs, "a", "--now") == INTERRUPTED
     (holder,) = (path for path in runs.glob(".removing-*") if path not in photos[1].parents)
     assert (holder / "a" / "run.toml").exists()
     assert remove(runs, "--keep", "5") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -97,7 +98,10 @@ class Files:
         name, _, path = source.partition("#")
         if name == "metrics.jsonl":
             *kind, place, key = path.split(".")
-            rows = self.evaluations if kind == ["evaluations"] else self.steps
+            rows = self.evaluations if kind[0] == "evaluations" else self.steps
+            if key.isdecimal():  # evaluations.last.val_confusion.ROW.COLUMN
+                row, column = int(place), int(key)
+                return rows[-1][kind[2]][row][column]
             return rows[0 if place == "first" else -1][key]
         found = self.json(name)
         for index, key in enumerate(path.split(".")):
@@ -120,6 +124,8 @@ class Files:
         if kind == "ranks":
             part, rank = rest.split(".")
             return self.rank_mean("wait" if part == "waiting" else part, int(rank))
+        if how == "perplexity":
+            return math.exp(self.evaluations[-1]["val_loss"])
         if how == "store.age_s":
             store = self.json("state.json")["store"]
             return float(store["updated_unix"] - store["sent_unix"])

@@ -397,7 +397,7 @@ def table_of(
     [
         (("nosuch",), "no run 'nosuch'"),
         (("../x",), "no run '../x'"),
-        (("--compare", "resumed"), "name two or more"),
+        (("--compare", "resumed"), "Name two or more"),
         (("resumed", "--out", "/proc/none/x.html"), "cannot be written"),
     ],
 )

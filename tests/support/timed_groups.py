@@ -1,4 +1,4 @@
-"""Prints the time of each group of tests, by markers, and the slowest 20 tests.
+"""Prints the time of each group of tests, by markers, and the slowest tests.
 
 A pytest plugin; tests/conftest.py registers it.
 """

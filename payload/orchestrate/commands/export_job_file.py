@@ -12,6 +12,7 @@ from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.export_plan import plan_export
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.narrow import print_message
 
 _EXPORT_ONLY = ("out", "image", "nodes", "storage")
 
@@ -27,7 +28,7 @@ def export(options: PlanOptions, access: LocalAccess, *, engine_name: str) -> in
     """Write or print the job file, and print the command that starts it."""
     talk, engine = text_console(stderr=True), ENGINES[engine_name]
     chosen = load_cluster(options.inventory, env=access.environment())
-    talk.print(chosen.headline())
+    print_message(talk, chosen.headline())
     job, notes = plan_export(
         load_config(options),
         run_id=options.run_id,

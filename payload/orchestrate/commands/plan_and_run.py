@@ -27,7 +27,7 @@ from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.runs.at_risk import run_warning
+from payload.orchestrate.runs.at_risk import limit_note, run_warning
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
 from payload.orchestrate.runs.run_input_checks import (
@@ -40,6 +40,7 @@ from payload.orchestrate.runs.site import Site
 from payload.orchestrate.sites.local import require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import confirm, text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.approved_settings import (
     is_on_hub,
     override_keys,
@@ -61,7 +62,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     require_no_export_options(options)
     talk, out = text_console(stderr=True), text_console(stderr=False)
     chosen, access = _resolved_inventory(options, access)
-    talk.print(chosen.headline())
+    print_message(talk, chosen.headline())
     site = site_of(chosen, access, talk=talk)
     config = resolve_results(load_config(options), bucket=chosen.inventory.bucket)
     _warn_without_store(chosen, config, talk=talk)
@@ -85,7 +86,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         except ConfigError as error:
             talk.print(f"note: a run would fail: {error}")
     for note in planned.notes():
-        talk.print(note)
+        print_message(talk, note)
     estimated = estimate(
         planned,
         data=config.data.folder(),
@@ -95,7 +96,9 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         expected_val_tokens=options.val_tokens or 0,
     )
     if options.strategies:
-        out.print(_strategies_json(planned) if options.json else strategy_table(planned))
+        out.print(
+            _strategies_json(planned) if options.json else strategy_table(planned, width=out.width)
+        )
     elif options.json:
         out.print(_plan_json(planned, estimated))
     else:
@@ -114,7 +117,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         site = find_site(options.site)
     else:
         chosen, access = _resolved_inventory(options, access)
-        talk.print(chosen.headline())
+        print_message(talk, chosen.headline())
         site = site_of(
             chosen,
             access,
@@ -193,8 +196,9 @@ def _confirm_long(options: RunOptions, site: Site, planned: ResolvedPlan) -> Non
 def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: Console) -> None:
     inventory = chosen.inventory
     warning = run_warning(inventory.source, config, head=inventory.head.name)
-    if warning is not None:
-        talk.print(warning)
+    for message in (warning, limit_note(inventory.source, config)):
+        if message is not None:
+            print_message(talk, message)
 
 
 def _resolved_inventory(

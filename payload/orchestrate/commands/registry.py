@@ -125,8 +125,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     ),
     "remove": OrchestrateCommand(
         summary="delete old runs with their checkpoints",
-        description="Delete runs with all their checkpoints from this disk. Running runs are kept. "
-        "Without --force, uncollected cluster runs are kept, too, and runs whose weights "
+        description="Move runs with all their checkpoints to the folder .trash of the runs. The "
+        "first `remove` after a day deletes them; only then is their space freed. Running runs "
+        "stay, and without --force also uncollected cluster runs and runs with weights that "
         "another run's adapter needs.",
         example="--keep 3 --dry-run",
         options=runs.RemoveOptions,

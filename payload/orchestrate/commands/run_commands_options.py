@@ -272,8 +272,13 @@ class RemoveOptions:
     """Options of `remove`."""
 
     runs: Sequence[str] = option("ids of the runs to remove", metavar="RUN", positional=True)
-    keep: int | None = option("remove all runs except the newest N", metavar="N")
-    dry_run: bool = option("print the runs that would be removed")
+    keep: int | None = option("remove all runs except the newest N finished runs", metavar="N")
+    dry_run: bool = option("print the runs that would be removed, with their sizes")
+    yes: bool = option("do not prompt for confirmation")
+    now: bool = option(
+        "delete immediately, without the trash; without a run or --keep, empty the trash"
+    )
+    restore: str | None = option("move this run back from the trash", metavar="RUN")
     force: bool = option(
         "also remove uncollected runs, and runs with weights that another run's adapter needs"
     )

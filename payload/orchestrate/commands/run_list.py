@@ -13,6 +13,7 @@ from payload.orchestrate.commands.run_commands_options import ListOptions
 from payload.orchestrate.runs.run_index import RunView, all_runs, view_run
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table_lines
+from payload.run_record.task_metrics import named_metrics
 
 
 def list_runs(options: ListOptions, env: Mapping[str, str]) -> int:
@@ -41,8 +42,16 @@ def _list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
             view.run_id,
             view.status,
             f"{view.step}/{view.steps}",
-            *("-" if loss is None else f"{loss:.4f}" for loss in (view.loss, view.val_loss)),
+            _first_metric(view),
+            *("-" if loss is None else f"{loss:.4f}" for loss in (view.val_loss, view.loss)),
         )
         for view in views
     ]
-    return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
+    names = ("run", "status", "step", "result", "val. loss", "loss")
+    return table_lines(names, rows, width=width, optional=("loss", "val. loss"))
+
+
+def _first_metric(view: RunView) -> str:
+    """Return the task's most important metric, such as `accuracy 93.75%`."""
+    named = named_metrics(view.val_metrics)
+    return " ".join(named[0]) if named else "-"

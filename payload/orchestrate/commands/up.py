@@ -72,6 +72,8 @@ from payload.orchestrate.commands.machine_results import MESSAGES, MachineResult
 from payload.orchestrate.commands.results_at_stake import ResultsAtRisk
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.terminal.console import confirm, text_console
+from payload.orchestrate.terminal.narrow import print_message
+from payload.stack.billed_resources import BILLED_ON
 from payload.stack.cloud_requirements import requirements_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import resolve_cluster_identity
@@ -322,6 +324,10 @@ def _finish(
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
+    )
+    print_message(
+        talk,
+        f"note: Google deletes only the machines at the end of their lifetime; {BILLED_ON}",
     )
     if note := zone_note(update, outputs.inventory.head.zone):
         talk.print(note)

@@ -26,6 +26,7 @@ from payload.core.validation.records import build
 from payload.orchestrate.follow.run_text import failure_lines, result_lines, straggler_line
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import LiveLine, text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.approved_settings import bounded_wait_s
 from payload.run_record.checkpoint_grace import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
@@ -74,7 +75,7 @@ def print_result(
     else:
         out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
     for slow in by_rank(summary.stragglers)[-_SHOWN_STRAGGLERS:]:
-        talk.print(straggler_line(slow, paths))
+        print_message(talk, straggler_line(slow, paths))
     if summary.status == "failed":
         log = _log_with_cause(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))

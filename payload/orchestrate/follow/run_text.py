@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
 from payload.estimates.run_estimate import RunEstimate
 from payload.estimates.run_time import RunTime, Speed, typical_speed
 from payload.formats.data_folder import load_meta
+from payload.formats.hf_folder import label_names
 from payload.launch.environment import rank_environment
 from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
@@ -32,6 +34,7 @@ from payload.models.registry import family_name
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import RunView
+from payload.orchestrate.terminal.narrow import wrapped
 from payload.orchestrate.terminal.tables import labelled_lines, table_lines
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
@@ -39,6 +42,7 @@ from payload.run_record.run_files import RunPaths, Summary, last_record, read_js
 from payload.run_record.run_repair import known_dtype
 from payload.run_record.stragglers import SlowRank
 from payload.run_record.suggested_run_commands import run_command
+from payload.run_record.task_metrics import named_metrics
 
 _MAX_EARLIER_RUNS = 20
 
@@ -278,13 +282,23 @@ def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype | None) -> t
 
 
 _MIB, _GIB = 2**20, 2**30
+_ESTIMATE_COLUMN = 17
+"""Width of an estimate's name."""
+_ANY_WIDTH = 1_000_000
 _TAIL_LINES = 12
 _TAIL_BYTES = 2**16
 
 
 def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> None:
-    """Print hosts, ranks, environment, command line, Accelerate config and estimates."""
+    """Print estimates, hosts, ranks, environment, command line and Accelerate config."""
     plan = planned.plan
+    console.print("estimates")
+    family = f"model family     {family_name(planned.base.model_type)}"
+    lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
+    # A pipe has no width: a program reads one line per estimate.
+    width = console.width - 2 if console.is_terminal else _ANY_WIDTH
+    fitted = chain(*(wrapped(line, width=width, indent=_ESTIMATE_COLUMN) for line in lines))
+    console.print(_indent("\n".join(fitted)))
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
     console.print("ranks")
@@ -308,10 +322,6 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
     for node_rank, node in enumerate(planned.inventory.nodes):
         console.print(f"accelerate config of {node.name}")
         console.print(_indent(planned.accelerate(node_rank)))
-    console.print("arithmetic")
-    family = f"model family     {family_name(planned.base.model_type)}"
-    lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
-    console.print(_indent("\n".join(lines)))
 
 
 def arithmetic_lines(plan: LaunchPlan) -> list[str]:
@@ -343,7 +353,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     ]
 
 
-def strategy_table(planned: ResolvedPlan) -> str:
+def strategy_table(planned: ResolvedPlan, *, width: int) -> str:
     """Return the possible strategies for the run's ranks as a table, the best first."""
     names = ("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")
     rows = []
@@ -354,7 +364,7 @@ def strategy_table(planned: ResolvedPlan) -> str:
         rows.append(
             (each.name(), f"{memory:.1f}", f"{sent:,.0f}", f"{each.sync_s:.3g}", step, fits)
         )
-    return "\n".join(table_lines(names, rows))
+    return "\n".join(table_lines(names, rows, width=width, optional=("exchange s",)))
 
 
 def _exchanged(numbers: RunEstimate) -> str:
@@ -377,24 +387,30 @@ def _exchanged(numbers: RunEstimate) -> str:
 
 
 def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
-    """Return the result table of a run."""
+    """Return the result table of a run; for a classifier, the confusion matrix follows."""
     rows = [
         ("run", summary.run_id),
         ("status", summary.status),
         ("nodes", f"{summary.nodes} ({summary.world_size} rank(s))"),
         ("steps", f"{summary.steps:,}"),
         ("tokens", f"{summary.tokens:,}"),
-        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
+        *named_metrics(summary.val_metrics),
         (
             "validation loss",
             f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
         ),
+        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
         ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
         ("MFU", _number(summary.mfu, ".1%")),
         ("ranks identical", "yes" if summary.ranks_identical else "not shown"),
         ("wall time", as_clock(summary.wall_s)),
-        ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
+    if summary.cost_usd is not None:
+        per_million = _number(summary.usd_per_million_tokens, ".2f")
+        rows.append(("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
+    rows.append(("checkpoint", str(checkpoint) if checkpoint else "none"))
+    if summary.best_checkpoint:
+        rows.append(("best checkpoint", f"{summary.best_checkpoint}, by validation loss"))
     if summary.store:
         drained = "" if summary.store.is_drained else "; incomplete"
         rows.append(("store", f"{summary.store.words()}{drained}"))
@@ -404,10 +420,23 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         rows.insert(2, ("resumes", str(summary.resumes)))
     if summary.restarts:
         rows.insert(2, ("restarts", str(summary.restarts)))
-    if summary.cost_usd is not None:
-        per_million = _number(summary.usd_per_million_tokens, ".2f")
-        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
-    return labelled_lines(rows, width=width)
+    lines = labelled_lines(rows, width=width)
+    if summary.val_confusion:
+        labels = label_names(checkpoint, num_labels=len(summary.val_confusion))
+        lines += ["", *_confusion_lines(summary.val_confusion, labels, width=width)]
+    return lines
+
+
+def _confusion_lines(
+    confusion: Sequence[Sequence[int]], labels: Sequence[str], *, width: int
+) -> list[str]:
+    """Return the confusion matrix; if it is wider than `width`, where it can be read."""
+    names = [printable_line(label) for label in labels]
+    rows = [(name, *map(str, row)) for name, row in zip(names, confusion, strict=True)]
+    table = table_lines(("true label", *names), rows)
+    if max(map(len, table)) > width:
+        return [f"The confusion matrix of {len(labels)} labels is in summary.json and the report."]
+    return ["confusion matrix (a column per predicted label)", *table]
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
@@ -445,8 +474,9 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("run", view.run_id),
         ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
         ("step", f"{view.step:,} of {view.steps:,}"),
-        ("loss", _number(view.loss)),
+        *named_metrics(view.val_metrics),
         ("validation loss", _number(view.val_loss)),
+        ("loss", _number(view.loss)),
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
         ("last heartbeat", _age(view.age_s)),
     ]

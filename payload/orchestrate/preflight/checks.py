@@ -61,6 +61,7 @@ from payload.orchestrate.ssh.remote_calls import (
 )
 from payload.orchestrate.ssh.run_keys import remove_stale_keys
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.stack.node_paths import BOOTSTRAP_STATE, VENV
 from payload.storage.store_access import check_store_access
 
@@ -97,7 +98,7 @@ def preflight(options: PreflightRequest, access: LocalAccess) -> int:
     boot_wait = BootWait(60 * options.wait, talk.print)
     chosen = boot_wait.until_found(lambda: load_cluster(options.inventory, env=env))
     inventory = chosen.inventory
-    talk.print(chosen.headline())
+    print_message(talk, chosen.headline())
     if options.is_configured:
         require_placeable(config, chosen)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Warns about checkpoints that exist only on the head's disk and are lost with that machine."""
+"""Warns about checkpoints that are lost with the head's disk, and about machines billed on."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
         "spot machine. While `run` or `attach` follows the run, the newest checkpoint is copied "
         f"here every {in_words(COPY_EVERY_S)}. To keep them all: {_KEEP}, then "
         f"{command('orchestrate', 'up')}; or --set storage.results=gs://BUCKET/PREFIX"
+    )
+
+
+def limit_note(source: Source, config: RunConfig) -> str | None:
+    """Return the note that `plan` and `run` print for a limit of a run on a cluster, or None."""
+    keys = [key for key in ("max_usd", "max_hours") if getattr(config.limits, key) is not None]
+    if source != "pulumi" or not keys:
+        return None
+    return (
+        f"note: limits.{keys[0]} stops the run, not its machines: they are billed on until "
+        f"{command('orchestrate', 'down')}"
     )
 
 

@@ -9,14 +9,17 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError, UsageError
 from payload.core.regular_files import home_path, read_bytes
+from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 from payload.formats.checkpoint_listing import newest_valid
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.run_record.run_files import RankProgress, RunPaths, RunState, read_json
@@ -110,15 +113,25 @@ def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
 
 def remove_run(paths: RunPaths) -> None:
     """Rename the run's folder, then delete it; a later command completes an interrupted removal."""
+    holding = held(paths, folder=paths.root.parent, prefix=_HOLDER_PREFIX)
+    with holding as holder, suppress(FileNotFoundError):  # another command has completed it
+        finish(holder)
+
+
+@contextmanager
+def held(paths: RunPaths, *, folder: Path, prefix: str) -> Iterator[Path]:
+    """Move the run's folder into a new holder folder, and lock the run during the context.
+
+    Raises ConfigError if a folder cannot be written, also for an OSError in the context.
+    """
     try:
         # Locked, so that no other command resumes it.
         with start_lock(paths), RunLock(paths):
-            holder = Path(tempfile.mkdtemp(prefix=_HOLDER_PREFIX, dir=paths.root.parent))
-            record = {"format_version": 1, "run_id": paths.run_id}
+            holder = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+            record = {"format_version": 1, "run_id": paths.run_id, "removed_unix": time.time()}
             (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
             paths.root.rename(holder / paths.run_id)
-            with suppress(FileNotFoundError):  # another command has completed it
-                _finish(holder)
+            yield holder
     except OSError as error:
         raise ConfigError(
             f"{paths.root}: cannot be removed ({error.strerror}). Remove the folder yourself: rm "
@@ -130,25 +143,44 @@ def finish_removals(runs_dir: Path) -> None:
     """Complete interrupted removals."""
     for holder in runs_dir.glob(f"{_HOLDER_PREFIX}*"):
         with suppress(OSError, ConfigError):
-            _finish(holder)
+            finish(holder)
 
 
-def _finish(holder: Path) -> None:
+def finish(holder: Path) -> None:
     """Remove a holder folder that this program created, and the run in it.
 
     Raises OSError, and ConfigError for a record of another program.
     """
     if holder.is_symlink():
         return
-    record = holder / _HOLDER_RECORD
-    raw = parse_json(read_bytes(record), where=str(record))
-    run_id = raw.get("run_id") if isinstance(raw, dict) else None
-    if not isinstance(run_id, str) or not RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"{record}: has no valid run id.")
-    shutil.rmtree(holder / run_id, onerror=_unless_gone)
-    record.unlink(missing_ok=True)
+    shutil.rmtree(holder / held_run(holder).run_id, onerror=_unless_gone)
+    drop_holder(holder)
+
+
+def drop_holder(holder: Path) -> None:
+    """Remove a holder folder from which the run is gone."""
+    (holder / _HOLDER_RECORD).unlink(missing_ok=True)
     with suppress(OSError):
         holder.rmdir()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRun:
+    """removal.json: the run in a holder folder."""
+
+    run_id: str = checked(pattern=RUN_ID, wanted="a run id")
+    removed_unix: float = checked(0.0, low=0.0)
+    """Time of the removal; 0 in a record of an older version."""
+
+
+def held_run(holder: Path) -> HeldRun:
+    """Read the record of a holder folder.
+
+    Raises OSError, and ConfigError for a record of another program.
+    """
+    record = holder / _HOLDER_RECORD
+    raw = parse_json(read_bytes(record), where=str(record))
+    return build(HeldRun, raw, where=str(record))
 
 
 def _unless_gone(

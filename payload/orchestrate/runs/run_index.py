@@ -43,6 +43,7 @@ from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.safe_copy_paths import path_in_copy
 from payload.run_record.store_state import StoreState
+from payload.run_record.task_metrics import val_metrics
 from payload.storage.checkpoints import fetch_newest
 from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import StoreError, StoreReader, StoreRefusedError
@@ -85,6 +86,8 @@ class RunView:
     """Number of planned steps."""
     loss: float | None
     val_loss: float | None
+    val_metrics: Mapping[str, float]
+    """The task's metrics in the last evaluation, such as `accuracy`."""
     tokens_per_s: float | None
     age_s: float | None
     """Time since rank 0's last heartbeat."""
@@ -197,7 +200,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
     config, config_errors = _config(paths)
     rows = read_metrics(paths.metrics)
     trained: dict[str, Any] = dict(next((row for row in reversed(rows) if "loss" in row), {}))
-    evaluated = [row["val_loss"] for row in rows if "val_loss" in row]
+    evaluated = next((row for row in reversed(rows) if "val_loss" in row), None)
     ranks = tuple(_view_ranks(paths, now_unix=now_unix))
     status, exit_class, error = _status(paths, state, now_unix=now_unix, alive=alive)
     return RunView(
@@ -210,7 +213,8 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
         step=trained.get("step", 0),
         steps=config.train.steps,
         loss=trained.get("loss"),
-        val_loss=evaluated[-1] if evaluated else None,
+        val_loss=evaluated["val_loss"] if evaluated else None,
+        val_metrics=val_metrics(evaluated) if evaluated else {},
         tokens_per_s=trained.get("tokens_per_s"),
         age_s=ranks[0].age_s if ranks else None,
         store=state.store if state else None,

@@ -24,6 +24,7 @@ from payload.core.durations import as_clock
 from payload.core.errors import UsageError
 from payload.core.one_line import printable_line
 from payload.core.printable_text import printable
+from payload.orchestrate.terminal.narrow import fitted_log_line, fitted_message
 from payload.orchestrate.terminal.time_left import Eta
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RankProgress
@@ -134,6 +135,7 @@ _REDRAWS_PER_S = 4
 _PLAIN_EVERY_S = 30.0
 _BAR_CELLS = 24
 _ERROR_PREFIX = "error: "
+_WRAPPED_PREFIXES = ("note: ", "warning: ")
 # Parts of the line from this priority on are left out before other parts are shortened.
 _OPTIONAL = 6
 _PHASE_NAMES = {
@@ -190,7 +192,10 @@ class LiveLine:
     def say(self, line: str) -> None:
         """Print a line above the live line; line breaks in it become spaces."""
         self._printed_s = time.monotonic()
-        self._console.print(printable_line(line))
+        text = printable_line(line)
+        is_message = text.startswith(_WRAPPED_PREFIXES)
+        for part in fitted_message(self._console, text) if is_message else [text]:
+            self._console.print(part)
 
     def log(self, line: str) -> None:
         """Print a line of rank 0's log; an error line is printed only before the next line.
@@ -200,6 +205,9 @@ class LiveLine:
         self.print_held_error()
         if line.startswith(_ERROR_PREFIX):
             self._held_error = line
+        elif self._console.is_terminal:
+            for part in fitted_log_line(printable_line(line), width=self._console.width):
+                self.say(part)
         else:
             self.say(line)
 

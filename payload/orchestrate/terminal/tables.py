@@ -30,9 +30,21 @@ def table(*names: str, wrapped: Collection[str] = (), right: Collection[str] = (
 
 
 def table_lines(
-    names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int | None = None,
+    optional: Sequence[str] = (),
 ) -> list[str]:
-    """Return the lines of a table, or an indented block per row if it is wider than `width`."""
+    """Return the lines of a table, or an indented block per row if it is wider than `width`.
+
+    Columns in `optional` are left out of a table that is too wide, the first one first.
+    """
+    for count in range(len(optional) + bool(optional)):
+        kept = [place for place, name in enumerate(names) if name not in optional[:count]]
+        lines = table_lines([names[at] for at in kept], [[row[at] for at in kept] for row in rows])
+        if width is None or max(map(len, lines)) <= width:
+            return lines
     whole = table(*names)
     for row in rows:
         whole.add_row(*row)

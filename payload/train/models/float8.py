@@ -7,7 +7,6 @@ the norms are not converted: https://arxiv.org/abs/2209.05433.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError
 from payload.train.models.base import CausalLM
+from payload.train.tensors.torchao_notices import hide_torchao_notices
 
 _MULTIPLE = 16
 """8-bit matmuls need multiples of this size: https://docs.nvidia.com/cuda/cublas, "FP8"."""
@@ -59,12 +59,7 @@ def _fits(module: nn.Module) -> bool:
 
 
 def _library() -> Any:
-    """Return torchao.float8 without its import warnings about libraries for other GPUs."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import torchao.float8
-    finally:
-        logger.setLevel(level)
+    hide_torchao_notices()
+    import torchao.float8
+
     return torchao.float8

@@ -5,6 +5,11 @@ A run does the same at its start if none are stored. The command replaces anothe
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
 import os
 import sys

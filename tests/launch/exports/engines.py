@@ -33,7 +33,7 @@ def parse(engine: str, file: Path, *, home: Path) -> subprocess.CompletedProcess
 
 
 def _environment() -> Path:
-    """Return the environment; the first time, about 115 packages (475 MB) are installed."""
+    """Return the environment; the first time, its packages (475 MB) are installed."""
     mark = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     return kept(f"engines-{mark}", _install)
 

@@ -16,6 +16,7 @@ from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands import results_at_stake
 from payload.orchestrate.commands.head_runs import Head
+from payload.stack.billed_resources import BILLED_ON
 from payload.stack.operator_key_file import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
@@ -45,6 +46,7 @@ def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: C
     err = capsys.readouterr().err
     assert err.index("14 to create") < err.index("14 created")
     assert "cluster mine: 3 node(s), $1.59/h until 2026-11-22 08:00 UTC" in err
+    assert f"end of their lifetime; {BILLED_ON}" in err
     assert "--inventory stack:dev" in err
     assert words(site) == ["dev preview", "dev up --yes --skip-preview", "dev stack output --json"]
     # The cluster program reads the public half of the key, so the pair is created before.

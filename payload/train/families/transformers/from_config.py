@@ -14,6 +14,7 @@ from payload.core.printable_text import shown
 from payload.models.spec import ModelSpec
 from payload.train.families.transformers.probes import first_line, require_causal
 from payload.train.models.hf_layout import without_code
+from payload.train.tensors.torchao_notices import hide_torchao_notices
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
@@ -76,6 +77,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
 
 def module_class(config: _Config) -> Any:
     """Return transformers' class for next-token prediction. Raises CheckpointError."""
+    hide_torchao_notices()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -1,0 +1,44 @@
+"""A line on stderr with the time that a long part of a command has taken so far."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_AFTER_S = 2.0
+"""Shorter parts show no line."""
+_EVERY_S = 1.0
+_CLEAR = "\r\033[K"
+
+
+@contextmanager
+def elapsed_line(what: str) -> Iterator[None]:
+    """During the context, show `what` and the elapsed seconds on a terminal; nothing in a pipe.
+
+    The context prints nothing itself: its text would land in the line.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_show, args=(what, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _show(what: str, ended: threading.Event) -> None:
+    began_s, wait_s, is_shown = time.monotonic(), _AFTER_S, False
+    while not ended.wait(wait_s):
+        sys.stderr.write(f"{_CLEAR}{what}: {time.monotonic() - began_s:.0f} s")
+        sys.stderr.flush()
+        wait_s, is_shown = _EVERY_S, True
+    if is_shown:
+        sys.stderr.write(_CLEAR)
+        sys.stderr.flush()

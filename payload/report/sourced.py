@@ -1,0 +1,17 @@
+"""A value of the report with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sourced:
+    """A value with its source."""
+
+    value: Any
+    """None if it is unknown."""
+    source: str
+    """A key in a file, such as `summary.json#steps`, or the name of the computation."""
+    is_derived: bool = False

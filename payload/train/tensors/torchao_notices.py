@@ -1,0 +1,38 @@
+"""Hides notices of torchao's import, which no user of this project can act on."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+_NOTICES = {
+    # Its own enums.
+    "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
+    # Its libraries for other GPUs.
+    "torchao": "/torchao/_C_",
+    "torchao.kernel.intmm": "Detected no triton",
+}
+"""Part of the message by logger."""
+
+
+class _Filter(logging.Filter):
+    """Drops the messages that contain a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True for a message to keep."""
+        return self._text not in record.getMessage()
+
+
+@cache
+def hide_torchao_notices() -> None:
+    """Hide what an import of torchao logs, before a program imports it.
+
+    transformers imports an installed torchao with the first model class. Every rank would repeat
+    the lines.
+    """
+    for name, text in _NOTICES.items():
+        logging.getLogger(name).addFilter(_Filter(text))
