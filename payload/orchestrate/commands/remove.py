@@ -70,7 +70,7 @@ def _require_one_choice(options: RemoveOptions) -> None:
     ways = [bool(options.runs), options.keep is not None, options.restore is not None]
     if sum(ways) > 1 or not (any(ways) or options.now):
         raise UsageError(
-            "choose the runs to remove, or keep the newest N finished runs with --keep N, or restore "
+            "choose runs to remove, keep the newest N finished runs with --keep N, or restore "
             "a run with --restore RUN."
         )
     if options.keep is not None and options.keep < 0:
