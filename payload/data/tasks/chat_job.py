@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -12,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
-from payload.core.printable_text import shown
-from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.rows.conversations import (
     BadConversationError,
     UntrainedRowError,
@@ -22,8 +21,8 @@ from payload.data.rows.conversations import (
     unread_columns,
 )
 from payload.data.rows.open_rows import open_rows
-from payload.data.rows.packing import best_fit
-from payload.data.rows.rows import Row, Rows, in_batches
+from payload.data.rows.packing import Blocks, best_fit, one_each
+from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
 from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     ON_LONG,
@@ -34,18 +33,30 @@ from payload.data.tasks.arguments import (
     source_request,
     tokenizer_check,
 )
+from payload.data.tasks.groups import Groups
+from payload.data.tasks.sample_files import Document, SampleFiles
 from payload.data.tasks.trained_tokens import SampleTokenizer
-from payload.data.tasks.whole_folder_writer import PreparedData
+from payload.data.tasks.whole_folder_writer import Chunks, PreparedData
 from payload.data.templates.chat_template import (
     ChatTemplate,
     load_chat_template,
     read_chat_template,
 )
 from payload.data.templates.template_files import TEMPLATE_FILE
-from payload.data.templates.turns import RenderedSample, SampleOptions, render_samples
+from payload.data.templates.turns import RenderedSample, RowRendering, SampleOptions
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data.writing.plan import PrepareSettings
+from payload.data.writing.progress import Reporter
+from payload.data.writing.resumable_token_files import (
+    GROUPS_NAME,
+    INDEX_NAME,
+    SAMPLES_NAME,
+    ResumableTokenFiles,
+    WriteFailedError,
+    remove_unfinished,
+)
+from payload.data.writing.write import EXAMPLES_KEPT
 from payload.formats.data_folder import (
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
@@ -61,8 +72,8 @@ _COUNTED = (
     *("split_conversations", "dropped_conversations", "added_samples", "added_tokens"),
 )
 """Fields of the record that this job counts."""
-_BATCH_SIZE = 256
-"""Number of conversations that are tokenized together."""
+_BATCH_CHARS = 2**22
+"""Limit of the requests that are sent together."""
 
 
 def chat_job(args: argparse.Namespace) -> ChatJob:
@@ -117,67 +128,27 @@ def load_tokenizer_and_template(args: argparse.Namespace) -> tuple[HfTokenizer, 
     return replace(tokenizer, files={**tokenizer.files, **own}), template
 
 
-class Groups:
-    """Numbers the rows by a column's value, so that a split does not separate equal values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A row that was read, and its rendering or what is wrong with the row."""
 
-    def __init__(self, column: str | None) -> None:
-        self._column = column
-        self._numbers: dict[str, int] = {}
-
-    def number_of(self, row: Row) -> int:
-        """Return the group number of a row; without groups, its row number. Raises DataError."""
-        if self._column is None:
-            return row.number
-        if self._column not in row.values:
-            keys = ", ".join(shown(key) for key in list(row.values)[:6])
-            raise DataError(
-                f"{row.where}: no column {self._column!r}; its columns: {keys}. Choose one with "
-                "--group-column."
-            )
-        name = str(row.values[self._column])
-        return self._numbers.setdefault(name, len(self._numbers))
-
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns that define groups."""
-        return () if self._column is None else (self._column,)
-
-    def survey(self, rows: Rows) -> Survey:
-        """Return the number of groups, or the number of rows if --group-column is not given.
-
-        Call it after all rows were read. Raises UsageError if --group-column is given and the
-        names of the files declare the validation data.
-        """
-        if self._column is None:
-            return rows.survey()
-        if rows.first_val is not None:
-            raise UsageError(
-                "--group-column cannot be used: the names of the files declare the validation "
-                "data. Leave out --group-column, or pass only the training files."
-            )
-        return Survey(documents=len(self._numbers), text_bytes=None)
+    row: Row
+    rendering: RowRendering | None = None
+    request: str = ""
+    """Request that the rendering sends first."""
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
     """A rendered text of a row."""
 
-    where: str
-    """File and line of the row."""
+    row: Row
     group: int
     """Key of the split: the group's number, or the row's number without groups."""
     rendered: RenderedSample
     is_added: bool
     """False for one sample of each row, True for its other samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Document:
-    """The tokens of a sample, each with True if it is trained; the first token is never trained."""
-
-    group: int
-    """Key of the split: the group's number, or the row's number without groups."""
-    tokens: npt.NDArray[np.uint32]
-    trained: npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -195,27 +166,57 @@ class ChatJob:
     groups: Groups = field(kw_only=True)
     counts: Counter[str] = field(default_factory=Counter)
     """Counts of the record, by the name of its field."""
+    batch_size: int = 256
+    """Number of conversations that are rendered together, and of samples that are tokenized
+    together."""
+    report: Callable[[], None] = field(default=lambda: None)
+    """Shows the progress."""
+    _num_read: int = 0
+    """Rows so far, without bad rows of the source."""
+    _fault: Exception | None = None
+    """Fault of the source after the rows that were read."""
+    _is_early_checked: bool = False
 
-    def make(self) -> PreparedData:
-        """Read, render, tokenize and pack all rows. Raises DataError."""
-        documents = self._documents()
+    def make(self, store: ResumableTokenFiles | None = None) -> PreparedData:
+        """Read, render, tokenize and pack all rows. Raises DataError.
+
+        The samples are written to `store`, and a store that was resumed is continued. Without
+        `store` the result has the sizes of the files, but no contents.
+        """
+        samples = SampleFiles(store)
+        self._read_all(samples, store)
+        index = samples.index()
         split = self.settings.split(self.groups.survey(self.rows))
-        is_val = split.val_mask(np.array([each.group for each in documents], dtype=np.int64))
-        files: dict[str, npt.NDArray[Any]] = {}
+        is_val = split.val_mask(index["group"])
+        files: dict[str, Chunks] = {}
         counts: dict[str, int] = {}
         record: dict[str, int] = {}
         for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            mine = [documents[index] for index in np.flatnonzero(chosen)]
-            if not mine:
+            if not chosen.any():
                 raise DataError(
                     f"the split leaves no conversation for "
                     f"{'training' if prefix == 'train' else 'validation'} (conversations in all: "
-                    f"{len(documents):,}). Change --val-fraction."
+                    f"{len(index):,}). Change --val-fraction."
                 )
-            tokens, marks = self._pack(mine)
-            files[name], files[_MARKS_NAMES[name]] = tokens.flatten(), marks.flatten()
-            counts |= {f"{prefix}_tokens": tokens.size, f"{prefix}_documents": len(mine)}
-            record |= _count_marks(marks, prefix)
+            tokens, marks = samples.packed(
+                chosen,
+                self._pack,
+                length=self.length,
+                dtype=self.settings.dtype(),
+                padding=self.tokenizer.tokenizer.end[-1],
+            )
+            files[name], files[_MARKS_NAMES[name]] = tokens, marks
+            num_tokens, num_trained = (
+                int(index[key][chosen].sum(dtype=np.int64)) for key in ("length", "trained")
+            )
+            counts |= {
+                f"{prefix}_tokens": marks.nbytes,
+                f"{prefix}_documents": int(chosen.sum()),
+            }
+            record |= {
+                f"{prefix}_trained_tokens": num_trained,
+                f"{prefix}_padding_tokens": marks.nbytes - num_tokens,
+            }
         chat = ChatRecord(
             sequence_length=self.length,
             packing=self.packing,
@@ -231,49 +232,184 @@ class ChatJob:
         encoder = self.tokenizer.tokenizer.reference_name
         return PreparedData(files=files, split=split, fields=fields, encoder=encoder)
 
-    def _documents(self) -> list[_Document]:
-        """Return every sample with trained tokens, in pieces of at most the block length."""
+    def resumable(self, fingerprint: str, reporter: Reporter) -> PreparedData:
+        """Return the result of `make`, with the samples in files of the output folder.
+
+        Continues an interrupted run with this fingerprint. Raises DataError.
+        """
+        encoder = self.tokenizer.tokenizer.reference_name
+        names = (SAMPLES_NAME, INDEX_NAME, GROUPS_NAME)
+        store = ResumableTokenFiles(
+            self.settings.out, fingerprint=fingerprint, encoder=encoder, names=names
+        )
+        try:
+            if not store.resume() or store.encoder != encoder:
+                store.encoder = encoder
+                store.start()
+            elif not store.is_complete:
+                done = store.totals
+                reporter.log(
+                    f"resuming after {done.documents:,} samples and {done.tokens:,} tokens of an "
+                    "earlier run"
+                )
+            self.report = lambda: reporter.update(store.totals)
+            reporter.start(Survey(documents=None, text_bytes=None), store.totals)
+            return self.make(store)
+        except WriteFailedError:
+            raise
+        except DataError:
+            # The next run would find the same fault, unless the rows or the options change.
+            store.discard()
+            raise
+        finally:
+            reporter.stop()
+            store.close()
+            if not store.has_shards:
+                remove_unfinished(self.settings.out)
+
+    def _read_all(self, samples: SampleFiles, store: ResumableTokenFiles | None) -> None:
+        """Add every sample with trained tokens, in pieces of at most the block length.
+
+        The worker renders a batch of rows while the batch before is tokenized and the next one is
+        read.
+        """
         self.template.require_stop(self.options.variables)
-        rows = islice(self.rows.read(), self.settings.max_documents)
-        found: list[_Document] = []
-        samples = chain.from_iterable(map(self._render, rows))
-        for batch in in_batches(
-            samples, count=_BATCH_SIZE, chars=lambda each: len(each.rendered.text)
-        ):
-            found += self._tokenize(batch)
+        is_read = self._restore(store)
+        rows = islice(self.rows.stream(), self._left())
+        waiting: list[_Read] = []
+        while not is_read or waiting:
+            is_due = store is not None and store.is_due(shard_bytes=self.settings.shard_bytes)
+            batch = [] if is_due or is_read else self._read_batch(rows)
+            is_read = is_read or not (batch or is_due)
+            self._render(waiting, next_batch=batch)
+            self._add(waiting, samples, store)
+            waiting = batch
+            if is_due and not batch and store is not None:
+                # No row is between the reader and the files.
+                store.commit(self._cursor(is_read=False))
+        if self._fault is not None:
+            raise self._fault
+        self.rows.require_read()
         self.tokenizer.check.finish()
-        if not found:
+        if not len(samples.index()):
             self.rows.require_some()
             raise DataError(
                 f"no conversation with trained tokens in {self.rows.label}: {self.rows.num_rows:,} "
-                f"rows, {len(self.rows.skipped):,} bad, {self.counts['dropped_conversations']:,} "
+                f"rows, {self.rows.num_skipped:,} bad, {self.counts['dropped_conversations']:,} "
                 "with empty answers or answers beyond --sequence-length. Check the columns, or "
                 "raise --sequence-length."
             )
+        if store is not None:
+            store.commit(self._cursor(is_read=True))
+
+    def _left(self) -> int | None:
+        """Return how many rows may still be read."""
+        limit = self.settings.max_documents
+        return None if limit is None else max(0, limit - self._num_read)
+
+    def _cursor(self, *, is_read: bool) -> dict[str, Any]:
+        """Return the state with which `_restore` continues."""
+        return {
+            "is_read": is_read,
+            "num_read": self._num_read,
+            "counts": self.counts,
+            "rows": self.rows.state(),
+            "tokenizer": self.tokenizer.state(),
+        }
+
+    def _restore(self, store: ResumableTokenFiles | None) -> bool:
+        """Continue after the rows of an interrupted run; return True if all rows were read."""
+        if store is None or not store.has_shards:
+            self.groups.keep_in(store)
+            return False
+        cursor = store.cursor
+        self._num_read = cursor["num_read"]
+        self.counts = Counter(cursor["counts"])
+        self.rows.restore(cursor["rows"])
+        self.tokenizer.restore(cursor["tokenizer"])
+        self.groups.keep_in(store)
+        return bool(cursor["is_read"])
+
+    def _read_batch(self, rows: Iterator[Row]) -> list[_Read]:
+        """Return the next rows; empty at the end of the source, or before a fault of it."""
+        found: list[_Read] = []
+        size = 0
+        while len(found) < self.batch_size and size < _BATCH_CHARS:
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                # Rows before this one may be faulty, too, and come first.
+                self._fault = error
+                row = None
+            if row is None:
+                break
+            self._num_read += 1
+            try:
+                conversation = conversation_of(row.values)
+                rendering = RowRendering(self.template, conversation, self.options)
+                request = rendering.request()
+            except UntrainedRowError as error:
+                self.rows.leave_out(str(error))
+            except (BadConversationError, DataError) as error:
+                found.append(_Read(row=row, fault=str(error)))
+            else:
+                found.append(_Read(row=row, rendering=rendering, request=request))
+                size += len(request)
         return found
 
-    def _render(self, row: Row) -> list[_Sample]:
+    def _render(self, batch: list[_Read], *, next_batch: list[_Read]) -> None:
+        """Give each row of a batch its rendered texts, then let the worker render the next one."""
+        process = self.template.process
+        renderings = [each.rendering for each in batch if each.rendering is not None]
+        if renderings:
+            for rendering, answer in zip(renderings, process.receive(), strict=True):
+                rendering.take(answer)
+        if requests := [each.request for each in next_batch if each.rendering is not None]:
+            process.send(requests)
+
+    def _add(
+        self, batch: list[_Read], samples: SampleFiles, store: ResumableTokenFiles | None
+    ) -> None:
+        """Tokenize the samples of a batch and add them."""
+        rendered = chain.from_iterable(map(self._samples, batch))
+        for some in in_batches(
+            rendered, count=self.batch_size, chars=lambda each: len(each.rendered.text)
+        ):
+            found = self._tokenize(some)
+            samples.add(found)
+            if store is not None:
+                totals = store.totals
+                totals.train_documents += len(found)
+                totals.train_tokens += sum(len(each.tokens) for each in found)
+                totals.text_bytes = self.tokenizer.text_bytes
+                self.report()
+        self.rows.keep_skipped(EXAMPLES_KEPT)
+
+    def _samples(self, read: _Read) -> list[_Sample]:
+        """Return the samples of a row, whose first request was answered."""
+        row = read.row
+        if row.place >= EARLY_ROWS and not self._is_early_checked:
+            self._is_early_checked = True
+            self.rows.require_read(row.place)
         try:
-            conversation = conversation_of(row.values)
-            samples = render_samples(self.template, conversation, self.options)
-        except UntrainedRowError as error:
-            self.rows.leave_out(str(error))
-            return []
+            if read.rendering is None:
+                raise BadConversationError(read.fault)
+            rendered = read.rendering.samples()
         except (BadConversationError, DataError) as error:
-            self.rows.skip(row.where, str(error))
+            self.rows.skip(row.where, str(error), place=row.place)
             return []
         self.rows.note_unread(
             unread_columns(row.values, [*columns_of(row.values), *self.groups.columns()])
         )
         group = self.groups.number_of(row)
-        last = len(samples) - 1
+        last = len(rendered) - 1
         return [
-            _Sample(row.where, group, each, is_added=number < last)
-            for number, each in enumerate(samples)
+            _Sample(row, group, each, is_added=number < last)
+            for number, each in enumerate(rendered)
         ]
 
-    def _tokenize(self, samples: list[_Sample]) -> list[_Document]:
-        found: list[_Document] = []
+    def _tokenize(self, samples: list[_Sample]) -> list[Document]:
+        found: list[Document] = []
         tokenized = self.tokenizer.tokens([each.rendered for each in samples])
         for sample, (tokens, trained) in zip(samples, tokenized, strict=True):
             if sample.is_added:
@@ -281,22 +417,23 @@ class ChatJob:
                 self.counts["added_tokens"] += len(tokens)
             pieces = [(tokens, trained)]
             if len(tokens) > self.length:
-                pieces = self._shortened(sample.where, tokens, trained)
-            kept = [_Document(sample.group, *each) for each in pieces if each[1].any()]
+                pieces = self._shortened(sample.row, tokens, trained)
+            kept = [Document(sample.group, *each) for each in pieces if each[1].any()]
             self.counts["dropped_conversations"] += bool(pieces) and not kept
             found += kept
         return found
 
     def _shortened(
-        self, where: str, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_]
+        self, row: Row, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_]
     ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
         """Return the pieces of a sample that is longer than a block, as --on-long selects."""
         length = self.length
         if self.on_long == "refuse":
             self.rows.skip(
-                where,
+                row.where,
                 f"the conversation has {len(tokens):,} tokens, more than --sequence-length "
                 f"{length}. Raise --sequence-length, or choose another --on-long.",
+                place=row.place,
             )
             return []
         if self.on_long == "drop":
@@ -315,30 +452,7 @@ class ChatJob:
             pieces.append((tokens[start : start + length], marks))
         return pieces
 
-    def _pack(self, documents: list[_Document]) -> tuple[npt.NDArray[Any], Marks]:
-        """Return the tokens and marks of the blocks, (number of blocks, length) each."""
+    def _pack(self, lengths: npt.NDArray[np.int64]) -> Blocks:
         if self.packing == "none":
-            blocks = [[number] for number in range(len(documents))]
-        else:
-            blocks = best_fit([len(each.tokens) for each in documents], capacity=self.length)
-        size = (len(blocks), self.length)
-        end = self.tokenizer.tokenizer.end[-1]
-        tokens = np.full(size, end, dtype=self.settings.dtype())
-        # Each padding token is a separate document, so attention does no work for it.
-        marks = np.full(size, PADDING | FIRST, dtype=np.uint8)
-        for row, block in enumerate(blocks):
-            index = 0
-            for document in (documents[number] for number in block):
-                after = index + len(document.tokens)
-                tokens[row, index:after] = document.tokens
-                marks[row, index:after] = document.trained * np.uint8(TRAINED)
-                marks[row, index] |= FIRST
-                index = after
-        return tokens, marks
-
-
-def _count_marks(marks: Marks, prefix: str) -> dict[str, int]:
-    return {
-        f"{prefix}_trained_tokens": int(((marks & TRAINED) != 0).sum()),
-        f"{prefix}_padding_tokens": int(((marks & PADDING) != 0).sum()),
-    }
+            return one_each(len(lengths))
+        return best_fit(lengths, capacity=self.length)
