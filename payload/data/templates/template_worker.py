@@ -303,7 +303,9 @@ def _as_transformers_passes(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _num_chars(value: object) -> int:
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
         return sum(map(_num_chars, value.values()))
     if isinstance(value, list):
         return sum(map(_num_chars, value))
