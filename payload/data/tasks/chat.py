@@ -109,7 +109,8 @@ class ChatTask(Task):
 
         job = chat_job(args)
         reporter = Reporter(quiet=args.quiet)
-        reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
+        template = job.reader.template
+        reporter.log(f"template: {template.where}, {template.how_trained()}")
         make = partial(job.resumable, reporter=reporter)
         return prepare_whole(job.rows, job.settings, reporter, make)
 
