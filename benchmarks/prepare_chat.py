@@ -191,7 +191,7 @@ def _report(benchmark: Benchmark, result: dict[str, Any], rows: dict[str, int]) 
 
 def _words() -> list[str]:
     """Return the words of the standard library's modules, in order."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = "".join(each.read_text(encoding="utf-8") for each in files)
     return re.findall(r"[A-Za-z]{2,}[,.]?", text)
 

@@ -142,8 +142,8 @@ def is_deep(value: object) -> bool:
         level = [
             inner
             for each in level
-            if not isinstance(each, _LEAVES) and isinstance(each, (Mapping, list, tuple))
-            for inner in (each.values() if isinstance(each, Mapping) else each)
+            if not isinstance(each, _LEAVES) and isinstance(each, (dict, list, tuple, Mapping))
+            for inner in (each.values() if isinstance(each, (dict, Mapping)) else each)
         ]
         if not level:
             return False

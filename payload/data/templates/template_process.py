@@ -106,10 +106,10 @@ class TemplateProcess:
         self._num_sent = len(requests)
 
     def receive(self) -> list[Any]:
-        """Return the result of each request of the batch, in order; None for a failed one.
+        """Return the result of each request of the batch, in order; None for a failed request.
 
-        The responses do not tell which request ended the process. So the results from this request
-        on are None, and the caller repeats each with `call`, which has the reason.
+        If a request ends the process, all requests without a response count as failed. The caller
+        repeats a failed request with `call`, which reports the reason.
         """
         found = self._read_batch() if self._received is None else self._received
         self._received = None

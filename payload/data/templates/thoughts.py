@@ -27,7 +27,7 @@ _EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
 _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
 _TAIL_CHARS = 128
 _FIRST_OF_MARKS = re.compile("[<[\u25c1]")
-"""Every mark begins with one of these, and most texts have none of them."""
+"""The first characters of the marks, which most texts lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ TrainOn = Literal["all", "last"]
 
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
 _LEAST_COMMON_CHARS = 4
+_ESCAPED_MARK = "\\ufdd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +107,10 @@ class RowRendering:
 
     def request(self) -> str:
         """Return the request that `samples` sends first."""
-        return self._row.first_request()
+        return self._row.request
 
     def take(self, answer: list[dict[str, Any]] | None) -> None:
-        """Take the worker's answer to `request`; if it is None, `samples` sends the request."""
+        """Take the worker's answer to `request`; without an answer, `samples` sends the request."""
         self._row.answer = answer
 
     def samples(self) -> list[RenderedSample]:
@@ -220,17 +221,21 @@ class _Row:
         numbers = [number for number, trained in enumerate(conversation.trained) if trained]
         self._numbers = numbers[-1:] if options.train_on == "last" else numbers
         self.has_unmarked = False
+        is_marked = template.process.is_marked
+        self._first_parts = (
+            [(len(self._messages), False)] if is_marked else self._first_added_parts()
+        )
+        self.request = self._first_request()
+        """Request for the parts that `turns` renders first."""
         self.answer: list[dict[str, Any]] | None = None
-        """The worker's answer to `first_request`, if it was sent in a batch."""
+        """The worker's answer to `request`, if it was sent in a batch."""
         self._mark_special_tokens()
 
-    def first_request(self) -> str:
-        """Return the request for the parts that `turns` renders first."""
+    def _first_request(self) -> str:
         is_marked = self._template.process.is_marked
-        parts = [(len(self._messages), False)] if is_marked else self._first_added_parts()
         return self._template.request(
             self._messages,
-            parts,
+            self._first_parts,
             tools=self._tools,
             documents=self._documents,
             variables=self._variables,
@@ -242,7 +247,9 @@ class _Row:
 
         Raises DataError for a row with a mark, which would change what is a special token.
         """
-        mark = mark_in([self._messages, self._tools, self._documents, self._variables])
+        given_values = [self._messages, self._tools, self._documents, self._variables]
+        # The request is ASCII, so a mark is escaped there; few rows need the slower search.
+        mark = mark_in(given_values) if _ESCAPED_MARK in self.request else None
         if mark is not None:
             raise DataError(f"a text has the noncharacter U+{ord(mark):04X}. Remove it.")
         control = self._template.control_tokens()
@@ -261,6 +268,8 @@ class _Row:
         if not is_same:
             self.has_unmarked = True
             self._messages, self._tools, self._documents = before
+        else:
+            self.request = self._first_request()
 
     def _render(
         self, parts: Sequence[Part], *, with_blocks: bool = False
@@ -294,7 +303,7 @@ class _Row:
     def _added_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template without blocks."""
         size = len(self._messages)
-        parts = self._first_added_parts()
+        parts = self._first_parts
         texts = {part: text for part, (text, _) in zip(parts, self._render(parts), strict=True)}
         whole = texts[size, False]
         turns = []
