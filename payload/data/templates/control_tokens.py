@@ -38,8 +38,9 @@ class ControlTokens:
             return self._pattern.search(value) is not None
         if isinstance(value, (list, tuple)):
             return any(map(self.is_in, value))
-        is_mapping = isinstance(value, (dict, Mapping))
-        return is_mapping and any(map(self.is_in, (*value, *value.values())))
+        if isinstance(value, (dict, Mapping)):
+            return any(map(self.is_in, (*value, *value.values())))
+        return False
 
     def mark(self, value: Any) -> Any:
         """Return a JSON value with marks around every special token in its texts."""
