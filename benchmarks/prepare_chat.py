@@ -2,13 +2,14 @@
 
     python -m benchmarks.prepare_chat [--rows 1000000] [--turns 2]
 
-A turn is a question and an answer of 3 to 20 words of the standard library's text. The tokenizer is
+A turn is a question and an answer of 3 to 20 words from the standard library's text. The tokenizer is
 a byte-level BPE of 8,192 tokens, trained on this text, with a ChatML template. The time covers the
 whole command: Python's start and imports, reading, rendering, tokenizing, packing, hashing and
-flushing to disk. CPU time is less disturbed by other programs. Peak memory is the kernel's
-high-water mark. A second run with up to 20,000 rows measures the parts of the parent's CPU time.
-Rendering is the worker process with the template, and the parent's search for the trained text. A
-table goes to stderr, one JSON object to stdout; the exit status is 1 if a bound is missed.
+flushing to disk. CPU time is less disturbed by other programs. Peak memory is the kernel's high-
+water mark; the worker's includes the memory of the parent when the worker started. A second run
+with up to 20,000 rows measures the parts of the parent's CPU time. Rendering is the worker process
+with the template, and the parent's search for the trained text. A table goes to stderr, one JSON
+object to stdout; the exit status is 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _timed(call: Callable[..., Any], spent_s: list[float]) -> Callable[..., Any]
 
 
 def _prepare(folder: Path, name: str, *, timed: bool) -> dict[str, Any]:
-    """Run the command in a process of its own; return its resources and counts."""
+    """Run the command in a separate process; return its resources and counts."""
     out = folder / f"out_{name}"
     words = ["prepare", "--task", "chat", "--source", "jsonl", "--input", folder / f"{name}.jsonl"]
     words += ["--tokenizer", folder / "model", "--out", out, "--quiet"]
@@ -190,7 +191,7 @@ def _report(benchmark: Benchmark, result: dict[str, Any], rows: dict[str, int]) 
 
 
 def _words() -> list[str]:
-    """Return the words of the standard library's modules, in order."""
+    """Return words from the standard library's modules, in order."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = "".join(each.read_text(encoding="utf-8") for each in files)
     return re.findall(r"[A-Za-z]{2,}[,.]?", text)
