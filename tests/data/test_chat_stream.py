@@ -55,6 +55,7 @@ def test_every_batch_size_gives_the_bytes_of_older_releases(
     if size == 1 and case != "best-fit":
         pytest.skip("one case with a round trip for each row is enough")
     monkeypatch.setattr(BATCH, size)
+    monkeypatch.setattr("payload.data.tasks.sample_files._CHUNK_TOKENS", 10 * size)
     source = write_mixed(tmp_path / "in", case)
     out = prepare(tokenizer, source, tmp_path / "out", *FLAGS, *CASES[case])
     expected = json.loads(GOLDEN.read_text(encoding="utf-8"))

@@ -29,7 +29,8 @@ from payload.data.writing.resumable_token_files import (
 from payload.formats.data_folder import TokenDtype
 
 _INDEX = np.dtype([("group", "<i8"), ("length", "<i4"), ("trained", "<i4")])
-_CHUNK_TOKENS = 2**20
+_CHUNK_TOKENS = 2**17
+"""Tokens that are packed at a time, which need about 30 bytes each."""
 _VALUE = np.dtype("<u4")
 """A token and a bit for trained; tokens are below 2**24."""
 
