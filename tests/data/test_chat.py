@@ -324,12 +324,12 @@ def test_long_texts_are_tokenized_a_few_together() -> None:
 
 def test_best_fit_puts_every_document_into_one_block_and_wastes_little() -> None:
     lengths = np.random.default_rng(1).integers(1, 401, size=3000).tolist()
-    blocks = best_fit(lengths, capacity=1024)
+    blocks = list(best_fit(lengths, capacity=1024))
     assert sorted(number for block in blocks for number in block) == list(range(len(lengths)))
     assert all(sum(lengths[number] for number in block) <= 1024 for block in blocks)
     assert len(blocks) == -(-sum(lengths) // 1024)
-    assert best_fit([2, 3, 2, 3], capacity=5) == [[1, 2], [3, 0]]
-    assert best_fit([5, 5], capacity=5) == [[0], [1]]
+    assert list(best_fit([2, 3, 2, 3], capacity=5)) == [[1, 2], [3, 0]]
+    assert list(best_fit([5, 5], capacity=5)) == [[0], [1]]
 
 
 def test_another_length_than_the_blocks_have_is_refused(folder: Path) -> None:

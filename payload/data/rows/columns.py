@@ -71,6 +71,8 @@ OPENAI_PROMPT = "input"
 """Column with the object that holds `messages` and `tools` in OpenAI's preference tuning."""
 OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 
+_LEAVES = (str, int, float, type(None))
+"""Types without inner values; this check is faster than one for a mapping."""
 _MOST_LEVELS = 100
 """Depth of the values of a row; the schemas of tools have about ten levels."""
 METADATA = re.compile(
@@ -113,7 +115,7 @@ def format_of(row: Mapping[str, Any]) -> RowFormat | None:
 
 def is_absent(value: object) -> bool:
     """Return True for a null or empty value, which means the same as an absent key."""
-    return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
+    return value is None or (isinstance(value, (str, list, tuple, dict, Mapping)) and not value)
 
 
 def present(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -140,8 +142,8 @@ def is_deep(value: object) -> bool:
         level = [
             inner
             for each in level
-            if isinstance(each, (Mapping, list, tuple))
-            for inner in (each.values() if isinstance(each, Mapping) else each)
+            if not isinstance(each, _LEAVES) and isinstance(each, (dict, list, tuple, Mapping))
+            for inner in (each.values() if isinstance(each, (dict, Mapping)) else each)
         ]
         if not level:
             return False

@@ -84,7 +84,7 @@ def read_messages(given: object, column: str) -> MessageList:
     """Return the messages of a list. Raises BadConversationError."""
     if isinstance(given, Mapping):
         given = [given]
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    if not isinstance(given, (list, Sequence)) or isinstance(given, str) or not given:
         raise BadConversationError(
             f"{column} is {shown(given)}, not a list of messages. Write "
             '[{"role": ..., "content": ...}, ...].'
@@ -154,7 +154,7 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
 
 def _form(given: object, where: str) -> tuple[str, str]:
     """Return the names of the keys with role and content. Raises BadConversationError."""
-    if isinstance(given, Mapping):
+    if isinstance(given, (dict, Mapping)):
         for role, content in _FORMS:
             has_content = content in given or any(given.get(key) for key in _NO_CONTENT_KEYS)
             if role in given and has_content:
@@ -168,10 +168,12 @@ def _content(value: object, where: str) -> str | None:
     """Return the text of a message. Raises BadConversationError for a part that is not text."""
     if value is None:
         return None
+    if isinstance(value, str):
+        return require_text(value, where)
     if isinstance(value, Mapping):
         # The result of a function as an object: templates print text.
         return json.dumps(clean(value), ensure_ascii=False)
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not isinstance(value, Sequence):
         return require_text(value, where)
     texts = []
     for number, part in enumerate(value):

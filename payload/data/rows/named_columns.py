@@ -48,6 +48,19 @@ class NamedColumns:
         named = [["columns", list(map(list, self._columns))]] if self._columns else []
         return [*named, *([["ignored", sorted(self._ignored)]] if self._ignored else [])]
 
+    def state(self) -> dict[str, Any]:
+        """Return JSON for `restore`: what the rows so far had."""
+        return {
+            "missing": sorted(self._missing),
+            "removed": self._removed,
+            "first": self._first,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue after the rows of an interrupted run."""
+        self._missing = set(state["missing"])
+        self._removed, self._first = Counter(state["removed"]), list(state["first"])
+
     def convert(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row with the new names, without ignored keys.
 

@@ -5,34 +5,73 @@ Source: Ding et al., Fewer Truncations Improve Language Modeling, 2024 (arXiv:24
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+_AT_ONCE = 2**16
+"""Lengths that are Python numbers at the same time, which need four times the memory."""
 
 
-def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Numbers of the documents in each block; iteration yields one list a block."""
+
+    documents: Numbers
+    """Numbers of all documents, block after block."""
+    ends: Numbers
+    """For each block, the number of documents in it and in the blocks before it."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for end in self.ends.tolist():
+            yield self.documents[start:end].tolist()
+            start = end
+
+
+def one_each(count: int) -> Blocks:
+    """Return a separate block for each document."""
+    return Blocks(np.arange(count, dtype=np.int64), np.arange(1, count + 1, dtype=np.int64))
+
+
+def best_fit(lengths: Sequence[int] | Numbers, *, capacity: int) -> Blocks:
     """Return the numbers of the documents in each block; `capacity` must fit the longest.
 
     Documents are placed longest first, each into the fullest block that has room for it. The result
     depends only on the lengths. The time is linear in the number of documents: bit n of one integer
     is set if a block has room for exactly n more tokens.
     """
-    blocks: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0
+    sizes = np.asarray(lengths, dtype=np.int64)
     # The sort is stable: documents of equal length keep their order.
-    for document in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
-        length = lengths[document]
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            block = by_room[room].pop()
-            if not by_room[room]:
-                rooms &= ~(1 << room)
-            blocks[block].append(document)
-        else:
-            room, block = capacity, len(blocks)
-            blocks.append([document])
-        left = room - length
-        if left:
-            by_room[left].append(block)
-            rooms |= 1 << left
-    return blocks
+    order = np.argsort(-sizes, kind="stable")
+    block_of = array("q")
+    by_room: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+    rooms = num_blocks = 0
+    for start in range(0, len(order), _AT_ONCE):
+        for length in sizes[order[start : start + _AT_ONCE]].tolist():
+            fitting = rooms >> length
+            if fitting:
+                room = length + (fitting & -fitting).bit_length() - 1
+                block = by_room[room].pop()
+                if not by_room[room]:
+                    rooms &= ~(1 << room)
+            else:
+                room, block = capacity, num_blocks
+                num_blocks += 1
+            block_of.append(block)
+            left = room - length
+            if left:
+                by_room[left].append(block)
+                rooms |= 1 << left
+    blocks = np.frombuffer(block_of, dtype=np.int64) if block_of else np.empty(0, np.int64)
+    documents = order[np.argsort(blocks, kind="stable")]
+    return Blocks(documents, np.cumsum(np.bincount(blocks, minlength=num_blocks)))

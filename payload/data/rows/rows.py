@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from payload.data.sources.split import FileSplit
 
 _BATCH_CHARS = 2**22
 _COLUMNS_SHOWN = 8
-_EARLY_ROWS = 10_000
+EARLY_ROWS = 10_000
 """Number of rows after which unread keys are reported, even if more rows follow."""
 _SKIP = "Correct the row, or skip such rows with --skip-bad."
 
@@ -35,6 +36,8 @@ class Row:
     where: str
     """File and line, for messages."""
     values: Mapping[str, Any]
+    place: int = 0
+    """Place of the row in the source, from 1; rows that are left out are counted."""
 
 
 class Rows(ABC):
@@ -47,7 +50,8 @@ class Rows(ABC):
     def __init__(self, request: SourceRequest) -> None:
         self._skip_bad = request.skip_bad
         self.skipped: list[str] = []
-        """One message for each skipped row."""
+        """One message for each skipped row, in the order of the rows."""
+        self.num_skipped = 0
         self.num_rows = 0
         """Rows read so far, including bad rows."""
         self.first_val: int | None = None
@@ -58,6 +62,11 @@ class Rows(ABC):
         self._metadata: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
         self._left_out: Counter[str] = Counter()
+        self._skipped_at: list[int] = []
+        self._place = 0
+        """Place of the newest row in the source, from 1."""
+        self._first_place = 0
+        """Rows up to this place were read by an interrupted run."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -75,11 +84,45 @@ class Rows(ABC):
 
         Raises DataError for a bad row, and for keys that nothing reads.
         """
-        for row in self._read():
-            if self.num_rows == _EARLY_ROWS:
-                self.require_read()
-            yield replace(row, values=self._columns.convert(row.values))
+        for row in self.stream():
+            if row.place == EARLY_ROWS:
+                self.require_read(row.place)
+            yield row
         self.require_read()
+
+    def stream(self) -> Iterator[Row]:
+        """Yield every row; the caller calls `require_read`. Raises DataError for a bad row."""
+        for row in self._read():
+            values = self._columns.convert(row.values)
+            yield row if values is row.values else replace(row, values=values)
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON with which `restore` continues after the rows that were read so far."""
+        return {
+            "num_rows": self.num_rows,
+            "next_number": self.next_number,
+            "first_val": self.first_val,
+            "num_skipped": self.num_skipped,
+            "skipped": list(zip(self._skipped_at, self.skipped, strict=True)),
+            "metadata": self._metadata,
+            "unread": self._unread,
+            "left_out": self._left_out,
+            "columns": self._columns.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue after the rows of an interrupted run; call it before `read` or `stream`.
+
+        The rows are read again, but not yielded.
+        """
+        self.num_rows = self._first_place = state["num_rows"]
+        self.next_number, self.first_val = state["next_number"], state["first_val"]
+        self.num_skipped = state["num_skipped"]
+        self._skipped_at = [place for place, _ in state["skipped"]]
+        self.skipped = [message for _, message in state["skipped"]]
+        for name in ("metadata", "unread", "left_out"):
+            setattr(self, f"_{name}", Counter(state[name]))
+        self._columns.restore(state["columns"])
 
     @abstractmethod
     def _read(self) -> Iterator[Row]:
@@ -96,12 +139,23 @@ class Rows(ABC):
             split = FileSplit.of(first_val=self.first_val, documents=self.next_number)
         return Survey(documents=self.next_number, text_bytes=None, split=split)
 
-    def skip(self, where: str, complaint: str) -> None:
-        """Skip a bad row. Raises DataError unless the user allowed skipping."""
+    def skip(self, where: str, complaint: str, *, place: int | None = None) -> None:
+        """Skip a bad row, the newest one without `place`.
+
+        Raises DataError unless the user allowed skipping.
+        """
         message = f"{where}: {complaint}"
         if not self._skip_bad:
             raise DataError(f"{message} {_SKIP}")
-        self.skipped.append(message.encode("utf-8", "backslashreplace").decode("utf-8"))
+        self.num_skipped += 1
+        place = self._place if place is None else place
+        index = bisect_right(self._skipped_at, place)
+        self._skipped_at.insert(index, place)
+        self.skipped.insert(index, message.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+    def keep_skipped(self, count: int) -> None:
+        """Forget all messages about skipped rows except the first `count`."""
+        del self._skipped_at[count:], self.skipped[count:]
 
     def leave_out(self, reason: str) -> None:
         """Count the newest row, which its own data excludes from training.
@@ -116,15 +170,18 @@ class Rows(ABC):
         for name in columns:
             (self._metadata if METADATA.fullmatch(name) else self._unread)[name] += 1
 
-    def require_read(self) -> None:
-        """Raise DataError for keys that nothing reads, which training would lose."""
+    def require_read(self, num_rows: int | None = None) -> None:
+        """Raise DataError for keys that nothing reads, which training would lose.
+
+        `num_rows` is the number of rows whose keys were counted, by default all rows so far.
+        """
         self._columns.require_found()
         if not self._unread:
             return
         first = self._unread.most_common(1)[0][0]
         raise DataError(
             f"{self.label}: nothing reads {_counted(self._unread)} of the first "
-            f"{self.num_rows:,} rows, so training would lose these values. Map the "
+            f"{num_rows or self.num_rows:,} rows, so training would lose these values. Map the "
             "columns to known names with --columns, or ignore each with "
             f"--ignore-key {printable_line(first)}."
         )
@@ -150,6 +207,9 @@ class Rows(ABC):
 
     def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
         """Count a row and yield it; `values` is an error message for a bad row."""
+        self._place += 1
+        if self._place <= self._first_place:
+            return
         number = self.next_number
         self.num_rows += 1
         self.next_number += 1
@@ -158,14 +218,17 @@ class Rows(ABC):
         if isinstance(values, str):
             self.skip(where, values)
         else:
-            yield Row(number=number, where=where, values=values)
+            yield Row(number=number, where=where, values=values, place=self._place)
 
     def _tables(self, tables: Iterator[Any], *, where: str) -> Iterator[Row]:
         from payload.data.sources.parquet import LostRows
 
         for table in tables:
-            first = self.num_rows
+            first = self._place
             if isinstance(table, LostRows):
+                self._place += len(table)
+                if self._place <= self._first_place:
+                    continue
                 self.skip(f"{where} rows {first + 1} to {first + len(table)}", table.reason)
                 self.num_rows += len(table)
                 self.next_number += len(table)
@@ -173,7 +236,7 @@ class Rows(ABC):
             for values in table:
                 if not is_deep(values):
                     values = {name: without_nulls(value) for name, value in values.items()}
-                yield from self._row(f"{where} row {self.num_rows + 1}", values)
+                yield from self._row(f"{where} row {self._place + 1}", values)
 
 
 def in_batches(

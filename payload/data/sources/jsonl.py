@@ -110,7 +110,9 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     if len(line) > LINE_BYTES:
         return f"longer than {LINE_BYTES // MIB} MiB."
     try:
-        value = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=object_of_pairs)
+        # As json.loads, which makes a decoder for each line.
+        line = line.rstrip(b"\r\n")
+        value = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except UnicodeDecodeError as error:
         return f"byte {error.start} of the line (0x{line[error.start]:02x}) is not UTF-8."
     except RecursionError:
@@ -130,6 +132,9 @@ def object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {shown(name)} is repeated")
     return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=object_of_pairs)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -101,15 +102,17 @@ class ChatTask(Task):
         return estimate_whole(chat_job(args))
 
     def prepare(self, args: argparse.Namespace) -> PrepareResult:
-        """Make the data folder; an interrupted run starts from scratch."""
+        """Make the data folder, or resume making it."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.writing.progress import Reporter
 
         job = chat_job(args)
         reporter = Reporter(quiet=args.quiet)
-        reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
-        return prepare_whole(job.rows, job.settings, reporter, job.make)
+        template = job.reader.template
+        reporter.log(f"template: {template.where}, {template.how_trained()}")
+        make = partial(job.resumable, reporter=reporter)
+        return prepare_whole(job.rows, job.settings, reporter, make)
 
     def describe(self, meta: DataMeta) -> list[str]:
         """Return lines with the counts in the folder's record."""

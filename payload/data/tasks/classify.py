@@ -52,7 +52,9 @@ class ClassifyTask(Task):
         from payload.data.writing.progress import Reporter
 
         job = classify_job(args)
-        return prepare_whole(job.rows, job.settings, Reporter(quiet=args.quiet), job.make)
+        return prepare_whole(
+            job.rows, job.settings, Reporter(quiet=args.quiet), lambda _: job.make()
+        )
 
     def describe(self, meta: DataMeta) -> list[str]:
         """Return a line with the labels and their counts."""

@@ -41,7 +41,7 @@ class PreferenceTask(Task):
         job = preference_job(args)
         reporter = Reporter(quiet=args.quiet)
         reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
-        return prepare_whole(job.rows, job.settings, reporter, job.make)
+        return prepare_whole(job.rows, job.settings, reporter, lambda _: job.make())
 
     def describe(self, meta: DataMeta) -> list[str]:
         """Return lines with the counts in the folder's record."""

@@ -25,11 +25,9 @@ from payload.data.tasks.arguments import (
     source_request,
     tokenizer_check,
 )
-from payload.data.tasks.chat_job import (
-    Groups,
-    load_tokenizer_and_template,
-)
+from payload.data.tasks.chat_job import load_tokenizer_and_template
 from payload.data.tasks.classify_job import pad_token
+from payload.data.tasks.groups import Groups
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import ChatTemplate

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from payload.data.writing.tokenizer_check import TokenizerCheck
 
 _Tokens = npt.NDArray[np.uint32]
 _Trained = npt.NDArray[np.bool_]
+_COUNTS = ("text_bytes", "literal_samples", "unescaped_samples")
 
 
 @dataclass(slots=True)
@@ -40,6 +42,17 @@ class SampleTokenizer:
     def __post_init__(self) -> None:
         added = self.tokenizer.raw.get("added_tokens") or ()
         self._special = {each["id"]: each["content"] for each in added if each.get("special")}
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON for `restore`: the counts so far."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {**counts, "check": self.check.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the counts of an interrupted run."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.check.restore(state["check"])
 
     def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:
         """Return the tokens of each sample, and which are trained. Raises DataError."""

@@ -1,10 +1,9 @@
-"""Writes a data folder whose data fits into memory while it is prepared."""
+"""Writes a data folder whose files are made after all rows were read."""
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,8 +11,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from payload.core.errors import DataError
-from payload.core.files import free_bytes, write_whole
-from payload.data.reading.range_hashes import RangeHasher
+from payload.core.files import free_bytes, fsync_folder
 from payload.data.rows.rows import Rows
 from payload.data.sources.split import Split
 from payload.data.writing.meta import write_meta, write_tokenizer
@@ -26,16 +24,31 @@ from payload.data.writing.plan import (
 )
 from payload.data.writing.prepare_text import PrepareResult, warn_if_few
 from payload.data.writing.progress import Reporter
-from payload.data.writing.resumable_token_files import locked, writing_to
+from payload.data.writing.resumable_token_files import (
+    GrowingFile,
+    locked,
+    partial_path,
+    remove_unfinished,
+    writing_to,
+)
 from payload.data.writing.write import EXAMPLES_KEPT
 from payload.formats.data_folder import META_NAME, DataFile, DataMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """An array that is made in parts, because it may not fit into memory."""
+
+    nbytes: int
+    make: Callable[[], Iterator[npt.NDArray[Any]]]
+    """Yields the parts in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
     """Contents of a data folder: the arrays and counts that a task made from the rows."""
 
-    files: Mapping[str, npt.NDArray[Any]]
+    files: Mapping[str, npt.NDArray[Any] | Chunks]
     """Array of each file, in the dtype of the file."""
     split: Split
     fields: Mapping[str, Any]
@@ -49,7 +62,7 @@ class PreparedData:
 
 
 class WholeJob(Protocol):
-    """A prepare run that makes all arrays in memory."""
+    """A prepare run that makes the arrays after all rows were read."""
 
     @property
     def rows(self) -> Rows:
@@ -83,11 +96,11 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
 
 
 def prepare_whole(
-    rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[], PreparedData]
+    rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[str], PreparedData]
 ) -> PrepareResult:
     """Make the data folder from rows, unless it already holds this data. Raises DataError.
 
-    An interrupted run leaves no output and starts from scratch.
+    `make` gets the fingerprint of the source and settings, for files from which it can resume.
     """
     reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()
@@ -98,9 +111,10 @@ def prepare_whole(
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
             ready = check_folder(settings, identity)
             if ready is None:
-                made = make()
+                fingerprint = fingerprint_of(identity, settings)
+                made = make(fingerprint)
                 rows.require_read()
-                meta = _write_all(rows, settings, fingerprint_of(identity, settings), made)
+                meta = _write_all(rows, settings, fingerprint, made)
                 for note in (*rows.notes(), *made.notes):
                     reporter.log(note)
                 warn_if_few(meta, reporter)
@@ -135,22 +149,27 @@ def _write_all(
             fingerprint=fingerprint,
             split=made.split.record,
             encoder=made.encoder,
-            skipped_documents=len(rows.skipped),
+            skipped_documents=rows.num_skipped,
             skipped_examples=rows.skipped[:EXAMPLES_KEPT],
-            files={name: _write(out / name, values) for name, values in made.files.items()},
+            files={name: _write(out, name, values) for name, values in made.files.items()},
             **made.fields,
         )
         write_meta(out, meta)
+    remove_unfinished(out)
     return meta
 
 
-def _write(path: Path, values: npt.NDArray[Any]) -> DataFile:
-    content = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
-    write_whole(path, content)
-    hasher = RangeHasher()
-    hasher.update(content)
-    return DataFile(
-        bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        range_sha256=hasher.hashes(),
-    )
+def _write(folder: Path, name: str, values: npt.NDArray[Any] | Chunks) -> DataFile:
+    """Write a file atomically, and return its description."""
+    file = GrowingFile(folder, name, keep_bytes=0)
+    partial = partial_path(folder, name)
+    try:
+        for part in values.make() if isinstance(values, Chunks) else (values,):
+            file.append(part.astype(part.dtype.newbyteorder("<"), copy=False))
+        file.sync()
+        partial.replace(folder / name)
+    finally:
+        file.close()
+        partial.unlink(missing_ok=True)
+    fsync_folder(folder)
+    return file.describe(with_ranges=True)

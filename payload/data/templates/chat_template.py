@@ -30,6 +30,7 @@ from payload.data.templates.template_process import (
     TemplateFailedError,
     TemplateProcess,
     TemplateUnusableError,
+    encode,
 )
 from payload.data.templates.turn_end import Part, TurnEnd, turn_ends
 from payload.data.tokenizers.special_tokens import (
@@ -113,6 +114,27 @@ class ChatTemplate:
             with_blocks=with_blocks,
         )
         return found
+
+    def request(
+        self,
+        messages: Sequence[Message],
+        parts: Sequence[Part],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        with_blocks: bool,
+    ) -> str:
+        """Return the request that `parts` sends with these arguments, for `process.send`."""
+        return encode(
+            "render",
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            variables=variables,
+            parts=parts,
+            with_blocks=with_blocks,
+        )
 
     def error(self, reason: str) -> DataError:
         """Return the error for a conversation that the template rejects."""

@@ -36,9 +36,11 @@ class ControlTokens:
         """Return True if a text inside a JSON value has a special token."""
         if isinstance(value, str):
             return self._pattern.search(value) is not None
-        if isinstance(value, Mapping):
+        if isinstance(value, (list, tuple)):
+            return any(map(self.is_in, value))
+        if isinstance(value, (dict, Mapping)):
             return any(map(self.is_in, (*value, *value.values())))
-        return isinstance(value, (list, tuple)) and any(map(self.is_in, value))
+        return False
 
     def mark(self, value: Any) -> Any:
         """Return a JSON value with marks around every special token in its texts."""

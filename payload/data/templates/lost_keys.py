@@ -109,20 +109,22 @@ def _is_surely_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _texts(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value.strip()]
     return [each.strip() for each in leaves(value)]
 
 
 def leaves(value: object) -> Iterator[str]:
     """Yield the texts and numbers of a JSON value, without the kinds and numbers of calls."""
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, Mapping)):
         for key, each in value.items():
             if key not in ("type", "id"):
                 yield from leaves(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from leaves(each)
-    elif isinstance(value, str):
-        yield value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield json.dumps(value)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ MEMORY_BYTES = 2**30
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
+_PIPE_BYTES = 2**20
+"""Buffer for responses that the parent reads later, so that the worker need not wait."""
 
 
 MAX_CONSECUTIVE_ENDS = 5
@@ -62,6 +65,12 @@ class TemplateProcess:
         self._worker: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._consecutive_ends = 0
+        self._num_sent = 0
+        """Requests of the batch whose responses were not read yet."""
+        self._received: list[Any] | None = None
+        """Results of the batch, if a call had to read them first."""
+        self._is_batch_safe = True
+        """False after a batch ended the process, until a single call succeeds."""
         self.start()
 
     def start(self) -> None:
@@ -74,18 +83,50 @@ class TemplateProcess:
         )
         self._owner = os.getpid()
         weakref.finalize(self, _end_owned, self._worker, self._owner)
-        found = self._exchange({"do": "compile", **self._template})
+        _enlarge(self._worker)
+        found = self._exchange(encode("compile", **self._template))
         self.is_marked, self.named_tokens = found["is_marked"], found["named_tokens"]
         self.is_sequential = found["is_sequential"]
+
+    def send(self, requests: Sequence[str]) -> None:
+        """Send a batch of requests from `encode`, whose results `receive` returns.
+
+        The worker processes the batch in the meantime. One batch can be under way.
+        """
+        assert not self._num_sent and self._received is None, "receive() comes first"
+        try:
+            if self._is_batch_safe:
+                self._require_worker()
+        except TemplateFailedError:
+            self._is_batch_safe = False
+        if not self._is_batch_safe:
+            self._received = [None] * len(requests)
+            return
+        self._write(f'{{"batch": [{",".join(requests)}]}}')
+        self._num_sent = len(requests)
+
+    def receive(self) -> list[Any]:
+        """Return the result of each request of the batch, in order; None for a failed request.
+
+        If a request ends the process, all requests without a response count as failed. The caller
+        repeats a failed request with `call`, which reports the reason.
+        """
+        found = self._read_batch() if self._received is None else self._received
+        self._received = None
+        return found
+
+    def note_success(self) -> None:
+        """Count a result of `receive` as a conversation that did not end the process."""
+        self._consecutive_ends = 0
 
     def call(self, method: str, **request: object) -> Any:
         """Return the result of the worker's `method`."""
         try:
-            # A forked process shares the pipes of its parent: both would read each other's
-            # responses.
-            if self._worker is None or self._owner != os.getpid():
-                self.start()
-            answer = self._exchange({"do": method, **request})
+            self._require_worker()
+            if self._num_sent:
+                self._received = self._read_batch()
+                self._require_worker()
+            answer = self._exchange(encode(method, **request))
         except _WorkerEndedError as error:
             self._consecutive_ends += 1
             if self._consecutive_ends < MAX_CONSECUTIVE_ENDS:
@@ -96,15 +137,47 @@ class TemplateProcess:
             self._consecutive_ends = 0
             raise
         self._consecutive_ends = 0
+        self._is_batch_safe = True
         return answer
 
-    def _exchange(self, request: Mapping[str, object]) -> Any:
-        worker = self._worker
-        assert worker is not None and worker.stdin is not None and worker.stdout is not None
+    def _require_worker(self) -> None:
+        # A forked process shares the pipes of its parent: both would read each other's responses.
+        if self._worker is None or self._owner != os.getpid():
+            self._num_sent = 0
+            self.start()
+
+    def _read_batch(self) -> list[Any]:
+        """Return the results of the batch that was sent."""
+        found: list[Any] = []
+        count, self._num_sent = self._num_sent, 0
+        while len(found) < count:
+            try:
+                found.append(self._read())
+            except _WorkerEndedError:
+                self._is_batch_safe = False
+                found += [None] * (count - len(found))
+            except TemplateFailedError:
+                found.append(None)
+        return found
+
+    def _exchange(self, request: str) -> Any:
+        self._write(request)
+        return self._read()
+
+    def _write(self, request: str) -> None:
+        assert self._worker is not None and self._worker.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(request, default=_placeholder).encode() + b"\n")
-                worker.stdin.flush()
+                self._worker.stdin.write(request.encode() + b"\n")
+                self._worker.stdin.flush()
+        except BaseException:
+            self._discard_worker()
+            raise
+
+    def _read(self) -> Any:
+        worker = self._worker
+        assert worker is not None and worker.stdout is not None
+        try:
             content = worker.stdout.readline(_MAX_ANSWER_BYTES)
             if not content:
                 worker.wait()
@@ -126,9 +199,25 @@ class TemplateProcess:
             _end_owned(worker, self._owner)
 
 
+def _enlarge(worker: subprocess.Popen[bytes]) -> None:
+    """Enlarge the buffer for responses, where the system can (Linux)."""
+    size = getattr(fcntl, "F_SETPIPE_SZ", None)
+    if size is not None and worker.stdout is not None:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(worker.stdout, size, _PIPE_BYTES)
+
+
+def encode(method: str, **request: object) -> str:
+    """Return a request for the worker's `method` as JSON, in ASCII."""
+    return _ENCODER.encode({"do": method, **request})
+
+
 def _placeholder(value: object) -> str:
     """Return the text for a value that JSON cannot represent; the same text as in transformers."""
     return f"<{type(value).__name__}>"
+
+
+_ENCODER = json.JSONEncoder(default=_placeholder)
 
 
 def _describe_exit(status: int) -> str:

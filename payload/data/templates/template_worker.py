@@ -5,7 +5,8 @@ Python's internals, but not an endless loop or a text that fills the memory. So 
 separate process with limits. This file is run as a script and has no imports from the project.
 
 Requests and responses are JSON lines on stdin and stdout. The first request has the template, and
-every later request has a conversation. A response has `error` if the template failed.
+every later request has a conversation. A response has `error` if the template failed. A line with
+`batch` has several requests: each gets its own response line and its own limit of processor time.
 
 The environment of a template is that of transformers' `apply_chat_template`. Source:
 transformers 5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
@@ -69,16 +70,20 @@ def main() -> None:
             return {"error": _reason(error)}
 
     for line in sys.stdin.buffer:
-        request = json.loads(line)
-        try:
-            # SIGPROF has no handler, so it ends this process even in the middle of one operation.
-            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            content = json.dumps(answer(request))
-        except MemoryError:
-            content = json.dumps({"error": f"it needs over {memory_bytes >> 20} MiB of memory."})
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(content + "\n")
+        given = json.loads(line)
+        for request in given.get("batch", (given,)):
+            try:
+                # SIGPROF has no handler, so it ends this process even in the middle of one
+                # operation.
+                signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+                content = json.dumps(answer(request))
+            except MemoryError:
+                content = json.dumps(
+                    {"error": f"it needs over {memory_bytes >> 20} MiB of memory."}
+                )
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            sys.stdout.write(content + "\n")
         sys.stdout.flush()
 
 
@@ -298,7 +303,9 @@ def _as_transformers_passes(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _num_chars(value: object) -> int:
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
         return sum(map(_num_chars, value.values()))
     if isinstance(value, list):
         return sum(map(_num_chars, value))

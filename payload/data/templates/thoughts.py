@@ -26,6 +26,8 @@ _TAIL = re.compile(rf"(?:(?:(?P<open>{_OPEN})|{_CLOSE})\s*)+\Z", re.IGNORECASE)
 _EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
 _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
 _TAIL_CHARS = 128
+_FIRST_OF_MARKS = re.compile("[<[\u25c1]")
+"""The first characters of the marks, which most texts lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,10 @@ def _closing(mark: str) -> str:
 
 def thought_of(message: Message) -> str | None:
     """Return the message's thought, or None without one."""
-    given = next((message[key] for key in KEYS if message.get(key) is not None), None)
-    if given is not None:
-        return given if isinstance(given, str) and given.strip() else None
+    for key in KEYS:
+        given = message.get(key)
+        if given is not None:
+            return given if isinstance(given, str) and given.strip() else None
     found = _split(message.get("content"))
     return None if found is None or not found[0].strip() else found[0]
 
@@ -82,7 +85,7 @@ def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _split(content: object) -> tuple[str, str] | None:
     """Return the thought and the answer of a text, or None without a block of thoughts."""
-    if not isinstance(content, str):
+    if not isinstance(content, str) or _FIRST_OF_MARKS.search(content) is None:
         return None
     begin = _IN_CONTENT.match(content)
     # Models whose prompt opens the block write only the closing mark.

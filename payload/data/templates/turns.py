@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from payload.core.errors import DataError
@@ -33,6 +34,7 @@ TrainOn = Literal["all", "last"]
 
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
 _LEAST_COMMON_CHARS = 4
+_ESCAPED_MARK = "\\ufdd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +88,54 @@ def render_samples(
     that an answer adds to its prompt, up to the stop token. Raises DataError for a conversation
     that the template rejects, a key that the template leaves out, and a turn without a stop token.
     """
-    try:
-        row = _Row(template, conversation, options)
-        whole, turns = row.turns()
-    except _RejectedError:
-        # Some templates take the arguments of calls only as JSON text.
-        changed = _with_text_arguments(conversation)
+    return RowRendering(template, conversation, options).samples()
+
+
+class RowRendering:
+    """`render_samples` in two steps: the first request can be sent in a batch with other rows'."""
+
+    def __init__(
+        self, template: ChatTemplate, conversation: Conversation, options: SampleOptions
+    ) -> None:
+        """Raises DataError like `render_samples`."""
+        self._conversation = conversation
+        self._new_row = partial(_Row, template, options=options)
+        try:
+            self._row = self._new_row(conversation)
+        except _RejectedError:
+            self._row = self._with_text_arguments()
+
+    def request(self) -> str:
+        """Return the request that `samples` sends first."""
+        return self._row.request
+
+    def take(self, answer: list[dict[str, Any]] | None) -> None:
+        """Take the worker's answer to `request`; without an answer, `samples` sends the request."""
+        self._row.answer = answer
+
+    def samples(self) -> list[RenderedSample]:
+        """Return the result of `render_samples`. Raises DataError."""
+        try:
+            whole, turns = self._row.turns()
+        except _RejectedError:
+            self._row = self._with_text_arguments()
+            whole, turns = self._row.turns()
+        return _samples(whole, turns, has_unmarked=self._row.has_unmarked)
+
+    def _with_text_arguments(self) -> _Row:
+        """Return the row with the arguments of calls as JSON text, which some templates require.
+
+        Called while a _RejectedError is handled; raises this error for a row without such calls.
+        """
+        changed = _with_text_arguments(self._conversation)
         if changed is None:
             raise
-        row = _Row(template, changed, options)
-        whole, turns = row.turns()
+        self._conversation = changed
+        return self._new_row(changed)
+
+
+def _samples(whole: str, turns: list[_Turn], *, has_unmarked: bool) -> list[RenderedSample]:
+    """Return one sample for turns that begin the same text."""
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):
@@ -117,7 +157,7 @@ def render_samples(
     for text, spans in reversed(texts):
         plain, ranges, literal = take_marks(text, spans)
         samples.append(
-            RenderedSample(text=plain, spans=ranges, literal=literal, has_unmarked=row.has_unmarked)
+            RenderedSample(text=plain, spans=ranges, literal=literal, has_unmarked=has_unmarked)
         )
     return samples
 
@@ -181,14 +221,35 @@ class _Row:
         numbers = [number for number, trained in enumerate(conversation.trained) if trained]
         self._numbers = numbers[-1:] if options.train_on == "last" else numbers
         self.has_unmarked = False
+        is_marked = template.process.is_marked
+        self._first_parts = (
+            [(len(self._messages), False)] if is_marked else self._first_added_parts()
+        )
+        self.request = self._first_request()
+        """Request for the parts that `turns` renders first."""
+        self.answer: list[dict[str, Any]] | None = None
+        """The worker's answer to `request`, if it was sent in a batch."""
         self._mark_special_tokens()
+
+    def _first_request(self) -> str:
+        is_marked = self._template.process.is_marked
+        return self._template.request(
+            self._messages,
+            self._first_parts,
+            tools=self._tools,
+            documents=self._documents,
+            variables=self._variables,
+            with_blocks=is_marked,
+        )
 
     def _mark_special_tokens(self) -> None:
         """Mark the row's special tokens, unless the marks change the rendered text.
 
         Raises DataError for a row with a mark, which would change what is a special token.
         """
-        mark = mark_in([self._messages, self._tools, self._documents, self._variables])
+        given_values = [self._messages, self._tools, self._documents, self._variables]
+        # The request is ASCII, so a mark is escaped there; few rows need the slower search.
+        mark = mark_in(given_values) if _ESCAPED_MARK in self.request else None
         if mark is not None:
             raise DataError(f"a text has the noncharacter U+{ord(mark):04X}. Remove it.")
         control = self._template.control_tokens()
@@ -207,18 +268,24 @@ class _Row:
         if not is_same:
             self.has_unmarked = True
             self._messages, self._tools, self._documents = before
+        else:
+            self.request = self._first_request()
 
     def _render(
         self, parts: Sequence[Part], *, with_blocks: bool = False
     ) -> list[tuple[str, list[Span]]]:
-        found = self._template.parts(
-            self._messages,
-            parts,
-            tools=self._tools,
-            documents=self._documents,
-            variables=self._variables,
-            with_blocks=with_blocks,
-        )
+        found, self.answer = self.answer, None
+        if found is not None:
+            self._template.process.note_success()
+        else:
+            found = self._template.parts(
+                self._messages,
+                parts,
+                tools=self._tools,
+                documents=self._documents,
+                variables=self._variables,
+                with_blocks=with_blocks,
+            )
         texts = []
         for (count, _), each in zip(parts, found, strict=True):
             if "error" in each:
@@ -236,11 +303,7 @@ class _Row:
     def _added_turns(self) -> tuple[str, list[_Turn]]:
         """Return the whole text, and the turns of a template without blocks."""
         size = len(self._messages)
-        parts: list[Part] = [(size, False)]
-        for number in self._numbers:
-            parts.append((number, True))
-            if number + 1 < size and not self._is_in_whole(number):
-                parts.append((number + 1, False))
+        parts = self._first_parts
         texts = {part: text for part, (text, _) in zip(parts, self._render(parts), strict=True)}
         whole = texts[size, False]
         turns = []
@@ -255,6 +318,15 @@ class _Row:
             self._require_rendered(number, text[:end], start)
             turns.append(_Turn(text=text, spans=[(start, end)], through=end))
         return whole, turns
+
+    def _first_added_parts(self) -> list[Part]:
+        size = len(self._messages)
+        parts: list[Part] = [(size, False)]
+        for number in self._numbers:
+            parts.append((number, True))
+            if number + 1 < size and not self._is_in_whole(number):
+                parts.append((number + 1, False))
+        return parts
 
     def _is_in_whole(self, number: int) -> bool:
         """Return True if a turn probably is a part of the whole text, up to its stop token."""

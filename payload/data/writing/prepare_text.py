@@ -213,7 +213,8 @@ class _Run:
         self._encoder.check_sample(batch.pieces, encoded)
         self._check.add(batch.pieces, encoded.tokens, encoded.offsets)
         write_batch(store, batch, encoded, split, self._settings.tokenizer)
-        store.commit_if_due(batch.cursor, shard_bytes=self._settings.shard_bytes)
+        if store.is_due(shard_bytes=self._settings.shard_bytes):
+            store.commit(batch.cursor)
         store.cursor = batch.cursor
         self._reporter.update(store.totals)
 

@@ -1,10 +1,11 @@
-"""Token files that are still written, and the journal from which an interrupted run resumes.
+"""Files that are still written, and the journal from which an interrupted run resumes.
 
 The output is written to *.partial files. After every shard, the files are flushed to disk. Then the
 journal gets a line with the lengths and contents of the files, and the cursor of the source. A
 resumed run truncates the files to the last complete line of the journal and continues, so the
 result is the same as without interruption. Finally the files are renamed, and meta.json is written
-last.
+last. Conversations are packed after the last one was tokenized, so their run has files with the
+samples, which are removed at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,10 +34,15 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.data.reading.range_hashes import RangeHasher
 from payload.data.sources.documents import MIB, Cursor
-from payload.formats.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
+from payload.formats.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile, task_files
 
 JOURNAL_NAME = ".prepare.jsonl"
 LOCK_NAME = ".prepare.lock"
+SAMPLES_NAME = "samples.bin"
+INDEX_NAME = "samples.index.bin"
+GROUPS_NAME = "samples.groups.jsonl"
+_NAMES = (*sorted(task_files()), SAMPLES_NAME, INDEX_NAME, GROUPS_NAME)
+"""Files that a run may write as .partial files."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +80,21 @@ class _Shard:
     """True if the next text continues a document."""
 
 
+class WriteFailedError(DataError):
+    """The output cannot be written, for example to a full disk."""
+
+
 class ResumableTokenFiles:
     """The growing output of one run in `folder`."""
 
-    def __init__(self, folder: Path, *, fingerprint: str, encoder: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: str,
+        encoder: str,
+        names: Sequence[str] = (TRAIN_NAME, VAL_NAME),
+    ) -> None:
         self.folder = folder
         self.totals = Totals()
         self.cursor: Cursor = {}
@@ -89,7 +106,8 @@ class ResumableTokenFiles:
         self.encoder = encoder
         """Encoder of the run; a run that fell back to `tiktoken` keeps it when it resumes."""
         self._fingerprint = fingerprint
-        self._files: dict[str, _GrowingFile] = {}
+        self._names = names
+        self._files: dict[str, GrowingFile] = {}
         self._journal: BinaryIO | None = None
         self._uncommitted_bytes = 0
 
@@ -101,8 +119,8 @@ class ResumableTokenFiles:
         with writing_to(self.folder):
             self._journal = _open(self.folder / JOURNAL_NAME, "wb")
             self._write_line({"fingerprint": self._fingerprint, "encoder": self.encoder})
-            for name in (TRAIN_NAME, VAL_NAME):
-                self._files[name] = _GrowingFile(self.folder, name, keep_bytes=0)
+            for name in self._names:
+                self._files[name] = GrowingFile(self.folder, name, keep_bytes=0)
 
     def resume(self) -> bool:
         """Resume from the last finished shard; return False without one. Raises DataError."""
@@ -116,25 +134,24 @@ class ResumableTokenFiles:
         self.in_document = last.in_document
         if not self.is_complete:
             for name, entry in last.files.items():
-                file = self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry.bytes)
+                file = self._files[name] = GrowingFile(self.folder, name, keep_bytes=entry.bytes)
                 if file.describe(with_ranges=False) != entry:
                     raise DataError(
-                        f"{_partial_path(self.folder, name)}: its SHA-256 differs from the one in "
+                        f"{partial_path(self.folder, name)}: its SHA-256 differs from the one in "
                         "the journal. Start again with --force."
                     )
         self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
         return True
 
-    def append(self, tokens: npt.NDArray[np.generic], *, is_val: bool) -> None:
-        """Append tokens to one of the files."""
+    def append(self, name: str, values: npt.NDArray[np.generic]) -> None:
+        """Append values to one of the files."""
         with writing_to(self.folder):
-            self._files[VAL_NAME if is_val else TRAIN_NAME].append(tokens)
-        self._uncommitted_bytes += tokens.nbytes
+            self._files[name].append(values)
+        self._uncommitted_bytes += values.nbytes
 
-    def commit_if_due(self, cursor: Cursor, *, shard_bytes: int) -> None:
-        """Finish a shard if there is enough output."""
-        if self._uncommitted_bytes >= shard_bytes:
-            self.commit(cursor)
+    def is_due(self, *, shard_bytes: int) -> bool:
+        """Return True if there is enough output for a shard."""
+        return self._uncommitted_bytes >= shard_bytes
 
     def commit(self, cursor: Cursor, *, is_complete: bool = False) -> None:
         """Flush the output to disk, then record it in the journal."""
@@ -168,7 +185,7 @@ class ResumableTokenFiles:
         with writing_to(self.folder):
             (self.folder / META_NAME).unlink(missing_ok=True)
             for name in last.files:
-                partial = _partial_path(self.folder, name)
+                partial = partial_path(self.folder, name)
                 if partial.exists():
                     partial.replace(self.folder / name)
             fsync_folder(self.folder)
@@ -196,11 +213,11 @@ class ResumableTokenFiles:
         os.fsync(self._journal.fileno())
 
 
-class _GrowingFile:
+class GrowingFile:
     """One .partial file, and the hash of its content."""
 
     def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
-        path = _partial_path(folder, name)
+        path = partial_path(folder, name)
         if keep_bytes and not path.exists():
             raise DataError(f"{path}: missing, but the journal lists it. Start again with --force.")
         self._hash, self._ranges = hashlib.sha256(), RangeHasher()
@@ -216,25 +233,29 @@ class _GrowingFile:
         if self._file.tell() != keep_bytes or path.stat().st_size != keep_bytes:
             raise DataError(f"{path}: shorter than the journal records. Start again with --force.")
 
-    def append(self, tokens: npt.NDArray[np.generic]) -> None:
-        content = np.ascontiguousarray(tokens).view(np.uint8).data
+    def append(self, values: npt.NDArray[np.generic]) -> None:
+        """Append values."""
+        content = np.ascontiguousarray(values).view(np.uint8).data
         self._file.write(content)
         self._update(content)
-        self.size += tokens.nbytes
+        self.size += values.nbytes
 
     def _update(self, content: memoryview | bytes) -> None:
         self._hash.update(content)
         self._ranges.update(content)
 
     def sync(self) -> None:
+        """Flush the content to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def describe(self, *, with_ranges: bool) -> DataFile:
+        """Return the size and hashes of the content."""
         ranges = self._ranges.hashes() if with_ranges else ()
         return DataFile(bytes=self.size, sha256=self._hash.hexdigest(), range_sha256=ranges)
 
     def close(self) -> None:
+        """Close the file."""
         # After a failed write, closing fails as well; commit() has flushed what the journal
         # records.
         with suppress(OSError):
@@ -243,12 +264,12 @@ class _GrowingFile:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Convert a failed write, for example to a full disk, to a DataError with a fix."""
+    """Convert a failed write, for example to a full disk, to an error with a fix."""
     try:
         yield
     except OSError as error:
         free_mib = shutil.disk_usage(folder).free / MIB
-        raise DataError(
+        raise WriteFailedError(
             f"{folder}: {error.strerror or error} while writing, {free_mib:,.1f} MiB free. Fix "
             "the cause and run the same command again, without --force. It resumes from the last "
             "finished shard."
@@ -263,7 +284,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     DataError if a file that `prepare` would open is not a regular file.
     """
     path = folder / LOCK_NAME
-    partials = (_partial_path(folder, name) for name in (TRAIN_NAME, VAL_NAME))
+    partials = (partial_path(folder, name) for name in _NAMES)
     for each in (path, folder / JOURNAL_NAME, *partials):
         _require_own(each)
     while True:
@@ -297,8 +318,8 @@ def unfinished_fingerprint(folder: Path) -> str | None:
 
 def remove_unfinished(folder: Path) -> None:
     """Remove the journal and the .partial files."""
-    for name in (TRAIN_NAME, VAL_NAME):
-        _partial_path(folder, name).unlink(missing_ok=True)
+    for name in _NAMES:
+        partial_path(folder, name).unlink(missing_ok=True)
     (folder / JOURNAL_NAME).unlink(missing_ok=True)
 
 
@@ -319,7 +340,8 @@ def _open(path: Path, mode: Literal["wb", "r+b"]) -> BinaryIO:
     return open(path, mode, opener=no_follow)
 
 
-def _partial_path(folder: Path, name: str) -> Path:
+def partial_path(folder: Path, name: str) -> Path:
+    """Return the path of a file that is still written."""
     return folder / f"{name}.partial"
 
 
@@ -348,7 +370,7 @@ def _shard(line: dict[str, Any]) -> _Shard | None:
         shard = build(_Shard, line, where=JOURNAL_NAME, error=DataError)
     except DataError:
         return None
-    return shard if set(shard.files) <= {TRAIN_NAME, VAL_NAME} else None
+    return shard if set(shard.files) <= set(_NAMES) else None
 
 
 def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:

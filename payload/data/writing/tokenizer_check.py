@@ -7,7 +7,8 @@ the text. Training on these tokens fails late, or ends without an error and with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,10 @@ _FIX = (
 )
 # Decoders treat word boundaries and spaces in many ways, so spaces are not compared.
 _WORD_START = "\u2581"
+_COUNTS = (
+    *("bytes", "tokens", "unknown", "rates_checked"),
+    *("sampled_bytes", "characters", "lost", "example"),
+)
 
 
 class TokenizerCheck:
@@ -52,6 +57,15 @@ class TokenizerCheck:
         self._sampled_bytes = self._characters = self._lost = 0
         self._example = ""
         self._check_vocabulary()
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON for `restore`: the counts so far."""
+        return {name: getattr(self, f"_{name}") for name in _COUNTS}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the counts of an interrupted run."""
+        for name in _COUNTS:
+            setattr(self, f"_{name}", state[name])
 
     def add(self, texts: Sequence[bytes], tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
         """Check and count texts; text i has tokens[offsets[i]:offsets[i + 1]].

@@ -12,7 +12,7 @@ from payload.data.sources.split import Split
 from payload.data.tokenizers.base import TextTokenizer
 from payload.data.writing.encoder_choice import Encoded
 from payload.data.writing.resumable_token_files import ResumableTokenFiles
-from payload.formats.data_folder import token_dtype
+from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, token_dtype
 
 EXAMPLES_KEPT = 20
 """Number of messages about bad documents that meta.json keeps."""
@@ -37,7 +37,8 @@ def write_batch(
     edges = [0, *(np.flatnonzero(is_val[1:] != is_val[:-1]) + 1).tolist(), len(is_val)]
     for start, end in pairwise(edges):
         if start < end:
-            store.append(tokens[offsets[start] : offsets[end]], is_val=bool(is_val[start]))
+            name = VAL_NAME if is_val[start] else TRAIN_NAME
+            store.append(name, tokens[offsets[start] : offsets[end]])
     lengths = np.diff(offsets)
     totals = store.totals
     totals.val_tokens += int(lengths[is_val].sum())

@@ -1,0 +1,268 @@
+"""Reads rows of conversations as a stream: renders, tokenizes and counts their samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.core.errors import DataError
+from payload.data.rows.conversations import (
+    BadConversationError,
+    UntrainedRowError,
+    columns_of,
+    conversation_of,
+    unread_columns,
+)
+from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
+from payload.data.tasks.groups import Groups
+from payload.data.tasks.sample_files import Document, SampleFiles
+from payload.data.tasks.trained_tokens import SampleTokenizer
+from payload.data.templates.chat_template import ChatTemplate
+from payload.data.templates.turns import RenderedSample, RowRendering, SampleOptions
+from payload.data.writing.plan import PrepareSettings
+from payload.data.writing.resumable_token_files import ResumableTokenFiles
+from payload.data.writing.write import EXAMPLES_KEPT
+from payload.formats.data_folder import OnLong
+
+_BATCH_SIZE = 256
+"""Number of rows that are rendered together, and of samples that are tokenized together."""
+_BATCH_CHARS = 2**22
+"""Limit of the requests that are sent together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A row that was read, and its rendering or what is wrong with the row."""
+
+    row: Row
+    rendering: RowRendering | None = None
+    request: str = ""
+    """Request that the rendering sends first."""
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A rendered text of a row."""
+
+    row: Row
+    group: int
+    """Key of the split: the group's number, or the row's number without groups."""
+    rendered: RenderedSample
+    is_added: bool
+    """False for one sample of each row, True for its other samples."""
+
+
+@dataclass(slots=True)
+class ChatReader:
+    """The rows of one prepare run, and the counts of its samples so far."""
+
+    rows: Rows
+    settings: PrepareSettings
+    template: ChatTemplate
+    tokenizer: SampleTokenizer
+    options: SampleOptions
+    length: int = field(kw_only=True)
+    """Tokens of a block."""
+    on_long: OnLong = field(kw_only=True)
+    groups: Groups = field(kw_only=True)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counts of the record, by the name of its field."""
+    report: Callable[[], None] = field(default=lambda: None)
+    """Shows the progress."""
+    _num_read: int = 0
+    """Rows so far, without bad rows of the source."""
+    _fault: Exception | None = None
+    """Fault of the source after the rows that were read."""
+    _is_early_checked: bool = False
+
+    def read(self, samples: SampleFiles, store: ResumableTokenFiles | None) -> None:
+        """Add every sample with trained tokens, in pieces of at most the block length.
+
+        The worker renders a batch of rows while the batch before is tokenized and the next one is
+        read. After each shard the state goes to the journal of `store`. Raises DataError.
+        """
+        self.template.require_stop(self.options.variables)
+        is_read = self._restore(store)
+        rows = islice(self.rows.stream(), self._left())
+        waiting: list[_Read] = []
+        while not is_read or waiting:
+            is_due = store is not None and store.is_due(shard_bytes=self.settings.shard_bytes)
+            batch = [] if is_due or is_read else self._read_batch(rows)
+            is_read = is_read or not (batch or is_due)
+            self._render(waiting, next_batch=batch)
+            self._add(waiting, samples, store)
+            waiting = batch
+            if is_due and not batch and store is not None:
+                # No row is between the reader and the files.
+                store.commit(self._cursor(is_read=False))
+        if self._fault is not None:
+            raise self._fault
+        self.rows.require_read()
+        self.tokenizer.check.finish()
+        if not len(samples.index()):
+            self.rows.require_some()
+            raise DataError(
+                f"no conversation with trained tokens in {self.rows.label}: {self.rows.num_rows:,} "
+                f"rows, {self.rows.num_skipped:,} bad, {self.counts['dropped_conversations']:,} "
+                "with empty answers or answers beyond --sequence-length. Check the columns, or "
+                "raise --sequence-length."
+            )
+        if store is not None:
+            store.commit(self._cursor(is_read=True))
+
+    def _left(self) -> int | None:
+        """Return how many rows may still be read."""
+        limit = self.settings.max_documents
+        return None if limit is None else max(0, limit - self._num_read)
+
+    def _cursor(self, *, is_read: bool) -> dict[str, Any]:
+        """Return the state with which `_restore` continues."""
+        return {
+            "is_read": is_read,
+            "num_read": self._num_read,
+            "counts": self.counts,
+            "rows": self.rows.state(),
+            "tokenizer": self.tokenizer.state(),
+        }
+
+    def _restore(self, store: ResumableTokenFiles | None) -> bool:
+        """Continue after the rows of an interrupted run; return True if all rows were read."""
+        if store is None or not store.has_shards:
+            self.groups.keep_in(store)
+            return False
+        cursor = store.cursor
+        self._num_read = cursor["num_read"]
+        self.counts = Counter(cursor["counts"])
+        self.rows.restore(cursor["rows"])
+        self.tokenizer.restore(cursor["tokenizer"])
+        self.groups.keep_in(store)
+        return bool(cursor["is_read"])
+
+    def _read_batch(self, rows: Iterator[Row]) -> list[_Read]:
+        """Return the next rows; empty at the end of the source, or before a fault of it."""
+        found: list[_Read] = []
+        size = 0
+        while len(found) < _BATCH_SIZE and size < _BATCH_CHARS:
+            try:
+                row = next(rows, None)
+            except Exception as error:
+                # Rows before this one may be faulty, too, and come first.
+                self._fault = error
+                row = None
+            if row is None:
+                break
+            self._num_read += 1
+            try:
+                conversation = conversation_of(row.values)
+                rendering = RowRendering(self.template, conversation, self.options)
+                request = rendering.request()
+            except UntrainedRowError as error:
+                self.rows.leave_out(str(error))
+            except (BadConversationError, DataError) as error:
+                found.append(_Read(row=row, fault=str(error)))
+            else:
+                found.append(_Read(row=row, rendering=rendering, request=request))
+                size += len(request)
+        return found
+
+    def _render(self, batch: list[_Read], *, next_batch: list[_Read]) -> None:
+        """Give each row of a batch its rendered texts, then let the worker render the next one."""
+        process = self.template.process
+        renderings = [each.rendering for each in batch if each.rendering is not None]
+        if renderings:
+            for rendering, answer in zip(renderings, process.receive(), strict=True):
+                rendering.take(answer)
+        if requests := [each.request for each in next_batch if each.rendering is not None]:
+            process.send(requests)
+
+    def _add(
+        self, batch: list[_Read], samples: SampleFiles, store: ResumableTokenFiles | None
+    ) -> None:
+        """Tokenize the samples of a batch and add them."""
+        rendered = chain.from_iterable(map(self._samples, batch))
+        for some in in_batches(
+            rendered, count=_BATCH_SIZE, chars=lambda each: len(each.rendered.text)
+        ):
+            found = self._tokenize(some)
+            samples.add(found)
+            if store is not None:
+                totals = store.totals
+                totals.train_documents += len(found)
+                totals.train_tokens += sum(len(each.tokens) for each in found)
+                totals.text_bytes = self.tokenizer.text_bytes
+                self.report()
+        self.rows.keep_skipped(EXAMPLES_KEPT)
+
+    def _samples(self, read: _Read) -> list[_Sample]:
+        """Return the samples of a row, whose first request was answered."""
+        row = read.row
+        if row.place >= EARLY_ROWS and not self._is_early_checked:
+            self._is_early_checked = True
+            self.rows.require_read(row.place)
+        try:
+            if read.rendering is None:
+                raise BadConversationError(read.fault)
+            rendered = read.rendering.samples()
+        except (BadConversationError, DataError) as error:
+            self.rows.skip(row.where, str(error), place=row.place)
+            return []
+        self.rows.note_unread(
+            unread_columns(row.values, [*columns_of(row.values), *self.groups.columns()])
+        )
+        group = self.groups.number_of(row)
+        last = len(rendered) - 1
+        return [
+            _Sample(row, group, each, is_added=number < last)
+            for number, each in enumerate(rendered)
+        ]
+
+    def _tokenize(self, samples: list[_Sample]) -> list[Document]:
+        found: list[Document] = []
+        tokenized = self.tokenizer.tokens([each.rendered for each in samples])
+        for sample, (tokens, trained) in zip(samples, tokenized, strict=True):
+            if sample.is_added:
+                self.counts["added_samples"] += 1
+                self.counts["added_tokens"] += len(tokens)
+            pieces = [(tokens, trained)]
+            if len(tokens) > self.length:
+                pieces = self._shortened(sample.row, tokens, trained)
+            kept = [Document(sample.group, *each) for each in pieces if each[1].any()]
+            self.counts["dropped_conversations"] += bool(pieces) and not kept
+            found += kept
+        return found
+
+    def _shortened(
+        self, row: Row, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_]
+    ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Return the pieces of a sample that is longer than a block, as --on-long selects."""
+        length = self.length
+        if self.on_long == "refuse":
+            self.rows.skip(
+                row.where,
+                f"the conversation has {len(tokens):,} tokens, more than --sequence-length "
+                f"{length}. Raise --sequence-length, or choose another --on-long.",
+                place=row.place,
+            )
+            return []
+        if self.on_long == "drop":
+            self.counts["long_dropped_conversations"] += 1
+            return []
+        if self.on_long == "truncate":
+            self.counts["truncated_conversations"] += 1
+            self.counts["truncated_tokens"] += len(tokens) - length
+            return [(tokens[:length], trained[:length])]
+        self.counts["split_conversations"] += 1
+        pieces = []
+        # A piece begins with the last token of the piece before, which predicts the next token.
+        for start in range(0, len(tokens) - 1, length - 1):
+            marks = trained[start : start + length].copy()
+            marks[0] = False
+            pieces.append((tokens[start : start + length], marks))
+        return pieces

@@ -1,0 +1,151 @@
+"""Tokenized samples: a file that grows while rows are read, and the blocks that are packed from it.
+
+The number of samples in memory does not depend on the number of rows: memory has 16 bytes a sample.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.core.symlink_safety import no_follow
+from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED
+from payload.data.rows.packing import Blocks
+from payload.data.tasks.whole_folder_writer import Chunks
+from payload.data.writing.resumable_token_files import (
+    INDEX_NAME,
+    SAMPLES_NAME,
+    ResumableTokenFiles,
+    partial_path,
+)
+from payload.formats.data_folder import TokenDtype
+
+_INDEX = np.dtype([("group", "<i8"), ("length", "<i4"), ("trained", "<i4")])
+_CHUNK_TOKENS = 2**17
+"""Tokens that are packed at a time, which need about 30 bytes each."""
+_VALUE = np.dtype("<u4")
+"""A token and a bit for trained; tokens are below 2**24."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The tokens of a sample, each with True if it is trained; the first token is never trained."""
+
+    group: int
+    """Key of the split: the group's number, or the row's number without groups."""
+    tokens: npt.NDArray[np.uint32]
+    trained: npt.NDArray[np.bool_]
+
+
+class SampleFiles:
+    """The samples of a run, in the order of the rows."""
+
+    def __init__(self, store: ResumableTokenFiles | None) -> None:
+        """Without `store` only the lengths are kept, for a dry run.
+
+        A `store` that was resumed has the samples of an earlier run.
+        """
+        self._store = store
+        self._parts: list[npt.NDArray[Any]] = []
+        if store is not None and store.has_shards:
+            self._parts.append(np.fromfile(partial_path(store.folder, INDEX_NAME), dtype=_INDEX))
+
+    def add(self, documents: list[Document]) -> None:
+        """Append samples."""
+        if not documents:
+            return
+        rows = [(each.group, len(each.tokens), int(each.trained.sum())) for each in documents]
+        index = np.array(rows, dtype=_INDEX)
+        self._parts.append(index)
+        if self._store is not None:
+            values = np.concatenate([each.tokens for each in documents]).astype(_VALUE) << 1
+            values |= np.concatenate([each.trained for each in documents])
+            self._store.append(SAMPLES_NAME, values)
+            self._store.append(INDEX_NAME, index)
+
+    def index(self) -> npt.NDArray[Any]:
+        """Return the `group`, `length` and number of `trained` tokens of every sample."""
+        self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
+        return self._parts[0]
+
+    def packed(
+        self,
+        chosen: npt.NDArray[np.bool_],
+        pack: Callable[[npt.NDArray[np.int64]], Blocks],
+        *,
+        length: int,
+        dtype: TokenDtype,
+        padding: int,
+    ) -> tuple[Chunks, Chunks]:
+        """Return the tokens and marks of the blocks of `length` tokens with the chosen samples.
+
+        `pack` returns the blocks of samples with the given lengths; `padding` fills them up.
+        """
+        numbers = np.flatnonzero(chosen)
+        blocks = pack(self.index()["length"][numbers].astype(np.int64))
+        blocks = Blocks(numbers[blocks.documents], blocks.ends)
+        folder = self._store.folder if self._store is not None else None
+
+        def tokens(
+            places: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], values: Any, size: int
+        ) -> npt.NDArray[Any]:
+            found = np.full(size, padding, dtype=dtype)
+            found[places] = values >> 1
+            return found
+
+        def marks(
+            places: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], values: Any, size: int
+        ) -> npt.NDArray[Any]:
+            # Each padding token is a separate document, so attention does no work for it.
+            found = np.full(size, PADDING | FIRST, dtype=np.uint8)
+            found[places] = (values & 1).astype(np.uint8) * np.uint8(TRAINED)
+            found[starts] |= FIRST
+            return found
+
+        size = len(blocks) * length
+        made = partial(self._chunks, folder, blocks, length=length)
+        return (
+            Chunks(size * np.dtype(dtype).itemsize, partial(made, fill=tokens)),
+            Chunks(size, partial(made, fill=marks)),
+        )
+
+    def _chunks(
+        self, folder: Path | None, blocks: Blocks, *, length: int, fill: Callable[..., Any]
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Yield the result of `fill` for some blocks at a time."""
+        assert folder is not None, "a dry run has no files"
+        lengths = self.index()["length"].astype(np.int64)
+        starts = np.cumsum(lengths) - lengths
+        at_once = max(1, _CHUNK_TOKENS // length)
+        with ExitStack() as stack:
+            path = partial_path(folder, SAMPLES_NAME)
+            file = stack.enter_context(open(path, "rb", opener=no_follow))
+            first = 0
+            for block in range(0, len(blocks), at_once):
+                ends = blocks.ends[block : block + at_once]
+                documents = blocks.documents[first : ends[-1]]
+                counts = np.diff(ends, prepend=first)
+                first = int(ends[-1])
+                # Not a memory map: its pages would count as memory of this process.
+                content = b"".join(
+                    os.pread(file.fileno(), size * _VALUE.itemsize, start * _VALUE.itemsize)
+                    for size, start in zip(
+                        lengths[documents].tolist(), starts[documents].tolist(), strict=True
+                    )
+                )
+                values = np.frombuffer(content, dtype=_VALUE)
+                sizes = lengths[documents]
+                before = np.cumsum(sizes) - sizes
+                of_block = np.repeat(before[np.cumsum(counts) - counts], counts)
+                block_starts = np.repeat(np.arange(len(ends)) * length, counts)
+                begins = block_starts + before - of_block
+                places = np.repeat(begins - before, sizes) + np.arange(len(values))
+                yield fill(places, begins, values, len(ends) * length)
