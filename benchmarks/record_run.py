@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from benchmarks.harness import argument_parser
 
-_COLUMNS, _ROWS = 80, 30
+_COLUMNS, _ROWS = 80, 34
 _CHAR_PX, _LINE_PX, _PAD_PX, _BAR_PX = 8.4, 19, 14, 28
-_LONGEST_PAUSE_S = 1.2
-"""A longer wait between two lines is shown as this long."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.2
+"""Waits between two lines are shown within these limits."""
 _END_S = 8.0
 
 
@@ -65,7 +65,7 @@ def drawn(lines: Iterable[Line], *, command: str) -> str:
     rows = [Line(0.0, f"$ {command}"), *_wrapped(lines)]
     shown_s, clock_s = [0.0], 0.0
     for before, row in pairwise(rows):
-        clock_s += min(row.at_s - before.at_s, _LONGEST_PAUSE_S)
+        clock_s += min(max(row.at_s - before.at_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         shown_s.append(clock_s)
     total_s = clock_s + _END_S
     width = round(_COLUMNS * _CHAR_PX + 2 * _PAD_PX)

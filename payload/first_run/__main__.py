@@ -26,7 +26,7 @@ from payload.core.one_line import last_line
 from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command, program_name
-from payload.first_run.comparison import Shown, print_answers, print_scores, scores
+from payload.first_run.comparison import Shown, answers_text, scores, scores_text
 from payload.first_run.function_records import (
     EXAMPLES,
     FunctionRecord,
@@ -212,16 +212,13 @@ def _report(task: _Task, before: Sequence[str], after: Sequence[str]) -> None:
     write_samples(task.run.samples, samples)
     write_report(task.run)
     losses = [row["val_loss"] for row in read_metrics(task.run.metrics) if "val_loss" in row]
-    out = Console(highlight=False, markup=False, emoji=False)
-    print_answers(shown, out)
     number = len(EXAMPLES)
-    print_scores(
-        *(
-            scores(task.held_out, answers[number:], loss=loss)
-            for answers, loss in ((before, losses[0]), (after, losses[-1]))
-        ),
-        out,
-    )
+    found = [
+        scores(task.held_out, answers[number:], loss=loss)
+        for answers, loss in ((before, losses[0]), (after, losses[-1]))
+    ]
+    columns = shutil.get_terminal_size().columns
+    print(f"\n{answers_text(shown, columns=columns)}\n\n{scores_text(*found)}")
     print(_next_commands(task))
 
 

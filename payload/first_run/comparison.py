@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from payload.core.one_line import joined_lines
 from payload.core.printable_text import printable
 from payload.first_run.function_records import KEYS, FunctionRecord
 
 _SIDE_BY_SIDE_COLUMNS = 72
+_GAP = "  "
 _SHOWN_CHARS = 230
 """A longer answer is cut; it is one that never became JSON."""
 
@@ -59,37 +58,34 @@ def _record(answer: str) -> dict[str, object] | None:
     return found if isinstance(found, dict) and set(found) == set(KEYS) else None
 
 
-def print_answers(shown: Sequence[Shown], console: Console) -> None:
-    """Print each function and both answers, side by side if the terminal is wide enough."""
-    for each in shown:
-        console.print()
-        console.print(Text(printable(each.code), style="bold"))
-        before, after = (_shortened(text) for text in (each.before, each.after))
-        if console.width < _SIDE_BY_SIDE_COLUMNS:
-            console.print(Text("before: ", style="dim").append(before))
-            console.print(Text("after:  ", style="green").append(after))
-            continue
-        table = Table(box=SIMPLE_HEAD, show_edge=False, expand=True, pad_edge=False)
-        table.add_column("before", ratio=1, header_style="dim")
-        table.add_column("after", ratio=1, header_style="green")
-        table.add_row(Text(before), Text(after))
-        console.print(table)
+def answers_text(shown: Sequence[Shown], *, columns: int) -> str:
+    """Return each function and both answers, side by side if the terminal is wide enough."""
+    return "\n\n".join("\n".join(_answer_lines(each, columns=columns)) for each in shown)
 
 
-def print_scores(before: Scores, after: Scores, console: Console) -> None:
-    """Print the table of loss and counts before and after."""
-    console.print()
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(f"{after.total} functions that were not in training")
-    for name in ("before", "after"):
-        table.add_column(name, justify="right")
-    table.add_row("loss of the right answers", f"{before.loss:.2f}", f"{after.loss:.2f}")
-    for label, key in (("valid JSON", "parsed"), ("right name and arguments", "correct")):
-        values = (f"{getattr(each, key)} of {each.total}" for each in (before, after))
-        table.add_row(label, *values)
-    console.print(table)
+def _answer_lines(shown: Shown, *, columns: int) -> list[str]:
+    answers = [joined_lines(text, longest=_SHOWN_CHARS) for text in (shown.before, shown.after)]
+    lines = printable(shown.code).splitlines()
+    if columns < _SIDE_BY_SIDE_COLUMNS:
+        for name, answer in zip(("before", "after"), answers, strict=True):
+            lines += textwrap.wrap(f"{name}: {answer}", columns, subsequent_indent="  ")
+        return lines
+    width = (columns - len(_GAP)) // 2
+    cells = [
+        [name, "-" * width, *textwrap.wrap(answer, width)]
+        for name, answer in zip(("before", "after"), answers, strict=True)
+    ]
+    rows = zip_longest(*cells, fillvalue="")
+    return [*lines, *(f"{left:<{width}}{_GAP}{right}".rstrip() for left, right in rows)]
 
 
-def _shortened(text: str) -> str:
-    plain = " ".join(printable(text).split())
-    return plain if len(plain) <= _SHOWN_CHARS else f"{plain[:_SHOWN_CHARS].rstrip()} ..."
+def scores_text(before: Scores, after: Scores) -> str:
+    """Return the table of loss and counts before and after."""
+    both = (before, after)
+    rows = [
+        (f"{after.total} functions that were not in training", "before", "after"),
+        ("loss of the right answers", *(f"{each.loss:.2f}" for each in both)),
+        ("valid JSON", *(f"{each.parsed} of {each.total}" for each in both)),
+        ("right name and arguments", *(f"{each.correct} of {each.total}" for each in both)),
+    ]
+    return "\n".join(f"{name:<42}{one:>10}{other:>10}" for name, one, other in rows)

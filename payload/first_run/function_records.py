@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from payload.core.one_line import joined_lines
+
 KEYS = ("function", "arguments", "summary")
 _QUESTION = "Describe this Python function.\n\n"
 EXAMPLES = (
@@ -96,7 +98,7 @@ def record_of(node: ast.FunctionDef) -> FunctionRecord | None:
     if docstring is None or len(node.body) < 2 or node.name.startswith("_"):
         return None
     found = _SENTENCE.match(inspect.cleandoc(docstring))
-    summary = " ".join(found[1].split()) if found else ""
+    summary = joined_lines(found[1], longest=None) if found else ""
     if not _MIN_SUMMARY_CHARS <= len(summary) <= _MAX_SUMMARY_CHARS or not summary.isascii():
         return None
     bare = ast.FunctionDef(

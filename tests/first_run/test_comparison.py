@@ -1,18 +1,17 @@
-"""Records of functions, the number of steps, and what the command prints at its end."""
+"""Records of functions, the number of steps, and the comparison that the command prints."""
 
 from __future__ import annotations
 
 import ast
-import io
 import json
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError
 from payload.first_run.__main__ import CONFIG
-from payload.first_run.comparison import Shown, print_answers, print_scores, scores
+from payload.first_run.comparison import Shown, answers_text, scores, scores_text
 from payload.first_run.function_records import (
     EXAMPLES,
     FunctionRecord,
@@ -21,7 +20,8 @@ from payload.first_run.function_records import (
     standard_library,
 )
 from payload.first_run.step_budget import MIN_STEPS, step_seconds, steps_within_budget
-from payload.models.registry import preset_of_hub_name
+from payload.models.registry import read_spec
+from payload.models.spec import ModelSpec
 
 
 def _record(code: str) -> FunctionRecord | None:
@@ -87,27 +87,36 @@ def test_answers_are_counted_if_they_are_records_and_if_they_are_right() -> None
     assert (found.parsed, found.correct, found.total, found.loss) == (2, 1, 5, 1.5)
 
 
-def _printed(width: int) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=width, markup=False, emoji=False, highlight=False)
+@pytest.mark.parametrize("columns", [120, 80, 50])
+def test_the_answers_fit_the_terminal(columns: int) -> None:
     hostile = "[bold]This \x1b[2Jfunction " + "returns the given text " * 30
-    print_answers([Shown(code=EXAMPLES[0], before=hostile, after='{"function": "f"}')], console)
-    (one, other) = (scores([], [], loss=loss) for loss in (2.6, 0.88))
-    print_scores(one, other, console)
-    return out.getvalue()
+    shown = [Shown(code=EXAMPLES[0], before=hostile, after='{"function": "f"}')]
 
+    text = answers_text(shown, columns=columns)
 
-@pytest.mark.parametrize("width", [80, 50])
-def test_the_answers_fit_the_terminal(width: int) -> None:
-    text = _printed(width)
-
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= max(width, 75)
+    assert max(map(len, text.splitlines())) <= max(columns, 65)
     assert "[bold]This" in text and "\x1b" not in text
-    assert ("before: [bold]" in text) == (width == 50)
-    assert "2.60" in text and "0.88" in text
+    assert ("before: [bold]" in text) == (columns == 50)
 
 
-SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+def test_the_table_fits_80_columns_and_has_both_losses() -> None:
+    one, other = (scores([], [], loss=loss) for loss in (2.6, 0.88))
+    lines = scores_text(one, other).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[-2:] == ["2.60", "0.88"]
+
+
+SIZES = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30}
+SIZES |= {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
+SIZES |= {"max_position_embeddings": 8192, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    """Return the spec of the packaged model."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
+    return read_spec(tmp_path)
 
 
 def _measured(bf16: float, fp32: float) -> dict[str, object]:
@@ -117,11 +126,9 @@ def _measured(bf16: float, fp32: float) -> dict[str, object]:
     }
 
 
-def test_a_slower_machine_trains_fewer_steps() -> None:
+def test_a_slower_machine_trains_fewer_steps(spec: ModelSpec) -> None:
     config = load_run_config(CONFIG)
-    seconds = [
-        step_seconds(config, SMOLLM2, _measured(bf16, 2e11)) for bf16 in (2.4e12, 6e11, 1e11)
-    ]
+    seconds = [step_seconds(config, spec, _measured(bf16, 2e11)) for bf16 in (2.4e12, 6e11, 2e11)]
 
     assert seconds == sorted(seconds)
     fewest, *_, most = sorted(steps_within_budget(each, most=60) for each in seconds)
@@ -134,6 +141,8 @@ def test_a_slower_machine_trains_fewer_steps() -> None:
 
 
 @pytest.mark.parametrize("found", [{}, {"measured": None, "nodes": {}}])
-def test_a_preflight_without_measurements_is_refused(found: dict[str, object]) -> None:
+def test_a_preflight_without_measurements_is_refused(
+    spec: ModelSpec, found: dict[str, object]
+) -> None:
     with pytest.raises(ConfigError, match="measured no speed"):
-        step_seconds(load_run_config(CONFIG), SMOLLM2, found)
+        step_seconds(load_run_config(CONFIG), spec, found)
