@@ -53,11 +53,16 @@ def record(command: Sequence[str]) -> list[Line]:
     assert process.stdout is not None
     lines = []
     for text in process.stdout:
-        lines.append(Line(round(time.monotonic() - began, 2), text.rstrip()))
+        lines.append(Line(round(time.monotonic() - began, 2), _without_paths(text.rstrip())))
         print(text, end="", flush=True)
     if process.wait():
         raise subprocess.CalledProcessError(process.returncode, command)
     return lines
+
+
+def _without_paths(text: str) -> str:
+    """Return the text with paths as a reader of the page would see them."""
+    return text.replace(f"{Path.cwd()}/", "").replace(str(Path.home()), "~")
 
 
 def drawn(lines: Iterable[Line], *, command: str) -> str:

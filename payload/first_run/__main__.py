@@ -231,7 +231,8 @@ def _next_commands(task: _Task) -> str:
         [
             "\nNext:",
             f"  {program} chat {run}",
-            f"  {program} evaluate --data {task.data} --checkpoint {run}",
+            f"  {program} evaluate --data {task.data} \\",
+            f"    --checkpoint {run}",
             f"  {program} finetune --data YOUR_FILE.jsonl \\",
             f"    --model {model}",
         ]

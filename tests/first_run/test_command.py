@@ -98,7 +98,7 @@ def test_a_few_steps_teach_the_model_and_a_second_command_only_compares(tmp_path
     assert f"{before:.2f}" in first.stdout and f"{after:.2f}" in first.stdout
     assert len(read_samples(paths.samples)) == 3
     run = "runs/one"
-    for words in (f"chat {run}", f"--data data/first_run --checkpoint {run}", "finetune --data"):
+    for words in (f"chat {run}", f"--checkpoint {run}", "finetune --data"):
         assert words in first.stdout
 
     again = _first_run(tmp_path, "--run-id", "one", "--steps", "4")
