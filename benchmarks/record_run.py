@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks.harness import argument_parser
 
-_COLUMNS, _ROWS = 80, 34
+_COLUMNS, _ROWS = 80, 44
 _CHAR_PX, _LINE_PX, _PAD_PX, _BAR_PX = 8.4, 19, 14, 28
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.2
 """Waits between two lines are shown within these limits."""
@@ -98,19 +97,16 @@ def drawn(lines: Iterable[Line], *, command: str) -> str:
 def _wrapped(lines: Iterable[Line]) -> list[Line]:
     """Return the lines as a terminal of 80 columns shows them."""
     return [
-        Line(line.at_s, part)
+        Line(line.at_s, line.text[start : start + _COLUMNS])
         for line in lines
-        for part in textwrap.wrap(
-            line.text, _COLUMNS, drop_whitespace=False, replace_whitespace=False
-        )
-        or [""]
+        for start in range(0, max(1, len(line.text)), _COLUMNS)
     ]
 
 
 def _style(text: str) -> str:
     if text.startswith("$ "):
         return ' class="c"'
-    if text.startswith(("step", "def ", "Next:")):
+    if text.startswith(("step ", "def ", "Next:")):
         return ' class="h"'
     return ' class="d"' if text.endswith(" ...") else ""
 
@@ -169,9 +165,9 @@ def main(argv: Sequence[str]) -> int:
         lines = [Line(*json.loads(each)) for each in read]
     else:
         lines = record(words)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(each) + "\n" for each in lines)
         args.out.with_suffix(".jsonl").write_text(text, encoding="utf-8")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(drawn(lines, command=" ".join(words)), encoding="utf-8")
     print(f"{args.out}: {args.out.stat().st_size / 1000:.0f} kB", file=sys.stderr)
     return 0
