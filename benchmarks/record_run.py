@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks.harness import argument_parser
 
-_COLUMNS, _ROWS = 80, 44
+_COLUMNS, _ROWS = 80, 47
 _CHAR_PX, _LINE_PX, _PAD_PX, _BAR_PX = 8.4, 19, 14, 28
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.2
 """Waits between two lines are shown within these limits."""

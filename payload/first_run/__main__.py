@@ -104,7 +104,7 @@ def _first_run(arguments: argparse.Namespace, talk: Reporter) -> int:
         before = _answers(str(model), task.prompts())
     status = _train(task.run, [f"model.init={model}", f"train.steps={steps}", *arguments.overrides])
     if status != ExitCode.OK:
-        print(f"to resume: make run RUN_ID={run_id}", file=sys.stderr)
+        print(f"to resume and compare: make run RUN_ID={run_id}", file=sys.stderr)
         return status
     with talk.working("answering the same prompts with the trained model"):
         after = _answers(str(task.run.root), task.prompts())

@@ -63,7 +63,7 @@ def test_after_a_kill_during_the_conversion_the_next_command_starts_it_again(
     tmp_path: Path,
 ) -> None:
     killed = _start(tmp_path, waits=True)
-    wait_until(lambda: list(tmp_path.glob("*/model/weights")), what="the conversion")
+    wait_until(lambda: any(tmp_path.glob("*/model/weights")), what="the conversion")
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     (left,) = _folders(tmp_path)
