@@ -13,10 +13,12 @@ WHEELHOUSE ?=
 TORCH_CUDA ?=
 VENV ?= .venv
 VENV_IPEX ?= .venv-ipex
-# Unique, so that concurrent runs do not meet.
-RUN_ID ?= quickstart-$(shell date -u +%Y%m%dT%H%M%SZ)-$(shell echo $$$$)
+# The config of make run; none = fine-tune the packaged model.
+CONFIG ?=
+QUICKSTART := payload/configs/quickstart.toml
+# Unique, so that concurrent runs do not meet; short for the run whose commands are shown.
+RUN_ID ?= $(if $(CONFIG),quickstart-$(shell date -u +%Y%m%dT%H%M%SZ)-$(shell echo $$$$),first-run-$(shell date +%m%d-%H%M%S))
 RUN_ID := $(RUN_ID)
-CONFIG ?= payload/configs/quickstart.toml
 # More arguments for pytest, orchestrate run or a benchmark: make test ARGS="-k resume -x"
 ARGS ?=
 # Tests that run side by side: one more than cores, as many wait for machines or processes.
@@ -37,6 +39,10 @@ INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writa
 LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
 SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh tests/nfs/init.sh .ci/run
 # make itself ends with 2, whatever failed.
+# payload/first_run/__main__.py
+NO_PACKAGE := 3
+# A recipe with the name MAKE itself would also run under make -n.
+AGAIN = $(MAKE)
 OR_SAY = || { code=$$?; echo "make $@: exit code $$code (docs/reference/exit_codes.md)" >&2; exit $$code; }
 SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 # For the tests marked `sshd`, `rig` and `nfs`; the browser that tests/report and tests/docs open
@@ -55,9 +61,20 @@ help:  ## list the targets
 
 # Make's -C leaves the shell where it is; a command that a hint shows must fit that folder.
 run: export TILEFORGE_SHELL_FOLDER := $(PWD)
-run: data  ## set up if needed, then the quickstart: one real training run on this machine
+ifneq ($(CONFIG),)
+run: data
 	$(call SHOWN,$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS))
 	$(call SHOWN,$(PY) -m payload.generate --model runs/$(RUN_ID) --prompt "def test_" --num-samples 1)
+else
+run: export TILEFORGE_CONSOLE ?= $(if $(filter $(PWD),$(CURDIR)),,$(CURDIR)/)$(VENV)/bin/tileforge
+run: setup-run  ## set up if needed, then fine-tune a small chat model on this machine, before and after
+	@code=0; $(PY) -m payload.first_run --run-id $(RUN_ID) \
+		$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(ARGS) || code=$$?; \
+	if [ $$code = $(NO_PACKAGE) ]; then \
+		echo "make run: without the packaged model, the quickstart trains a small model from scratch" >&2; \
+		exec env -u TILEFORGE_CONSOLE $(AGAIN) --no-print-directory run CONFIG=$(QUICKSTART); \
+	fi; [ $$code = 0 ] || { echo "make $@: exit code $$code (docs/reference/exit_codes.md)" >&2; exit $$code; }
+endif
 
 data: setup-run  ## tokenize the quickstart's text, the Python standard library's source
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)
@@ -104,7 +121,7 @@ dashboard: setup  ## Prometheus, and Grafana where it is installed, for the newe
 bench: setup data  ## run the short set, in about two minutes; BENCH=NAME: one benchmark
 	$(PY) -m benchmarks$(if $(BENCH),.$(BENCH), --short) $(ARGS)
 
-docs: setup  ## rewrite the tables in README.md and docs that follow from the code
+docs: setup  ## rewrite the tables in docs that follow from the code
 	$(PY) -m tests.support.config_reference
 
 # A warning is an error: a link or an anchor without target, a page in no table of contents.

@@ -29,7 +29,7 @@ FOREIGN = {
     "gcloud iap": "listen-on-stdin verbosity",
     "mpirun and numactl": "membind",
     "nvidia-smi": "gpu-reset",
-    "pip": "extra-index-url no-build-isolation",
+    "pip": "dest extra-index-url no-build-isolation",
     "pulumi": "event-log exclude-protected local no-select non-interactive path replace show-name "
     "show-urns skip-preview target-dependents",
     "cloud-init": "long",

@@ -13,6 +13,7 @@ from payload.core.command_line import CommandParser
 
 MODULES = {
     **{name: module for name, module in completion._PARSERS.items()},
+    "first_run": "payload.first_run.__main__",
     "train.reference": "payload.train.reference.__main__",
 }
 """The module with the function `parser` of each program that users start."""

@@ -17,6 +17,7 @@ OTHERS = tuple(
         (
             "payload/data",
             "payload/export/gguf_file.py",
+            "payload/first_run/packaged_model.py",
             "payload/export/vocabulary.py",
             "payload/generate/codec.py",
             "payload/formats/tokenizer_identity.py",

@@ -27,7 +27,7 @@ UPPER = (
         "evaluate",
         "export",
     ),
-    *("cli", "finetune", "report", "storage", "monitor"),
+    *("cli", "finetune", "first_run", "report", "storage", "monitor"),
 )
 PACKAGES = frozenset({*LOWER, *UPPER})
 SMALL_LIBRARIES = frozenset({"tomli_w"})
@@ -98,6 +98,10 @@ RULES = {
     "finetune": Rule(
         frozenset({ROOT, *LOWER, "data", "finetune"}),
         frozenset({"paramiko", "infra", "torch"}) | PULUMI,
+    ),
+    "first_run": Rule(
+        frozenset({ROOT, *LOWER, "first_run"}),
+        frozenset({"paramiko", "infra", "torch", "numpy"}) | PULUMI,
     ),
     "report": Rule(
         frozenset({ROOT, *LOWER, "report"}),

@@ -1,0 +1,273 @@
+"""`python -m payload.first_run`: fine-tunes a packaged chat model and compares its answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.config.run_config import RunConfig, load_run_config
+from payload.core.command_line import CommandParser
+from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
+from payload.core.files import write_whole
+from payload.core.interrupts import interrupt_once
+from payload.core.one_line import last_line
+from payload.core.printable_text import printable
+from payload.core.python_processes import code_environment, module_command
+from payload.core.suggested_commands import command, program_name
+from payload.first_run.comparison import Shown, answers_text, scores, scores_text
+from payload.first_run.function_records import (
+    EXAMPLES,
+    FunctionRecord,
+    question,
+    split,
+    standard_library,
+)
+from payload.first_run.packaged_model import PackageError, cache_folder, model_folder
+from payload.first_run.progress import Reporter
+from payload.first_run.step_budget import step_seconds, steps_within_budget
+from payload.models.registry import read_spec
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.report_and_samples_process import write_report
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths, Summary, last_record
+from payload.run_record.run_samples import Sample, write_samples
+
+CONFIG = Path(__file__).parents[1] / "configs" / "first_run.toml"
+NO_PACKAGE = 3
+"""Exit code if the package cannot be fetched: `make run` then runs the quickstart."""
+_ANSWER_TOKENS = 64
+_SOURCE = "functions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """The prompts of the command, and the folders that it uses."""
+
+    held_out: Sequence[FunctionRecord]
+    model: Path
+    data: Path
+    run: RunPaths
+
+    def prompts(self) -> list[str]:
+        return [*map(question, EXAMPLES), *(each.prompt() for each in self.held_out)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    arguments = parser().parse_args(argv)
+    talk = Console(stderr=True, highlight=False, markup=False)
+    try:
+        return _first_run(arguments, Reporter(talk))
+    except PackageError as error:
+        print(f"note: {printable(str(error))}", file=sys.stderr)
+        return NO_PACKAGE
+    except TileforgeError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return ExitCode.CONFIG
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again: finished parts are kept", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _first_run(arguments: argparse.Namespace, talk: Reporter) -> int:
+    run_id = arguments.run_id or time.strftime("first-run-%m%d-%H%M%S")
+    model = model_folder(
+        cache_folder(os.environ), wheelhouse=arguments.wheelhouse, working=talk.working
+    )
+    config = load_run_config(CONFIG)
+    with talk.working("reading the standard library's functions"):
+        training, held_out = split(standard_library())
+    task = _Task(
+        held_out=held_out,
+        model=model,
+        data=config.data.folder(),
+        run=RunPaths(Path(DEFAULT_RUNS_DIR) / run_id),
+    )
+    with talk.working(f"preparing {len(training):,} conversations"):
+        _prepare(task, training, sequence_length=config.data.sequence_length)
+    steps = arguments.steps or _steps(config, model, talk)
+    with talk.working(f"answering {len(task.prompts())} prompts with the model as it is"):
+        before = _answers(str(model), task.prompts())
+    status = _train(task.run, [f"model.init={model}", f"train.steps={steps}", *arguments.overrides])
+    if status != ExitCode.OK:
+        print(f"to resume and compare: make run RUN_ID={run_id}", file=sys.stderr)
+        return status
+    with talk.working("answering the same prompts with the trained model"):
+        after = _answers(str(task.run.root), task.prompts())
+    _report(task, before, after)
+    return ExitCode.OK
+
+
+def _prepare(task: _Task, training: Sequence[FunctionRecord], *, sequence_length: int) -> None:
+    """Write the conversations, and tokenize them unless that is done."""
+    source = task.data.with_name(f"{task.data.name}_{_SOURCE}")
+    texts = {
+        source / f"{name}.jsonl": "".join(json.dumps(each.row()) + "\n" for each in rows)
+        for name, rows in (("train", training), ("valid", task.held_out))
+    }
+    is_new = any(_text_of(path) != text for path, text in texts.items())
+    if not is_new and (task.data / "meta.json").is_file():
+        return
+    # The data folder first: an interrupted command must not leave old data beside new texts.
+    shutil.rmtree(task.data, ignore_errors=True)
+    for path, text in texts.items():
+        write_whole(path, text)
+    words = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source)]
+    words += ["--tokenizer", str(task.model), "--sequence-length", str(sequence_length)]
+    _output_of("payload.data", *words, "--out", str(task.data))
+
+
+def _text_of(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _steps(config: RunConfig, model: Path, talk: Reporter) -> int:
+    with talk.working("measuring this machine"):
+        words = ("preflight", "--inventory", "local", "--json")
+        found = json.loads(_output_of("payload.orchestrate", *words))
+    step_s = step_seconds(config, read_spec(model), found)
+    steps = steps_within_budget(step_s, most=config.train.steps)
+    talk.say(f"a step takes up to {step_s:.1f} s here: {steps} steps, in about two minutes at most")
+    return steps
+
+
+def _train(run: RunPaths, settings: Sequence[str]) -> int:
+    """Start, resume or skip the run, and return the exit code of the command."""
+    words = ["run", "--inventory", "local"]
+    if not run.root.exists():
+        words += ["--run-id", run.run_id, "--config", os.path.relpath(CONFIG)]
+        words += [word for each in settings for word in ("--set", each)]
+    elif _is_finished(run):
+        return ExitCode.OK
+    else:
+        words += ["--resume", run.run_id]
+    shown = command("orchestrate", *words).replace(" --", " \\\n    --")
+    print(f"\n{shown}\n", file=sys.stderr, flush=True)
+    process = subprocess.Popen(
+        module_command("payload.orchestrate", *words), env=code_environment(os.environ)
+    )
+    # The terminal also sends Ctrl-C to the command, which then saves a checkpoint and ends.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        status = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return INTERRUPTED if status < 0 else status
+
+
+def _is_finished(run: RunPaths) -> bool:
+    summary = last_record(Summary, run.summary)
+    return summary is not None and summary.status == "finished"
+
+
+def _answers(checkpoint: str, prompts: Sequence[str]) -> list[str]:
+    words = ["--chat", "--checkpoint", checkpoint, "--json", "--temperature", "0"]
+    words += ["--max-new-tokens", str(_ANSWER_TOKENS), "--prompts-file"]
+    with tempfile.TemporaryDirectory(prefix="tileforge-prompts-") as folder:
+        file = Path(folder, "prompts.jsonl")
+        file.write_text("".join(json.dumps(each) + "\n" for each in prompts), encoding="utf-8")
+        lines = _output_of("payload.generate", *words, str(file))
+    return [json.loads(line)["samples"][0]["text"] for line in lines.splitlines()]
+
+
+def _output_of(program: str, *arguments: str) -> str:
+    """Run a program of the project and return its output; its error line becomes an exception."""
+    done = subprocess.run(
+        module_command(program, *arguments),
+        env=code_environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode == ExitCode.OK:
+        return done.stdout
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    raise ConfigError(last_line("\n".join(errors), otherwise=f"{program} failed: {done.stderr}"))
+
+
+def _report(task: _Task, before: Sequence[str], after: Sequence[str]) -> None:
+    shown = [
+        Shown(code=code, before=one, after=other)
+        for code, one, other in zip(EXAMPLES, before, after, strict=False)
+    ]
+    samples = [
+        Sample(prompt=question(each.code), before=each.before, after=each.after) for each in shown
+    ]
+    write_samples(task.run.samples, samples)
+    write_report(task.run)
+    losses = [row["val_loss"] for row in read_metrics(task.run.metrics) if "val_loss" in row]
+    number = len(EXAMPLES)
+    found = [
+        scores(task.held_out, answers[number:], loss=loss)
+        for answers, loss in ((before, losses[0]), (after, losses[-1]))
+    ]
+    columns = shutil.get_terminal_size().columns
+    print(f"\n{answers_text(shown, columns=columns)}\n\n{scores_text(*found)}")
+    print(_next_commands(task))
+
+
+def _next_commands(task: _Task) -> str:
+    """Return the three commands that follow this one."""
+    program, run = program_name(), os.path.relpath(task.run.root)
+    model, home = str(task.model), str(Path.home())
+    model = f"~{model.removeprefix(home)}" if model.startswith(f"{home}/") else model
+    return "\n".join(
+        [
+            "\nNext:",
+            f"  {program} chat {run}",
+            f"  {program} evaluate --data {task.data} \\",
+            f"    --checkpoint {run}",
+            f"  {program} finetune --data YOUR_FILE.jsonl \\",
+            f"    --model {model}",
+        ]
+    )
+
+
+def parser() -> CommandParser:
+    """Return the command line."""
+    made = CommandParser(
+        prog=command("first_run"),
+        description="Fine-tune a small packaged chat model on this machine, on two ranks, until it "
+        "describes Python functions as JSON. Then compare its answers before and after. The same "
+        "run id resumes an interrupted command.",
+        example=command("first_run", "--run-id", "first"),
+    )
+    add = made.add_argument
+    add("--run-id", metavar="ID", help="id of the run (default: first-run, with the time)")
+    add(
+        "--wheelhouse",
+        type=Path,
+        metavar="DIR",
+        help="folder with the wheel of the model's package (default: pip's index)",
+    )
+    add("--steps", type=int, metavar="COUNT", help="training steps (default: two minutes of them)")
+    add(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting of the run; can be repeated",
+    )
+    return made
+
+
+if __name__ == "__main__":
+    interrupt_once()
+    sys.exit(main(sys.argv[1:]))
