@@ -110,7 +110,7 @@ def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[
     from transformers import AutoModelForCausalLM
 
     options = [
-        "--checkpoint",
+        "--model",
         str(folder),
         "--format",
         "gguf",

@@ -175,7 +175,7 @@ def _is_finished(run: RunPaths) -> bool:
 
 
 def _answers(checkpoint: str, prompts: Sequence[str]) -> list[str]:
-    words = ["--chat", "--checkpoint", checkpoint, "--json", "--temperature", "0"]
+    words = ["--chat", "--model", checkpoint, "--json", "--temperature", "0"]
     words += ["--max-new-tokens", str(_ANSWER_TOKENS), "--prompts-file"]
     with tempfile.TemporaryDirectory(prefix="tileforge-prompts-") as folder:
         file = Path(folder, "prompts.jsonl")
@@ -232,7 +232,7 @@ def _next_commands(task: _Task) -> str:
             "\nNext:",
             f"  {program} chat {run}",
             f"  {program} evaluate --data {task.data} \\",
-            f"    --checkpoint {run}",
+            f"    --model {run}",
             f"  {program} finetune --data YOUR_FILE.jsonl \\",
             f"    --model {model}",
         ]

@@ -132,7 +132,7 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
 def convert(gguf: Path, out: Path, *, lock: int | None = None) -> None:
     """Write the model of a GGUF file to the folder `out` in bf16. Raises CheckpointError."""
     command = module_command(
-        "payload.export", "--checkpoint", str(gguf), "--format", "hf", "--out", str(out)
+        "payload.export", "--model", str(gguf), "--format", "hf", "--out", str(out)
     )
     # The importer keeps its fp32 copy below HF_HOME, which is removed here.
     with tempfile.TemporaryDirectory(prefix=".fp32-", dir=out.parent) as scratch:

@@ -80,7 +80,7 @@ def test_with_a_config_make_run_shows_and_runs_the_quickstart_s_two_commands() -
 
     config = "--inventory local --config payload/configs/quickstart.toml --run-id one"
     assert f"-m payload.orchestrate run {config}" in done.stdout
-    prompt = '--checkpoint runs/one --prompt "def test_" --num-samples 1'
+    prompt = '--model runs/one --prompt "def test_" --num-samples 1'
     assert f"-m payload.generate {prompt}" in done.stdout
     assert "first_run" not in done.stdout
 
@@ -98,7 +98,7 @@ def test_a_few_steps_teach_the_model_and_a_second_command_only_compares(tmp_path
     assert f"{before:.2f}" in first.stdout and f"{after:.2f}" in first.stdout
     assert len(read_samples(paths.samples)) == 3
     run = "runs/one"
-    for words in (f"chat {run}", f"--checkpoint {run}", "finetune --data"):
+    for words in (f"chat {run}", f"--model {run}", "finetune --data"):
         assert words in first.stdout
 
     again = _first_run(tmp_path, "--run-id", "one", "--steps", "4")
