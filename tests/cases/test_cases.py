@@ -300,3 +300,38 @@ def test_files_named_train_and_valid_are_splits_and_test_is_untouched(
             for number in range(20)
         ]
         assert all(f"\n{name} " in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "line"),
+    [
+        (
+            "think_opened_by_prompt.jinja",
+            ("--thoughts", "empty"),
+            "thoughts: the prompt opens a block of thoughts (<think>), and reasoning_content is "
+            "not rendered; --thoughts empty trains the end of the block before an answer without a "
+            "thought",
+        ),
+        (
+            None,
+            (),
+            "thoughts: the prompt has no block of thoughts, and reasoning_content is rendered; "
+            "--thoughts keep trains the thoughts of the rows that the template renders",
+        ),
+    ],
+)
+def test_prepare_prints_what_the_template_does_with_thoughts(
+    template: str | None,
+    flags: tuple[str, ...],
+    line: str,
+    model: Path,
+    with_tools: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = with_tools if template is None else FILES / template
+    words = prepare_words(model, FILES / "one_turn.jsonl", tmp_path / "out", *flags)
+    words += ["--chat-template", str(path)]
+    words.remove("--quiet")
+    assert data(words) == ExitCode.OK
+    assert line in " ".join(capsys.readouterr().err.split())

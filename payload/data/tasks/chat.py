@@ -105,12 +105,15 @@ class ChatTask(Task):
         """Make the data folder, or resume making it."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
+        from payload.data.templates.thoughts_kind import how_thoughts
         from payload.data.writing.progress import Reporter
 
         job = chat_job(args)
         reporter = Reporter(quiet=args.quiet)
         template = job.reader.template
         reporter.log(f"template: {template.where}, {template.how_trained()}")
+        options = job.reader.options
+        reporter.log(how_thoughts(template, options.variables, options.thoughts))
         make = partial(job.resumable, reporter=reporter)
         return prepare_whole(job.rows, job.settings, reporter, make)
 
