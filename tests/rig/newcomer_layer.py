@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from payload.first_run.packaged_model import PACKAGE
-
 from tests.rig.apt_layer import build_layer
 from tests.rig.cache import cached
 from tests.rig.image import SUITE, root_image

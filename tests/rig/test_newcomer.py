@@ -17,13 +17,13 @@ from tests.rig.machine import Machine
 from tests.rig.newcomer_layer import newcomer_layer, newcomer_wheels
 from tests.rig.rig import ROOT, Rig
 
-pytestmark = [pytest.mark.rig, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.rig, pytest.mark.seeds, pytest.mark.timeout(2400)]
 
 _SOURCE, _WHEELS = "/srv/source", "/srv/newcomer-wheels"
 _STEP_S = 900
 
 
-@pytest.fixture(scope="module", params=[SUITE, pytest.param(TRIXIE, marks=pytest.mark.seeds)])
+@pytest.fixture(scope="module", params=[SUITE, TRIXIE])
 def machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Machine]:
