@@ -82,7 +82,7 @@ def test_filestore_costs_256_dollars_a_month_beside_the_machines() -> None:
     assert (cost.hourly_usd - plain.hourly_usd) * 730 == pytest.approx(256, abs=0.01)
     text = describe(shared, cost, speed=None)
     assert "$0.3507 of this is for Filestore (1024 GiB)" in text
-    assert "Filestore" not in describe(config, plain, speed=None)
+    assert "is for Filestore" not in describe(config, plain, speed=None)
 
 
 def test_where_filestore_has_no_known_price_a_cap_refuses_it_by_name() -> None:

@@ -108,7 +108,7 @@ def test_up_says_what_is_up_before_it_says_that_the_firewall_cannot_be_read(
     mine.pulumi.replay("up-unchanged", status=0)
     break_answers(mine, "global/firewalls", how)
     assert main(["up", "--yes"], mine.env) == ExitCode.PREFLIGHT
-    *_, before, last = capsys.readouterr().err.splitlines()
+    *_, before, _, last = capsys.readouterr().err.splitlines()
     assert before.startswith("cluster mine: 1 node(s), $1.59/h")
     assert "error: listing firewall rules: Google Cloud's response cannot be parsed" in last
 
