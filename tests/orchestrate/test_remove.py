@@ -336,7 +336,7 @@ def test_a_config_is_named_with_and_without_its_option(workplace: Workplace) -> 
     ("words", "message"),
     [
         (["quickstart.toml"], "Did you mean"),
-        (["quickstart"], "run --resume quickstart"),
+        (["quickstart"], "Did you mean payload/configs/quickstart.toml?"),
         (["a.toml", "--config", "b.toml"], "not allowed with argument"),
     ],
 )
