@@ -312,8 +312,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         (
             ("model.init={place}/nowhere",),
             "model.init = '{place}/nowhere': the folder does not exist. Correct the path, or "
-            "use a run, a checkpoint, a folder in the Hugging Face layout, a GGUF file or a model on "
-            "the hub.",
+            "use a run, a checkpoint, a folder in the Hugging Face layout, a GGUF file or a model "
+            "on the hub.",
         ),
     ],
 )

@@ -35,7 +35,7 @@ FOREIGN = {
     "cloud-init": "long",
     "CSS variables of the report": "c1 compute",
     "slurm": "allocations batch cpu-bind cpus-per-task distribution exclusive gpus-per-node hint "
-    "job-name jobs kill-on-bad-exit mem mpi nodelist noheader ntasks ntasks-per-node open-mode "
+    "job-name jobs kill-on-bad-exit me mem mpi nodelist noheader ntasks ntasks-per-node open-mode "
     "option output overcommit overlap parsable parsable2 requeue signal time",
     "timeout": "kill-after",
     "torchrun": "local-addr log-dir master-addr master-port max-restarts nnodes node-rank "

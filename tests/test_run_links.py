@@ -235,7 +235,7 @@ def test_a_dangling_lock_makes_no_file_elsewhere(run: RunPaths, tmp_path: Path) 
     run.lock.symlink_to(tmp_path / "new")
     assert not is_supervised(run)
     os.utime(run.root, (1, 1))
-    words = ["remove", "demo", "--runs-dir", str(run.root.parent)]
+    words = ["remove", "demo", "--yes", "--runs-dir", str(run.root.parent)]
     assert main(words, os.environ) == ExitCode.OK
     assert not run.root.exists() and not (tmp_path / "new").exists()
 
