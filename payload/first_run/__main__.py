@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
 import argparse
 import json
 import os

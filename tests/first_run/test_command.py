@@ -51,6 +51,7 @@ def test_without_the_package_the_command_says_why_and_writes_nothing(tmp_path: P
     assert sorted(each.name for each in tmp_path.iterdir()) == ["cache"]
 
 
+@pytest.mark.slow
 def test_make_run_then_starts_the_quickstart(tmp_path: Path) -> None:
     assert f"\nNO_PACKAGE := {NO_PACKAGE}\n" in MAKEFILE
     done = subprocess.run(

@@ -49,6 +49,7 @@ def test_a_command_in_a_message_stays_whole() -> None:
         assert lines[-1].endswith(fix) and max(map(len, lines[:-1])) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_real_run_fits_80_columns(workplace: Workplace) -> None:
     command = workplace.arguments("run", *workplace.settings(), "--inventory", "local")

@@ -1,4 +1,4 @@
-"""What a person with an empty Debian installs before the first command, and the wheels offline."""
+"""Packages that a person with an empty Debian installs first, and the wheels for no network."""
 
 from __future__ import annotations
 

@@ -168,10 +168,10 @@ def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> 
         (("task.kind=text",), "was prepared with --task classify"),
         (
             ("task.class_weights=1,2",),
-            "task.class_weights = '1,2': use none, balanced, or 3 positive numbers",
+            "task.class_weights = '1,2': use 'none', 'balanced', or 3 positive numbers",
         ),
         (("task.class_weights=1,2,-1",), "or 3 positive numbers"),
-        (("task.class_weights=heavy",), "use none, balanced, or 3 positive numbers"),
+        (("task.class_weights=heavy",), "use 'none', 'balanced', or 3 positive numbers"),
     ],
 )
 def test_a_config_that_does_not_suit_the_data_is_refused(

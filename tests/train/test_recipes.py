@@ -67,7 +67,9 @@ def test_every_recipe_for_fine_tuning_is_tried_here() -> None:
         path.stem: tomllib.loads(path.read_text()).get("task", {}).get("kind")
         for path in CONFIGS.glob("*.toml")
     }
-    assert {name for name, task in tasks.items() if task in MAKERS} == set(ARCHITECTURES)
+    # tests/first_run runs the config of `make run`.
+    recipes = {name for name, task in tasks.items() if task in MAKERS} - {"first_run"}
+    assert recipes == set(ARCHITECTURES)
 
 
 @pytest.fixture(scope="module")
