@@ -194,7 +194,7 @@ def test_no_amx_a_full_disk_a_wrong_clock_and_a_mute_resolver_are_named_and_noth
     assert warnings(report, "cpu")["node-1"].startswith("its CPU shows no AMX")
     found = errors(report)
     assert found["node-1 disk"] == f"0.1 GiB are free in {nodes.home}"
-    assert found["node-2 clock"] == "its clock is 60 min ahead of the clock of this machine"
+    assert found["node-2 clock"] == "its clock is 1 h ahead of the clock of this machine"
     assert "error: 2 of 3 node(s) not fit: node-1, node-2" in said
     assert report["measured"] is None and report["nodes"]["node-0"]["checks"]["mpirun"] == "-"
     assert "nothing was started or measured" in report["notes"][0]
