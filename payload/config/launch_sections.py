@@ -134,7 +134,7 @@ class LaunchSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsSection:
-    """[limits]; the supervisor on the head enforces them; docs/guides/operating.md"""
+    """[limits]; the supervisor on the head enforces them; docs/guides/recovery.md"""
 
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
     """Time without progress of any rank after which the run counts as hung; at least ten times the

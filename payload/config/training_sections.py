@@ -24,7 +24,7 @@ Quantize = Literal["none", "nf4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """[run]; docs/guides/operating.md"""
+    """[run]; docs/guides/runs.md"""
 
     name: str = "run"
     """First part of the run id."""
@@ -243,7 +243,7 @@ class ScheduleSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
-    """[train]; a step is one optimizer update; docs/guides/operating.md"""
+    """[train]; a step is one optimizer update; docs/guides/runs.md"""
 
     steps: int = checked(100, low=1, unit="steps")
     """Length of the run."""

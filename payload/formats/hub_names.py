@@ -80,7 +80,10 @@ def is_ambiguous(text: str) -> bool:
 def require_one_meaning(
     text: str, *, setting: str, kind: Literal["model", "dataset"], error: type[TileforgeError]
 ) -> None:
-    """Raise `error` if `text`, the value of `setting`, could be a folder or a hub `kind`."""
+    """Raise `error` if `text` names a local folder and could also name a `kind` on the hub.
+
+    `text` is the value of `setting`.
+    """
     if not is_ambiguous(text):
         return
     remote = f", or {text.partition('@')[0]}@COMMIT"

@@ -163,7 +163,7 @@ def _seed(text: str) -> int:
     except ValueError:
         value = 2**63
     if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 64 bits")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from -2^63 to 2^63 - 1")
     return value
 
 

@@ -49,7 +49,7 @@ def make_operator_key(path: Path) -> str:
 
 
 def write_public_half(path: Path) -> str:
-    """Write the public half of the key at `path` to a .pub file, and return it.
+    """Write the public half of the key at `path` to a .pub file, and return it as a line.
 
     Creates the key if it is missing. Raises ConfigError in the same cases as `make_operator_key`,
     and OSError.
@@ -60,7 +60,7 @@ def write_public_half(path: Path) -> str:
 
 
 def make_key(public_file: Path) -> str:
-    """Write the public half to `public_file` and return it, for the cluster program.
+    """Write the public half to `public_file` and return it as a line, for the cluster program.
 
     Creates the key in the same folder if it is missing. Raises ConfigError.
     """

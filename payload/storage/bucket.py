@@ -83,7 +83,10 @@ class BucketStore:
             return _read_again(pages)
 
     def groups(self) -> list[str]:
-        """List the first-level folders: the first parts of all names with several parts."""
+        """List the first-level folders.
+
+        A folder is the first path component of every object name that contains a slash.
+        """
 
         def pages() -> list[str]:
             listed = self._client().list_blobs(

@@ -96,7 +96,10 @@ class NodeStream:
         )
 
     def troubles(self) -> Mapping[str, str]:
-        """Return the shared folders that do not answer on the node, by its last heartbeat."""
+        """Return the problem of each shared folder that does not answer on the node.
+
+        The problems are those in the node's last heartbeat.
+        """
         return self._troubles
 
     def messages(self) -> list[dict[str, Any]]:

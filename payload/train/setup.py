@@ -329,8 +329,8 @@ def require_same_data(state: TrainerState, meta: DataMeta) -> None:
     if not state.data_sha256 and len(hashes) > 1:
         others = ", ".join(name for name in hashes if name != TRAIN_NAME)
         log.warning(
-            f"warning: the run's checkpoint is from an older version and has only the hash of "
-            f"{TRAIN_NAME}: {others} are not compared"
+            "warning: the run's checkpoint is from an older version, which stored only the hash of "
+            f"{TRAIN_NAME}. Changes in these files are not detected: {others}"
         )
     for name in sorted(before.keys() | (hashes.keys() if state.data_sha256 else set())):
         old, new = (each.get(name, "none")[:12] for each in (before, hashes))

@@ -60,4 +60,4 @@ def test_other_labels_and_validation_texts_are_other_data_but_for_a_checkpoint_o
         require_same_data(state, other)
     caplog.clear()
     require_same_data(replace(state, data_sha256={}), other)
-    assert "is from an older version and has only the hash of train.bin" in caplog.text
+    assert "is from an older version, which stored only the hash of train.bin." in caplog.text

@@ -22,7 +22,8 @@ def parse_columns(text: str) -> tuple[tuple[str, str], ...]:
         column, equals, target = (part.strip() for part in entry.rpartition("="))
         if not equals or not column:
             raise UsageError(
-                f"--columns {shown(entry)}: not COLUMN=NAME. Write question=user,answer=assistant."
+                f"--columns {shown(entry)}: not COLUMN=NAME. For example: "
+                "--columns question=user,answer=assistant"
             )
         if target not in known:
             raise UsageError(

@@ -114,8 +114,9 @@ def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Sp
     if documents < 2:
         raise DataError(
             f"the source has {documents} document{'' if documents == 1 else 's'}; training and "
-            "validation need at least 2. Add text, or split the text: with --source text by blank "
-            "lines, with --source jsonl into one object a line."
+            "validation need at least 2. Add text, or divide it into documents: with --source "
+            "text, put blank lines between them; with --source jsonl, write one JSON object per "
+            "line."
         )
     num_val = math.ceil(val_fraction * documents)
     if num_val >= documents:

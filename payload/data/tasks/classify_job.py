@@ -297,7 +297,10 @@ def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
 
 
 def with_special_tokens(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
-    """Return a text's tokens between special tokens; an empty text becomes the end token."""
+    """Add the tokenizer's special tokens before and after a text's tokens.
+
+    If the result is empty, return the end token.
+    """
     before, after = (np.array(each, dtype=np.uint32) for each in (tokenizer.begin, tokenizer.after))
     whole = np.concatenate((before, tokens, after))
     return whole if len(whole) else np.array(tokenizer.end[-1:], dtype=np.uint32)

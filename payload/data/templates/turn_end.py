@@ -20,10 +20,10 @@ _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """The end of a turn before a message of one role."""
+    """How the template ends a turn if the next message has a certain role."""
 
     stops: tuple[str, ...]
-    """Stop tokens of the model. Without one in the template's text, the template's own token.
+    """The model's stop tokens in the template's text, otherwise the template's own stop token.
 
     Empty if the template ends no turn before a message of this role.
     """

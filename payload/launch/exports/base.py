@@ -111,8 +111,8 @@ class Engine(ABC):
             )
         if not self.takes_image and job.image is not None:
             raise UsageError(
-                f"--image {job.image}: {self.name} runs on the nodes' own file system. Leave "
-                "--image out."
+                f"--image {job.image}: a job for {self.name} runs directly on the nodes, without a "
+                "container. Leave --image out."
             )
         if job.image is not None and not _IMAGE.fullmatch(job.image):
             raise UsageError(

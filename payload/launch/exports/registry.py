@@ -41,8 +41,8 @@ def export_job(
     """
     if config.launch.malloc == "tcmalloc":
         raise ConfigError(
-            "launch.malloc = 'tcmalloc': the path of this library on the machines of another "
-            "engine is unknown. Use 'tuned' or 'default'."
+            "launch.malloc = 'tcmalloc' cannot be exported: the library's path on the machines "
+            "that will run the job is unknown. Use launch.malloc = 'tuned' or 'default'."
         )
     alike = machines if nodes is None else machines[:1]
     placement = place_ranks(alike, config.launch, device=config.device, domains=domains)

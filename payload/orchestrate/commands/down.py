@@ -273,8 +273,8 @@ def _resolve_cluster(
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
         raise ConfigError(
-            f"--cluster {options.cluster}: the stack's cluster is {cluster}. To destroy that "
-            "cluster, leave --cluster out."
+            f"--cluster {options.cluster}: the stack's cluster is {cluster}. To destroy "
+            f"{cluster}, leave --cluster out."
         )
     if options.project not in (None, outputs.project):
         raise ConfigError(

@@ -180,11 +180,12 @@ class Connection:
             if error.code == 1:  # code for "administratively prohibited"
                 raise SshUnreachableError(
                     f"{node.name}: reached through {self.node.name}, which refuses TCP forwarding",
-                    fix="Set AllowTcpForwarding yes in its sshd_config.",
+                    fix=f"Set AllowTcpForwarding yes in the sshd_config of {self.node.name}.",
                 ) from None
             raise SshUnreachableError(
                 f"{target} cannot be reached from {self.node.name} ({error.text or 'refused'})",
-                fix="Check that sshd runs on it and that the network between the nodes is open.",
+                fix=f"Check that sshd runs on {node.name} and that the network between the nodes "
+                "is open.",
             ) from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise SshUnreachableError(

@@ -212,7 +212,10 @@ class CausalLM(SplitModule, ABC):
         )
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Return the base's parameters that are trained with an adapter, by PEFT's names."""
+        """Return the base model's parameters that are trained in full beside the adapter.
+
+        The keys are PEFT's names of the parameters.
+        """
         return {}
 
     def bf16_gradients(self, setting: RankSetting) -> list[nn.Parameter]:

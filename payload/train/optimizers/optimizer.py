@@ -79,8 +79,8 @@ class Optimizers:
     def make_state(self) -> None:
         """Allocate AdamW's missing state before the first step, if the kernels do the update.
 
-        If the first update allocated the state, it would lie between the tensors of two
-        micro-batches, and the fragmented memory would make later micro-batches need more.
+        Otherwise the first update would allocate the state between the tensors of two
+        micro-batches. This fragments the memory, so later micro-batches would need more of it.
         """
         for optimizer in self.members:
             if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):

@@ -37,7 +37,10 @@ class Bucket:
             parameter.grad = view
 
     def take(self, parameter: nn.Parameter) -> bool:
-        """Move a parameter's final gradient into the bucket; return True if none is missing."""
+        """Move a parameter's final gradient into the bucket.
+
+        Returns True if the bucket now has all its gradients.
+        """
         self.move(parameter)
         self._missing.remove(parameter)
         return not self._missing

@@ -36,7 +36,7 @@ from payload.orchestrate.clouds.gcp.resource_kinds import (
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table_lines
 from payload.pricing.cloud_prices import filestore_price
-from payload.stack.cluster_identity import identity_in, known_cluster_identity
+from payload.stack.cluster_identity import IDENTITY_LABEL, identity_in, known_cluster_identity
 from payload.stack.resource_labels import KEPT_LABEL
 
 _SCHEMA_VERSION = 1
@@ -274,10 +274,12 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
     for cluster, resources in found.left.items():
         for line in describe_others([each for each in resources if each not in mine]):
             talk.print(
-                f"cluster {cluster}: {line}. By its identity, this cluster was built from another "
-                "folder. Remove the cluster from that folder; or: "
+                f"cluster {cluster}: {line}. Its label `{IDENTITY_LABEL}` is not this folder's, so "
+                "this cluster was built from another folder. Run "
+                f"`{command('orchestrate', 'down')}` in that folder. If the folder is lost: "
                 + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
-                + " --identity ID --delete"
+                + " --identity ID --delete, where ID is the value of that label (`none` if it is "
+                "missing)"
             )
 
 

@@ -25,7 +25,7 @@ from payload.orchestrate.clouds.gcp.service_accounts import remove_service_accou
 
 
 def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
-    """Remove the resources, except buckets, in order and wait for each; return error messages.
+    """Remove the resources, except buckets, one kind after another; return the error messages.
 
     Resources of one kind are removed in parallel, because a removal can take minutes, during which
     machines cost money.
@@ -45,7 +45,7 @@ def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
 
 
 def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
-    """Request the removal; return a function that waits until it is done."""
+    """Request a resource's removal; return a function that waits until the resource is removed."""
     for known, way in ((SERVICE_ACCOUNT, remove_service_account), (DNS_ZONE, remove_dns_zone)):
         if resource.kind == known:
             way(google, resource.name)

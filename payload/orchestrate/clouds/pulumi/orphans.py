@@ -24,7 +24,10 @@ def orphans(google: Google, state: StackState, identity: str) -> list[Resource]:
     """
     listing = list_everything(google)
     if listing.blind:
-        raise CloudError(f"the cluster's resources could not be listed: {'; '.join(listing.blind)}")
+        raise CloudError(
+            f"the cluster's resources could not be listed: {'; '.join(listing.blind)}",
+            fix="Check your permissions in the project, then repeat the command.",
+        )
     own = ownership_of(state, identity, project=google.project)
     stack = ownership_of(state, project=google.project)
     machines = {(each.name, each.location) for each in listing.resources if each.kind == "instance"}

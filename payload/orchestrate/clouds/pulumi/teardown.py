@@ -36,8 +36,9 @@ def destroy_and_verify(
     steps: int,
     may_go: Callable[[Resource], bool],
 ) -> None:
-    """Destroy the stack and verify that nothing is left: the last two of `steps` steps.
+    """Destroy the stack and verify that nothing is left.
 
+    These are reported as the last two of `steps` steps.
     The check also runs after a failed destroy. Leftovers that belong to the cluster, according to
     its identity or to `state` (read before the destroy), are removed after confirmation. A
     Filestore instance is removed only if `may_go` allows it. Raises TeardownError if resources are
