@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.data.__main__ import main
+from payload.data.rows.rows import Row, Rows
+from payload.data.sources.documents import UnreachableSourceError
 from payload.data.tasks.sample_files import SampleFiles
 from payload.data.templates import template_process
 from payload.data.writing.resumable_token_files import JOURNAL_NAME, ResumableTokenFiles
@@ -319,3 +324,47 @@ def test_memory_grows_by_a_small_index_of_the_rows(tokenizer: Path, tmp_path: Pa
     after = peak_bytes(tokenizer, large, tmp_path / "large")
     # In memory, the tokens and marks of a row took over 400 bytes, and its arrays as much again.
     assert (after - before) / (many - few) < 150
+
+
+def test_other_special_tokens_start_from_scratch(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They decide the rendered text and the stop tokens, but not the tokenizer's file."""
+    model = tmp_path / "model"
+    shutil.copytree(tokenizer, model)
+    words = prepare_words(model, write_mixed(tmp_path / "in", "best-fit"), tmp_path / "out", *FLAGS)
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleFiles, "packed", killed)
+        with pytest.raises(Killed):
+            main(words)
+    (model / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
+    assert main(words) == ExitCode.CONFIG
+    assert "have changed since the interrupted run" in capsys.readouterr().err
+    assert main(words) == ExitCode.OK
+
+
+def test_a_source_that_cannot_be_reached_for_a_moment_costs_no_tokens(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = long_rows(tmp_path / "in.jsonl")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(long_words(tokenizer, source, whole)) == ExitCode.OK
+    stream = Rows.stream
+
+    def cut(self: Rows) -> Iterator[Row]:
+        yield from itertools.islice(stream(self), 700)
+        raise UnreachableSourceError("the hub cannot be reached")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "stream", cut)
+        assert main(long_words(tokenizer, source, broken)) == ExitCode.CONFIG
+    assert "the hub cannot be reached" in capsys.readouterr().err
+    assert num_shards(broken) > 0
+    words = [each for each in long_words(tokenizer, source, broken) if each != "--quiet"]
+    assert main(words) == ExitCode.OK
+    assert "resuming after" in capsys.readouterr().err
+    assert contents(broken) == contents(whole)

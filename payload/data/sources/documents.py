@@ -25,6 +25,11 @@ BATCH_BYTES = 4 * MIB
 PIECE_BYTES = 8 * MIB
 """A longer document is read in several pieces, to bound memory."""
 
+
+class UnreachableSourceError(DataError):
+    """The source cannot be reached now; the same command can continue later."""
+
+
 _BATCH_DOCUMENTS = 65536
 _BATCH_SKIPS = 4096
 _T = TypeVar("_T")

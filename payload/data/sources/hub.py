@@ -15,7 +15,13 @@ from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
 from payload.core.validation.names import GIT_COMMIT
-from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
+from payload.data.sources.documents import (
+    Batch,
+    Batcher,
+    Cursor,
+    Survey,
+    UnreachableSourceError,
+)
 from payload.data.sources.parquet import (
     BATCH_ROWS,
     LostRows,
@@ -213,7 +219,8 @@ class HubSource:
         except DataError:
             raise
         except (OSError, HTTPError, DatasetsError, pa.ArrowException, yaml.YAMLError) as error:
-            raise DataError(self._explain(error, action)) from None
+            kind = DataError if self._folder is not None else UnreachableSourceError
+            raise kind(self._explain(error, action)) from None
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{action} {self._dataset}: {one_line(error)}") from None
 

@@ -13,7 +13,7 @@ from payload.core.errors import DataError, UsageError
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.packing import Blocks, best_fit, one_each
 from payload.data.rows.rows import Rows
-from payload.data.sources.documents import Survey
+from payload.data.sources.documents import Survey, UnreachableSourceError
 from payload.data.tasks.arguments import (
     ON_LONG,
     PACKINGS,
@@ -211,7 +211,7 @@ class ChatJob:
             self.reader.report = lambda: reporter.update(store.totals)
             reporter.start(Survey(documents=None, text_bytes=None), store.totals)
             return self.make(store)
-        except WriteFailedError:
+        except (WriteFailedError, UnreachableSourceError):
             raise
         except DataError:
             # The next run would find the same fault, unless the rows or the options change.

@@ -130,6 +130,7 @@ class ChatReader:
             "counts": self.counts,
             "rows": self.rows.state(),
             "tokenizer": self.tokenizer.state(),
+            "tokens": self.template.tokens_sha256(),
         }
 
     def _restore(self, store: ResumableTokenFiles | None) -> bool:
@@ -138,6 +139,12 @@ class ChatReader:
             self.groups.keep_in(store)
             return False
         cursor = store.cursor
+        if cursor["tokens"] != self.template.tokens_sha256():
+            raise DataError(
+                f"{self.settings.out}: the special tokens of {self.settings.tokenizer.name} have "
+                "changed since the interrupted run, whose tokens were removed. Run the same "
+                "command again."
+            )
         self._num_read = cursor["num_read"]
         self.counts = Counter(cursor["counts"])
         self.rows.restore(cursor["rows"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,13 @@ class ChatTemplate:
     def sha256(self) -> str:
         """Return the hash of the program."""
         return hashlib.sha256(self.source.encode()).hexdigest()
+
+    def tokens_sha256(self) -> str:
+        """Return a hash of the tokens that decide the rendered text and the trained spans."""
+        config = read_tokenizer_config(self.tokenizer)
+        named = {**class_tokens(config), **named_tokens(config)}
+        found = [asdict(self.known_tokens()), named]
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
     def how_trained(self) -> str:
         """Describe how the trained text is determined."""

@@ -24,7 +24,14 @@ from payload.orchestrate.commands.inventory_site import site_of
 from payload.orchestrate.commands.run_commands_options import PlanOptions, RunOptions
 from payload.orchestrate.follow.end_of_run import next_lines, sample_lines
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
-from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
+from payload.orchestrate.follow.run_text import (
+    Estimate,
+    estimate,
+    has_measured_speed,
+    print_plan,
+    strategy_table,
+)
+from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.at_risk import limit_note, run_warning
@@ -179,10 +186,15 @@ def _confirm_long(options: RunOptions, site: Site, planned: ResolvedPlan) -> Non
         return
     if hours is not None and hours * 3600 <= _LONG_S:
         return
+    earlier = all_runs(options.runs_dir)
+    is_on_gpus = gpu_need(planned.config, planned.inventory.nodes) is not None
+    if is_on_gpus and not has_measured_speed(planned, earlier=earlier):
+        # The estimate is for the nodes' CPU cores, which are much slower.
+        return
     found = estimate(
         planned,
         data=planned.config.data.folder(),
-        earlier=all_runs(options.runs_dir),
+        earlier=earlier,
         is_local=site.uses_this_environment,
         samples=options.samples,
     )

@@ -172,6 +172,14 @@ def _speed(
     return _typical_speed(planned, dequantize_s=dequantize_s)
 
 
+def has_measured_speed(planned: ResolvedPlan, *, earlier: Sequence[RunPaths]) -> bool:
+    """Return True if `estimate` uses a speed that was measured on these nodes."""
+    return (
+        planned.plan.arithmetic.step_s is not None
+        or _measured_tokens_per_s(planned, earlier) is not None
+    )
+
+
 def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
     """Return the speed of typical cores, even for nodes with GPUs, whose speed is unknown."""
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
