@@ -399,7 +399,7 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -
     assert code == ExitCode.OK, output
     # Ctrl-C detaches the command.
     code, output = cluster.do(
-        "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
+        "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "20")
     )
     assert code in (INTERRUPTED, 124) and "detached; run waits continues" in output, output
     assert "is pending (Partition" in output, output
