@@ -314,6 +314,7 @@ def peak_bytes(tokenizer: Path, source: Path, out: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_memory_grows_by_a_small_index_of_the_rows(tokenizer: Path, tmp_path: Path) -> None:
     few, many = 6_000, 60_000
     rows = [{"messages": each} for each in conversations(few)]
