@@ -114,8 +114,8 @@ def test_the_newest_checkpoint_is_copied_while_a_command_follows_the_run(
     assert sorted(path.name for path in here.iterdir()) == ["step_00000001", "step_00000020"]
     assert (here / "step_00000020" / "model.safetensors").read_bytes() == b"newer"
     assert said == [
-        "checkpoint step_00000010 is copied here",
-        "checkpoint step_00000020 is copied here",
+        "checkpoint step_00000010 was copied to this machine",
+        "checkpoint step_00000020 was copied to this machine",
     ]
     assert run.collect_checkpoint() == here / "step_00000020"
 
