@@ -86,7 +86,7 @@ def test_with_a_config_make_run_shows_and_runs_the_quickstart_s_two_commands() -
     assert "first_run" not in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.ranks
 def test_a_few_steps_teach_the_model_and_a_second_command_only_compares(tmp_path: Path) -> None:
     smollm2_folder()
@@ -104,5 +104,5 @@ def test_a_few_steps_teach_the_model_and_a_second_command_only_compares(tmp_path
 
     again = _first_run(tmp_path, "--run-id", "one", "--steps", "4")
 
-    assert again.stdout == first.stdout
+    assert again.stdout and first.stdout.endswith(again.stdout)
     assert read_metrics(paths.metrics) == rows
