@@ -185,6 +185,20 @@ def test_a_full_disk_is_reported_with_a_fix_and_leaves_nothing(
     assert _folders(tmp_path) == []
 
 
+def test_a_disk_that_fills_up_during_the_download_is_not_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What pip prints on a full disk.
+    line = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    program = ["sh", "-c", f"echo '{line}' >&2; exit 1"]
+    monkeypatch.setattr(packaged_model, "module_command", lambda *_: program)
+
+    with pytest.raises(CheckpointError, match=r"No space left on device\. Free "):
+        model_folder(tmp_path)
+
+    assert _folders(tmp_path) == []
+
+
 def test_a_file_that_is_no_model_is_not_converted(tmp_path: Path) -> None:
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
