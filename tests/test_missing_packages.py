@@ -117,10 +117,21 @@ def test_an_installed_distribution_is_extended_with_pip(tmp_path: Path) -> None:
     assert fix == "Install the extra orchestrate: pip install 'tileforge-train[orchestrate]'"
 
 
-@pytest.mark.parametrize("name", ["payload.nothing", "infra.nothing", "tkinter", None])
+@pytest.mark.parametrize(
+    "name", ["payload.nothing", "infra.nothing", "tkinter", "numpy.nothing", None]
+)
 def test_an_import_that_no_package_would_repair_keeps_its_traceback(name: str | None) -> None:
     assert missing_package_error(ModuleNotFoundError("no module", name=name)) is None
     assert missing_package_error(ImportError("no name", name="rich")) is None
+
+
+def test_a_missing_part_of_a_namespace_is_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared_namespace" / "one").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    error = missing_package_error(ModuleNotFoundError("no module", name="shared_namespace.two"))
+    assert error is not None and "the package shared_namespace is not installed" in str(error)
 
 
 @pytest.mark.processes

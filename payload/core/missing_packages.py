@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -44,11 +45,25 @@ def missing_package_error(error: BaseException) -> BootstrapError | None:
     top = (name or "").partition(".")[0]
     if name is None or top in sys.stdlib_module_names or top in ("", "payload", "infra"):
         return None
+    if _is_installed(top):
+        return None
     root = Path(__file__).resolve().parents[2]
     return BootstrapError(
         f"the package {top} is not installed for {sys.executable}",
         fix=_fix(name, root=root, cwd=Path.cwd(), prefix=Path(sys.prefix)),
     )
+
+
+def _is_installed(top: str) -> bool:
+    """Return True if Python finds the package: a module of it is missing, or its version is wrong.
+
+    A namespace such as `google` does not count, because several packages share it.
+    """
+    # find_spec raises ValueError for a module without a spec.
+    with suppress(ImportError, ValueError):
+        spec = find_spec(top)
+        return spec is not None and spec.origin is not None
+    return False
 
 
 def _fix(name: str, *, root: Path, cwd: Path, prefix: Path) -> str:

