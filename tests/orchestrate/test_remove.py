@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
+from payload.orchestrate.runs.removal import finish_removals
 from payload.orchestrate.runs.run_index import all_runs
 from payload.orchestrate.runs.trash import trashed_runs
 from payload.report.__main__ import main as report
@@ -269,6 +273,166 @@ def test_nothing_but_an_own_removal_is_finished(
 
 def interrupted(*_: object, **_more: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_a_half_deleted_run_is_not_restored(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted_after_the_plan(folder: Path, **_: object) -> None:
+        (folder / "plan.json").unlink()
+        raise KeyboardInterrupt
+
+    assert remove(runs, "a") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupted_after_the_plan)
+        assert remove(runs, "--now") == INTERRUPTED
+    assert remove(runs, "--restore", "a") == ExitCode.USAGE
+    assert "run a is not in" in capsys.readouterr().err
+    assert remove(runs, "--keep", "9") == 0
+    assert sorted(path.name for path in runs.iterdir()) == ["b", "c", "d", "latest"]
+
+
+@pytest.fixture
+def during_the_prompt(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Make something happen in another terminal before the operator confirms."""
+
+    def happens(action: Callable[[], object]) -> None:
+        def confirm(_: str, *, assume_yes: bool) -> bool:
+            action()
+            return not assume_yes
+
+        monkeypatch.setattr("payload.orchestrate.commands.remove.confirm", confirm)
+
+    return happens
+
+
+def test_a_run_is_kept_if_its_adapter_is_resumed_during_the_prompt(
+    runs: Path,
+    during_the_prompt: Callable[[Callable[[], object]], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    init = f"model.init={runs / 'a' / 'checkpoints' / 'step_00000005'}"
+    lora = finished_run(runs / "lora", age_s=1, settings=(init, "adapter.kind=lora"))
+    lock = RunLock(lora)
+    during_the_prompt(lock.__enter__)
+    words = ["remove", "a", "lora", "--runs-dir", str(runs)]
+    assert main(words, os.environ) == ExitCode.USAGE
+    lock.__exit__(None, None, None)
+    said = capsys.readouterr()
+    assert "kept: run lora is running" in said.err and "kept: run a: run lora, which" in said.err
+    assert names(runs) == ["lora", "d", "c", "b", "a"] and "To get a run back" not in said.err
+
+
+def test_a_run_is_never_moved_into_a_holder_without_a_record(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second command finds the holder between its record and the run's move into the holder."""
+    holder = Path(tempfile.mkdtemp(prefix=".removing-", dir=runs))
+    (holder / "removal.json").write_text('{"run_id": "a", "removed_unix": 1}')
+    rmdir = Path.rmdir
+
+    def moved_before(folder: Path) -> None:
+        with suppress(FileNotFoundError):
+            (runs / "a").rename(holder / "a")
+        rmdir(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", moved_before)
+        finish_removals(runs)
+    assert names(runs) == ["d", "c", "b", "a"]
+    assert not list(runs.glob(".removing-*"))
+
+
+def test_a_run_that_cannot_be_moved_is_not_in_the_trash(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rename = Path.rename
+
+    def on_another_disk(path: Path, target: Path) -> Path:
+        if path == runs / "a":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", on_another_disk)
+        assert remove(runs, "a") == ExitCode.CONFIG
+    assert "cannot be removed (Invalid cross-device link)" in capsys.readouterr().err
+    assert not (runs / ".trash").exists()
+
+
+def test_a_record_without_a_run_is_no_run_in_the_trash(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command was killed between the record and the run's move."""
+    for name, target in (("killed", None), ("linked", runs / "a")):
+        holder = runs / ".trash" / name
+        holder.mkdir(parents=True)
+        (holder / "removal.json").write_text('{"run_id": "a", "removed_unix": 1}')
+        if target is not None:
+            (holder / "a").symlink_to(target)
+    assert trashed_runs(runs) == []
+    assert remove(runs, "--now") == 0
+    assert capsys.readouterr().out == ""
+    assert names(runs) == ["d", "c", "b", "a"]
+    assert [path.name for path in (runs / ".trash").iterdir()] == ["linked"]
+
+
+@pytest.mark.parametrize("words", [["--now"], ["--keep", "3", "--now"]])
+def test_a_run_that_cannot_be_deleted_fails_the_command(
+    runs: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def denied(*_: object, **_more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    if words == ["--now"]:
+        assert remove(runs, "a") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", denied)
+        assert remove(runs, *words) == ExitCode.CONFIG
+    (left,) = runs.glob(".removing-*/a")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "cannot be removed (Permission denied). Remove the folder yourself: rm -r" in said
+    assert "kept: " in said
+    assert remove(runs, "--keep", "9") == 0 and not left.parent.exists()
+
+
+def test_a_run_without_a_time_of_removal_is_not_deleted_by_age(runs: Path) -> None:
+    holder = runs / ".trash" / "a-1"
+    holder.mkdir(parents=True)
+    (runs / "a").rename(holder / "a")
+    (holder / "removal.json").write_text('{"run_id": "a"}')
+    assert remove(runs, "--keep", "9") == 0
+    assert remove(runs, "--restore", "a") == 0 and names(runs) == ["d", "c", "b", "a"]
+
+
+def test_a_dry_run_lists_the_runs_in_the_trash(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert remove(runs, "a") == 0
+    capsys.readouterr()
+    assert remove(runs, "--now", "--dry-run") == 0
+    assert capsys.readouterr().out == "would remove a (in the trash, 0.00 GB)\n"
+    assert [each.record.run_id for each in trashed_runs(runs)] == ["a"]
+
+
+def test_only_the_listed_runs_in_the_trash_are_deleted(
+    runs: Path, during_the_prompt: Callable[[Callable[[], object]], None]
+) -> None:
+    assert remove(runs, "a", "b") == 0
+
+    def another_terminal() -> None:
+        assert remove(runs, "--restore", "b") == 0
+        (runs / ".trash" / "c-1").mkdir()
+        (runs / ".trash" / "c-1" / "removal.json").write_text('{"run_id": "c", "removed_unix": 9}')
+        (runs / "c").rename(runs / ".trash" / "c-1" / "c")
+
+    during_the_prompt(another_terminal)
+    assert main(["remove", "--now", "--runs-dir", str(runs)], os.environ) == 0
+    assert names(runs) == ["d", "b"]
+    assert [each.record.run_id for each in trashed_runs(runs)] == ["c"]
 
 
 def test_a_folder_that_is_no_run_does_not_count_among_those_kept(runs: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +23,12 @@ from payload.orchestrate.runs.removal import (
 )
 from payload.orchestrate.runs.run_index import all_runs, find_run, is_copy
 from payload.orchestrate.runs.trash import (
-    KEPT_S,
-    empty_trash,
+    TrashedRun,
+    delete_trashed,
+    is_expired,
     move_to_trash,
     restore_run,
+    tidy_trash,
     trashed_runs,
 )
 from payload.orchestrate.terminal.console import confirm, text_console
@@ -57,12 +58,24 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
         out.print(f"restored {paths.run_id}")
         return ExitCode.OK
     found, refused = _removals(options, access, talk)
+    empties = options.now and not options.runs and options.keep is None
+    trashed = trashed_runs(runs_dir) if empties else []
+    failed = None
     if options.dry_run:
-        out.print("".join(f"would remove {each.text}\n" for each in found), end="")
-    elif _is_confirmed(options, found, talk):
-        refused = _carry_out(options, found, talk) or refused
+        texts = [each.text for each in found] + [_trashed_text(each) for each in trashed]
+        out.print("".join(f"would remove {text}\n" for text in texts), end="")
+    elif _is_confirmed(options, found, trashed, talk):
+        removed, refused_now, failed = _carry_out(options, access, found, talk)
+        refused = refused_now or refused
+        if not empties:
+            trashed = [each for each in trashed_runs(runs_dir) if is_expired(each)]
+        failed = _delete(runs_dir, trashed, talk) or failed
+        if removed and not options.now:
+            _print_ways_back(removed[-1], talk)
+        _repair_latest(runs_dir)
     # If --keep skips a run, the command does not fail, because the user did not name the run.
-    return refused.exit_code if refused is not None and options.runs else ExitCode.OK
+    error = failed or (refused if options.runs else None)
+    return ExitCode.OK if error is None else error.exit_code
 
 
 def _require_one_choice(options: RemoveOptions) -> None:
@@ -84,18 +97,8 @@ def _removals(
     found: list[_Removal] = []
     refused: TileforgeError | None = None
     for paths in _selected(options.runs_dir, options.runs, keep=options.keep):
-        gone = {each.paths.root for each in found}
         try:
-            if is_alive_at_site(paths, access.environment()):
-                raise UsageError(f"run {paths.run_id} has an active job. Stop it first.")
-            mirrored = readable_mirror(paths)
-            refuse_to_remove(
-                paths,
-                [each for each in all_runs(options.runs_dir) if each.root not in gone],
-                is_alive=mirrored is not None and mirrored.alive,
-                may_lose=_may_lose(paths, mirrored),
-                is_forced=options.force,
-            )
+            _refuse(options, access, paths, without=[each.paths for each in found])
         except TileforgeError as error:
             refused = error
             talk.print(f"kept: {error}")
@@ -106,49 +109,94 @@ def _removals(
     return found, refused
 
 
-def _is_confirmed(options: RemoveOptions, found: Sequence[_Removal], talk: Console) -> bool:
+def _refuse(
+    options: RemoveOptions, access: LocalAccess, paths: RunPaths, *, without: Collection[RunPaths]
+) -> None:
+    """Raise UsageError if the run must not be removed; runs in `without` count as removed."""
+    if is_alive_at_site(paths, access.environment()):
+        raise UsageError(f"run {paths.run_id} has an active job. Stop it first.")
+    mirrored = readable_mirror(paths)
+    refuse_to_remove(
+        paths,
+        [each for each in all_runs(options.runs_dir) if each not in without],
+        is_alive=mirrored is not None and mirrored.alive,
+        may_lose=_may_lose(paths, mirrored),
+        is_forced=options.force,
+    )
+
+
+def _is_confirmed(
+    options: RemoveOptions,
+    found: Sequence[_Removal],
+    trashed: Sequence[TrashedRun],
+    talk: Console,
+) -> bool:
     """List what would be removed, and prompt. Raises UsageError without a terminal."""
-    old = trashed_runs(options.runs_dir) if options.now else []
-    deleted = [] if options.runs or options.keep is not None else old
-    if options.yes or not (found or deleted):
+    if options.yes or not (found or trashed):
         return True
     for each in found:
         talk.print(f"  {each.text}")
     sizes = [each.size_bytes for each in found]
-    for trashed in deleted:
-        sizes.append(_size_bytes(trashed.folder))
-        talk.print(f"  {trashed.record.run_id} (in the trash, {sizes[-1] / 1e9:,.2f} GB)")
+    for old in trashed:
+        sizes.append(_size_bytes(old.folder))
+        talk.print(f"  {_trashed_text(old)}")
     runs = f"{len(sizes)} run{'s' * (len(sizes) > 1)} ({sum(sizes) / 1e9:,.2f} GB)"
     verb = f"Delete {runs} permanently?" if options.now else f"Move {runs} to the trash?"
     return confirm(verb, assume_yes=False)
 
 
+def _trashed_text(trashed: TrashedRun) -> str:
+    """Return the run's id and size."""
+    size_bytes = _size_bytes(trashed.folder)
+    return f"{trashed.record.run_id} (in the trash, {size_bytes / 1e9:,.2f} GB)"
+
+
 def _carry_out(
-    options: RemoveOptions, found: Sequence[_Removal], talk: Console
-) -> TileforgeError | None:
-    """Remove the runs, and return the last error."""
-    runs_dir, refused = options.runs_dir, None
+    options: RemoveOptions, access: LocalAccess, found: Sequence[_Removal], talk: Console
+) -> tuple[list[RunPaths], TileforgeError | None, TileforgeError | None]:
+    """Remove the runs; return these, the last reason to keep a run, and the last failure."""
+    removed: list[RunPaths] = []
+    refused: TileforgeError | None = None
+    failed: TileforgeError | None = None
     out = text_console(stderr=False)
     for each in found:
         try:
+            # During the prompt, this run or one that needs it can have been started.
+            _refuse(options, access, each.paths, without=())
             (remove_run if options.now else move_to_trash)(each.paths)
-        except TileforgeError as error:
+        except UsageError as error:
             refused = error
             talk.print(f"kept: {error}")
-            continue
-        out.print(f"{'deleted' if options.now else 'moved to the trash:'} {each.text}")
-    finish_removals(runs_dir)
-    empties = options.now and not options.runs and options.keep is None
-    before_unix = float("inf") if empties else time.time() - KEPT_S
-    for trashed in empty_trash(runs_dir, removed_before_unix=before_unix):
-        out.print(f"deleted {trashed.record.run_id} from the trash")
-    if found and not options.now:
-        restore = run_command("remove --restore", found[-1].paths)
-        empty = command("orchestrate", "remove", "--now", *runs_dir_option(runs_dir))
-        talk.print(f"To get a run back: {restore}")
-        talk.print(f"The disk space is freed by the first `remove` after a day, or now: {empty}")
-    _repair_latest(runs_dir)
-    return refused
+        except TileforgeError as error:
+            failed = error
+            talk.print(f"kept: {error}")
+        else:
+            removed.append(each.paths)
+            out.print(f"{'deleted' if options.now else 'moved to the trash:'} {each.text}")
+    finish_removals(options.runs_dir)
+    return removed, refused, failed
+
+
+def _delete(runs_dir: Path, trashed: Sequence[TrashedRun], talk: Console) -> TileforgeError | None:
+    """Delete these runs in the trash, and return the last failure."""
+    failed: TileforgeError | None = None
+    out = text_console(stderr=False)
+    for each in trashed:
+        try:
+            if delete_trashed(runs_dir, each):
+                out.print(f"deleted {each.record.run_id} from the trash")
+        except TileforgeError as error:
+            failed = error
+            talk.print(f"kept: {error}")
+    tidy_trash(runs_dir)
+    return failed
+
+
+def _print_ways_back(last: RunPaths, talk: Console) -> None:
+    """Print the commands that restore the last removed run, and that empty the trash."""
+    empty = command("orchestrate", "remove", "--now", *runs_dir_option(last.root.parent))
+    talk.print(f"To get a run back: {run_command('remove --restore', last)}")
+    talk.print(f"The disk space is freed by the first `remove` after a day, or now: {empty}")
 
 
 def _status(paths: RunPaths) -> str:

@@ -6,6 +6,8 @@ This module queries no cluster: callers pass the last known state of a run on a 
 from __future__ import annotations
 
 import json
+import math
+import secrets
 import shutil
 import tempfile
 import time
@@ -113,24 +115,28 @@ def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
 
 def remove_run(paths: RunPaths) -> None:
     """Rename the run's folder, then delete it; a later command completes an interrupted removal."""
-    holding = held(paths, folder=paths.root.parent, prefix=_HOLDER_PREFIX)
-    with holding as holder, suppress(FileNotFoundError):  # another command has completed it
-        finish(holder)
+    runs_dir = paths.root.parent
+    with held(paths, folder=runs_dir, prefix=_HOLDER_PREFIX) as holder:
+        finish(holder, runs_dir=runs_dir)
 
 
 @contextmanager
 def held(paths: RunPaths, *, folder: Path, prefix: str) -> Iterator[Path]:
     """Move the run's folder into a new holder folder, and lock the run during the context.
 
-    Raises ConfigError if a folder cannot be written, also for an OSError in the context.
+    Raises ConfigError if a folder cannot be written.
     """
     try:
         # Locked, so that no other command resumes it.
         with start_lock(paths), RunLock(paths):
             holder = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
             record = {"format_version": 1, "run_id": paths.run_id, "removed_unix": time.time()}
-            (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
-            paths.root.rename(holder / paths.run_id)
+            try:
+                (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
+                paths.root.rename(holder / paths.run_id)
+            except OSError:
+                drop_holder(holder)
+                raise
             yield holder
     except OSError as error:
         raise ConfigError(
@@ -142,19 +148,35 @@ def held(paths: RunPaths, *, folder: Path, prefix: str) -> Iterator[Path]:
 def finish_removals(runs_dir: Path) -> None:
     """Complete interrupted removals."""
     for holder in runs_dir.glob(f"{_HOLDER_PREFIX}*"):
-        with suppress(OSError, ConfigError):
-            finish(holder)
+        with suppress(ConfigError):
+            finish(holder, runs_dir=runs_dir)
 
 
-def finish(holder: Path) -> None:
-    """Remove a holder folder that this program created, and the run in it.
+def finish(holder: Path, *, runs_dir: Path) -> bool:
+    """Delete a holder folder that this program created, and the run in it.
 
-    Raises OSError, and ConfigError for a record of another program.
+    Returns False if the run is not there, because another command has restored or deleted it.
+    Raises ConfigError if the run cannot be deleted, and for a record of another program.
     """
     if holder.is_symlink():
-        return
-    shutil.rmtree(holder / held_run(holder).run_id, onerror=_unless_gone)
+        return False
+    folder = holder
+    try:
+        folder = holder / held_run(holder).run_id
+        # Renamed, so that no other command restores the run, or moves a run into this holder.
+        holder = holder.rename(runs_dir / f"{_HOLDER_PREFIX}{secrets.token_hex(8)}")
+        folder = holder / folder.name
+        was_there = folder.exists()
+        shutil.rmtree(folder, onerror=_unless_gone)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be removed ({error.strerror or error}). Remove the folder yourself: "
+            f"rm -r {folder}"
+        ) from None
     drop_holder(holder)
+    return was_there
 
 
 def drop_holder(holder: Path) -> None:
@@ -169,8 +191,8 @@ class HeldRun:
     """removal.json: the run in a holder folder."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
-    removed_unix: float = checked(0.0, low=0.0)
-    """Time of the removal; 0 in a record of an older version."""
+    removed_unix: float = checked(math.inf, low=0.0)
+    """Time of the removal; infinite if the record has none, so that age deletes no such run."""
 
 
 def held_run(holder: Path) -> HeldRun:

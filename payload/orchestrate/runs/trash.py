@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from payload.orchestrate.runs.removal import HeldRun, drop_holder, finish, held,
 from payload.run_record.run_files import RunPaths
 
 TRASH_NAME = ".trash"
-KEPT_S = 86_400.0
+_KEPT_S = 86_400.0
 """A run is deleted by the first `remove` after this time in the trash."""
 
 
@@ -45,6 +45,11 @@ def move_to_trash(paths: RunPaths) -> None:
 
 def trashed_runs(runs_dir: Path) -> list[TrashedRun]:
     """Return the runs in the trash, the last removed first; other folders are left out."""
+    return [each for each in _holders(runs_dir) if _is_folder(each.folder)]
+
+
+def _holders(runs_dir: Path) -> list[TrashedRun]:
+    """Return what has a record in the trash, also without a run: an interrupted move or restore."""
     trash, found = runs_dir / TRASH_NAME, []
     if trash.is_symlink() or not trash.is_dir():
         return []
@@ -55,13 +60,28 @@ def trashed_runs(runs_dir: Path) -> list[TrashedRun]:
     return sorted(found, key=lambda each: each.record.removed_unix, reverse=True)
 
 
-def empty_trash(runs_dir: Path, *, removed_before_unix: float) -> Iterator[TrashedRun]:
-    """Delete the runs that were removed before this time, and yield each deleted run."""
-    for each in trashed_runs(runs_dir):
-        if each.record.removed_unix < removed_before_unix:
-            with suppress(OSError, ConfigError):
-                finish(each.holder)
-                yield each
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def is_expired(trashed: TrashedRun) -> bool:
+    """Return True if the run was in the trash for the time that runs are kept."""
+    return trashed.record.removed_unix < time.time() - _KEPT_S
+
+
+def delete_trashed(runs_dir: Path, trashed: TrashedRun) -> bool:
+    """Delete the run; return False if another command has restored or deleted it.
+
+    Raises ConfigError.
+    """
+    return finish(trashed.holder, runs_dir=runs_dir)
+
+
+def tidy_trash(runs_dir: Path) -> None:
+    """Delete what interrupted commands left in the trash, and the trash folder if it is empty."""
+    for each in _holders(runs_dir):
+        if is_expired(each) and not each.folder.exists():
+            drop_holder(each.holder)
     with suppress(OSError):
         (runs_dir / TRASH_NAME).rmdir()
 
