@@ -311,7 +311,7 @@ def test_the_reason_of_a_connection_s_end_is_in_its_error(
                 connection.run(["true"], timeout_s=60)
     with connected(sshd.node, login) as connection:
         sshd.stop()
-        said = r"\((the node closed it|Connection reset by peer|Broken pipe)\)\. Check"
+        said = r"\((the node closed the connection|Connection reset by peer|Broken pipe)\)\. Check"
         with pytest.raises(ConnectionLostError, match=said):
             connection.run(["true"], timeout_s=60)
 
@@ -343,7 +343,7 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.node, worker.node)
     for broken, said in (
-        (worker, r"\((the node closed it|Socket is closed)\)\. Check"),
+        (worker, r"\((the node closed the connection|Socket is closed)\)\. Check"),
         (
             head,
             r"\(the connection to node-0, through which this node is reached, has ended\)\. Check",
