@@ -54,7 +54,7 @@ def start(
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "payload.orchestrate", "run", "--run-id", "one"),
-            *("--inventory", "local"),
+            *("--inventory", "local", "--yes"),
             *("--runs-dir", str(runs_dir or folder / "runs")),
             *(word for setting in chosen for word in ("--set", setting)),
         ],
