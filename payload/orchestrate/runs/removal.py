@@ -192,7 +192,7 @@ class HeldRun:
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     removed_unix: float = checked(math.inf, low=0.0)
-    """Time of the removal; infinite if the record has none, so that age deletes no such run."""
+    """Time of the removal; infinite if the record has no time, so that such a run is not deleted by age."""
 
 
 def held_run(holder: Path) -> HeldRun:
