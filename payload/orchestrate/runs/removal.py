@@ -192,7 +192,8 @@ class HeldRun:
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     removed_unix: float = checked(math.inf, low=0.0)
-    """Time of the removal; infinite if the record has no time, so that such a run is not deleted by age."""
+    """Time of the removal; infinite if the record has no time, so that the run's age deletes
+    nothing."""
 
 
 def held_run(holder: Path) -> HeldRun:
