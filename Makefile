@@ -16,8 +16,8 @@ VENV_IPEX ?= .venv-ipex
 # The config of make run; none = fine-tune the packaged model.
 CONFIG ?=
 QUICKSTART := payload/configs/quickstart.toml
-# Unique, so that concurrent runs do not meet; short for the run whose commands are shown.
-RUN_ID ?= $(if $(CONFIG),quickstart-$(shell date -u +%Y%m%dT%H%M%SZ)-$(shell echo $$$$),first-run-$(shell date +%m%d-%H%M%S))
+# Unique, so that concurrent runs do not meet.
+RUN_ID ?= $(if $(CONFIG),quickstart-$(shell date -u +%Y%m%dT%H%M%SZ)-$(shell echo $$$$))
 RUN_ID := $(RUN_ID)
 # More arguments for pytest, orchestrate run or a benchmark: make test ARGS="-k resume -x"
 ARGS ?=
@@ -68,7 +68,7 @@ run: data
 else
 run: export TILEFORGE_CONSOLE ?= $(if $(filter $(PWD),$(CURDIR)),,$(CURDIR)/)$(VENV)/bin/tileforge
 run: setup-run  ## set up if needed, then fine-tune a small chat model on this machine, before and after
-	@code=0; $(PY) -m payload.first_run --run-id $(RUN_ID) \
+	@code=0; $(PY) -m payload.first_run $(if $(RUN_ID),--run-id $(RUN_ID)) \
 		$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(ARGS) || code=$$?; \
 	if [ $$code = $(NO_PACKAGE) ]; then \
 		echo "make run: without the packaged model, the quickstart trains a small model from scratch" >&2; \

@@ -10,27 +10,28 @@ if __name__ == "__main__":
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-
-from rich.console import Console
 
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.command_line import CommandParser
+from payload.core.elapsed_line import elapsed_line
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.one_line import last_line
 from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_command
-from payload.core.suggested_commands import command, program_name
+from payload.core.suggested_commands import chat_command, command
 from payload.first_run.comparison import Shown, answers_text, scores, scores_text
 from payload.first_run.function_records import (
     EXAMPLES,
@@ -40,12 +41,17 @@ from payload.first_run.function_records import (
     standard_library,
 )
 from payload.first_run.packaged_model import PackageError, cache_folder, model_folder
-from payload.first_run.progress import Reporter
 from payload.first_run.step_budget import step_seconds, steps_within_budget
 from payload.models.registry import read_spec
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.report_and_samples_process import write_report
-from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths, Summary, last_record
+from payload.run_record.run_files import (
+    DEFAULT_RUNS_DIR,
+    RunPaths,
+    Summary,
+    last_record,
+    new_run_id,
+)
 from payload.run_record.run_samples import Sample, write_samples
 
 CONFIG = Path(__file__).parents[1] / "configs" / "first_run.toml"
@@ -71,9 +77,8 @@ class _Task:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
-    talk = Console(stderr=True, highlight=False, markup=False)
     try:
-        return _first_run(arguments, Reporter(talk))
+        return _first_run(arguments)
     except PackageError as error:
         print(f"note: {printable(str(error))}", file=sys.stderr)
         return NO_PACKAGE
@@ -88,15 +93,25 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _first_run(arguments: argparse.Namespace, talk: Reporter) -> int:
-    run_id = arguments.run_id or time.strftime("first-run-%m%d-%H%M%S")
+@contextmanager
+def _working(what: str) -> Iterator[None]:
+    """Print the name of a stage; on a terminal also its time, while the context is entered."""
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    with elapsed_line(what):
+        yield
+
+
+def _first_run(arguments: argparse.Namespace) -> int:
     model = model_folder(
-        cache_folder(os.environ), wheelhouse=arguments.wheelhouse, working=talk.working
+        cache_folder(os.environ), wheelhouse=arguments.wheelhouse, working=_working
     )
     config = load_run_config(CONFIG)
+    run_id = arguments.run_id or new_run_id(
+        config.run.name, now=datetime.now(UTC), suffix=secrets.token_hex(2)
+    )
     run = RunPaths(Path(DEFAULT_RUNS_DIR) / run_id)
     _require_own_run(run, data=config.data.folder(), model=model)
-    with talk.working("reading the standard library's functions"):
+    with _working("reading the standard library's functions"):
         training, held_out = split(standard_library())
     task = _Task(
         held_out=held_out,
@@ -104,16 +119,16 @@ def _first_run(arguments: argparse.Namespace, talk: Reporter) -> int:
         data=config.data.folder(),
         run=run,
     )
-    with talk.working(f"preparing {len(training):,} conversations"):
+    with _working(f"preparing {len(training):,} conversations"):
         _prepare(task, training, sequence_length=config.data.sequence_length)
-    steps = arguments.steps or _steps(config, model, talk)
-    with talk.working(f"answering {len(task.prompts())} prompts with the model as it is"):
+    steps = arguments.steps or _steps(config, model)
+    with _working(f"answering {len(task.prompts())} prompts with the model as it is"):
         before = _answers(str(model), task.prompts())
     status = _train(task.run, [f"model.init={model}", f"train.steps={steps}", *arguments.overrides])
     if status != ExitCode.OK:
         print(f"to resume and compare: make run RUN_ID={run_id}", file=sys.stderr)
         return status
-    with talk.working("answering the same prompts with the trained model"):
+    with _working("answering the same prompts with the trained model"):
         after = _answers(str(task.run.root), task.prompts())
     _report(task, before, after)
     return ExitCode.OK
@@ -158,13 +173,16 @@ def _text_of(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def _steps(config: RunConfig, model: Path, talk: Reporter) -> int:
-    with talk.working("measuring this machine"):
+def _steps(config: RunConfig, model: Path) -> int:
+    with _working("measuring this machine"):
         words = ("preflight", "--inventory", "local", "--json")
         found = json.loads(_output_of("payload.orchestrate", *words))
     step_s = step_seconds(config, read_spec(model), found)
     steps = steps_within_budget(step_s, most=config.train.steps)
-    talk.say(f"a step takes up to {step_s:.1f} s here: {steps} steps, in about two minutes at most")
+    print(
+        f"a step takes up to {step_s:.1f} s here: {steps} steps, in about two minutes at most",
+        file=sys.stderr,
+    )
     return steps
 
 
@@ -255,16 +273,16 @@ def _validation_losses(metrics: Path) -> list[float]:
 
 def _next_commands(task: _Task) -> str:
     """Return the three commands that follow this one."""
-    program, run = program_name(), os.path.relpath(task.run.root)
+    run = os.path.relpath(task.run.root)
     model, home = str(task.model), str(Path.home())
     model = f"~{model.removeprefix(home)}" if model.startswith(f"{home}/") else model
     return "\n".join(
         [
             "\nNext:",
-            f"  {program} chat {run}",
-            f"  {program} evaluate --data {task.data} \\",
+            f"  {chat_command(run)}",
+            f"  {command('evaluate')} --data {task.data} \\",
             f"    --model {run}",
-            f"  {program} finetune --data YOUR_FILE.jsonl \\",
+            f"  {command('finetune')} --data YOUR_FILE.jsonl \\",
             f"    --model {model}",
         ]
     )
@@ -280,7 +298,7 @@ def parser() -> CommandParser:
         example=command("first_run", "--run-id", "first"),
     )
     add = made.add_argument
-    add("--run-id", metavar="ID", help="id of the run (default: first-run, with the time)")
+    add("--run-id", metavar="ID", help="id of the run (default: first-run with time and suffix)")
     add(
         "--wheelhouse",
         type=Path,

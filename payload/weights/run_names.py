@@ -22,10 +22,8 @@ from payload.run_record.run_files import (
     latest_folder,
 )
 
-_MADE_ID = re.compile(
-    r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}|first-run-[0-9]{4}-[0-9]{6}|quickstart-[0-9]{8}T[0-9]{6}Z-[0-9]+"
-)
-"""Form of the ids that `new_run_id` and `make run` make. Models on the hub have other names."""
+_MADE_ID = re.compile(r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}|quickstart-[0-9]{8}T[0-9]{6}Z-[0-9]+")
+"""Form of the ids of `new_run_id` and of `make run CONFIG=...`. Hub models have other names."""
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
             newest = latest_folder(runs)
             if newest is None:
                 raise error(
-                    f"{setting} = {name}: no run in {runs} has completed a step. Name a run."
+                    f"{setting} = {name}: no run in {runs} has completed a step. Use a run id."
                 )
             return str(newest)
         if preset_of_hub_name(name) is not None:

@@ -148,6 +148,18 @@ class Killed(BaseException):
     """Ends a run at a chosen place."""
 
 
+def kill_before_packing(words: list[str]) -> None:
+    """Start a run that ends after its last row."""
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SampleFiles, "packed", killed)
+        with pytest.raises(Killed):
+            main(words)
+
+
 @pytest.mark.parametrize(
     "place",
     [
@@ -187,13 +199,7 @@ def test_a_damaged_file_of_samples_is_named(
     source = write_mixed(tmp_path / "in", "best-fit")
     words = prepare_words(tokenizer, source, tmp_path / "out", *FLAGS)
 
-    def killed(*_: object, **__: object) -> None:
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleFiles, "packed", killed)
-        with pytest.raises(Killed):
-            main(words)
+    kill_before_packing(words)
     samples = tmp_path / "out" / "samples.bin.partial"
     content = bytearray(samples.read_bytes())
     content[100] ^= 1
@@ -211,13 +217,7 @@ def test_another_version_of_the_tokenizer_starts_from_scratch(
     out = tmp_path / "out"
     words = prepare_words(tokenizer, source, out, *FLAGS)
 
-    def killed(*_: object, **__: object) -> None:
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleFiles, "packed", killed)
-        with pytest.raises(Killed):
-            main(words)
+    kill_before_packing(words)
     journal = out / JOURNAL_NAME
     head, *shards = journal.read_text(encoding="utf-8").splitlines(keepends=True)
     head = json.dumps({**json.loads(head), "encoder": "tokenizers 0.0.1"}) + "\n"
@@ -335,13 +335,7 @@ def test_other_special_tokens_start_from_scratch(
     shutil.copytree(tokenizer, model)
     words = prepare_words(model, write_mixed(tmp_path / "in", "best-fit"), tmp_path / "out", *FLAGS)
 
-    def killed(*_: object, **__: object) -> None:
-        raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleFiles, "packed", killed)
-        with pytest.raises(Killed):
-            main(words)
+    kill_before_packing(words)
     (model / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
     assert main(words) == ExitCode.CONFIG
     assert "have changed since the interrupted run" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_a_run_id_and_latest_mean_the_run_s_newest_checkpoint(
     [
         (MADE.replace("bd1c", "bd2c"), f"Did you mean {MADE}?"),
         ("other-20250101-000000-abcd", "tileforge list"),
-        ("first-run-1128-153430", "tileforge list"),
+        ("first-run-20261128-153430-0a1b", "tileforge list"),
         ("quickstart-20261128T153430Z-4711", "tileforge list"),
         ("./runs/fiirst", "Did you mean runs/first?"),
         ("./nothing.gguf", "the folder does not exist"),

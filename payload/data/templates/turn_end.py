@@ -20,7 +20,7 @@ _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """How the template ends a turn if the next message has a certain role."""
+    """The end of an assistant's turn, if the user or a tool has the next message."""
 
     stops: tuple[str, ...]
     """The model's stop tokens in the template's text, otherwise the template's own stop token.
