@@ -152,10 +152,11 @@ class Browser:
         self._point_at({"type": "pointerMove", "duration": 0, "x": x, "y": y}, *press, *press)
 
     def _point(self, selector: str, across: float, down: float) -> tuple[int, int]:
+        self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
+        # The scroll event comes with the next frame; until then uPlot has the plot's old position.
+        self.settle()
         left, top, width, height = self.run(
-            "const found = document.querySelector(arguments[0]);"
-            "found.scrollIntoView({block: 'center'});"
-            "const box = found.getBoundingClientRect();"
+            "const box = document.querySelector(arguments[0]).getBoundingClientRect();"
             "return [box.left, box.top, box.width, box.height];",
             selector,
         )

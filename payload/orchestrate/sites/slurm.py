@@ -372,7 +372,8 @@ def _reason(job: Job) -> str:
     return f" ({job.reason})" if job.reason else ""
 
 
-_REASONS = {
+# What Slurm calls the reason of a pending job, and what it means for the user.
+PENDING_REASONS = {
     "Resources": "no nodes are free yet",
     "Priority": "other jobs have a higher priority",
     "BeginTime": "Slurm has requeued it, and waits before it starts",
@@ -387,7 +388,7 @@ def _messages(job_id: str, job: Job) -> Sequence[str]:
     """Return a message for the operator about a job that is pending or has started."""
     if job.state in _WAITING:
         reason = job.reason.partition(",")[0]
-        meaning = f": {_REASONS[reason]}" if reason in _REASONS else ""
+        meaning = f": {PENDING_REASONS[reason]}" if reason in PENDING_REASONS else ""
         return [f"job {job_id} is {job.state.lower()} ({reason or 'no reason yet'}){meaning}"]
     if job.state == "RUNNING":
         return [f"job {job_id} is running on {job.nodes}"]
