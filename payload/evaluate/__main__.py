@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.config.launch_sections import DistributedSection
     from payload.data.tokenizer_match import require_same_tokens
+    from payload.evaluate.run_settings import trained_length
     from payload.formats.data_folder import load_meta
     from payload.train.models.classifier import Classifier
     from payload.train.models.hf_weights import checkpoint_folder, tokenizer_folder
@@ -121,7 +122,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         _evaluate_pairs(arguments, world, model, weights=folder)
         return
     context = model.spec.context()
-    trained = _trained_length(folder)
+    trained = trained_length(folder)
     length = arguments.sequence_length or _default_length(
         arguments.data, trained=trained, context=context
     )
@@ -149,7 +150,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         _report(
             arguments,
             result,
-            weights=str(folder),
+            weights=folder,
             length=length,
             trained=trained,
             took_s=took_s,
@@ -170,28 +171,17 @@ def _default_length(folder: Path, *, trained: int | None, context: int) -> int:
     return trained or min(_SEQUENCE_LENGTH, context)
 
 
-def _trained_length(checkpoint: Path) -> int | None:
-    """Return data.sequence_length of the checkpoint's run, or None if it is not recorded."""
-    from payload.config.run_config import parse_run_config
-    from payload.formats.checkpoint_listing import checkpoint_config
-
-    text = checkpoint_config(checkpoint)
-    try:
-        return None if text is None else parse_run_config(text, where="").data.sequence_length
-    except ConfigError:  # the settings of another version
-        return None
-
-
 def _evaluate_classifier(
     arguments: argparse.Namespace, world: World, model: Classifier, *, weights: Path
 ) -> None:
     from payload.config.launch_sections import DistributedSection
     from payload.evaluate.classify import as_json, as_text, measure, open_texts
+    from payload.evaluate.run_settings import different_settings, trained_length
     from payload.formats.data_folder import VAL_NAME, load_meta
     from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta = load_meta(arguments.data)
-    length = arguments.sequence_length or _trained_length(weights)
+    length = arguments.sequence_length or trained_length(weights)
     texts = open_texts(arguments.data, meta, model, sequence_length=length)
     world.join(DistributedSection())
     try:
@@ -214,7 +204,8 @@ def _evaluate_classifier(
         print(as_json(result, model.labels, **names, **ran), flush=True)
         return
     print(f"checkpoint  {shown_name(str(weights))}")
-    print(printable("\n".join(as_text(result, model.labels))))
+    lines = as_text(result, model.labels) + different_settings(weights, dtype=arguments.dtype)
+    print(printable("\n".join(lines)))
 
 
 def _evaluate_pairs(
@@ -222,6 +213,7 @@ def _evaluate_pairs(
 ) -> None:
     from payload.config.launch_sections import DistributedSection
     from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
+    from payload.evaluate.run_settings import different_settings
     from payload.formats.data_folder import VAL_NAME, load_meta
     from payload.train.ranks.multi_rank_cli import autocast, progress
 
@@ -250,7 +242,8 @@ def _evaluate_pairs(
         print(as_json(result, **names, **ran), flush=True)
         return
     print(f"checkpoint  {shown_name(str(weights))}\nreference   {reference}")
-    print("\n".join(as_text(result, beta=beta)))
+    lines = as_text(result, beta=beta) + different_settings(weights, dtype=arguments.dtype)
+    print("\n".join(lines))
 
 
 def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Blocks, str]:
@@ -341,12 +334,14 @@ def _report(
     arguments: argparse.Namespace,
     result: EvalMetrics,
     *,
-    weights: str,
+    weights: Path,
     length: int,
     trained: int | None,
     took_s: float,
     world: World,
 ) -> None:
+    from payload.evaluate.run_settings import different_settings
+
     try:
         perplexity = math.exp(result.val_loss)
     except OverflowError:
@@ -359,15 +354,12 @@ def _report(
         print(f"data        {data}, the first {result.val_tokens:,} tokens of val.bin")
         detail = f"{arguments.dtype}, blocks of {length}"
         print(f"loss        {result.val_loss:.6f} nats a token ({detail})")
-        if trained not in (None, length):
-            print(
-                f"note        the run's validation loss is over blocks of {trained}: with "
-                f"--sequence-length {trained} the two are comparable"
-            )
         print(f"perplexity  {shown}")
+        for line in different_settings(weights, dtype=arguments.dtype, length=length):
+            print(line)
         return
     row = {
-        "checkpoint": weights,
+        "checkpoint": str(weights),
         "data": str(arguments.data),
         "val_loss": result.val_loss,
         "val_tokens": result.val_tokens,

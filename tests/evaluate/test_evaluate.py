@@ -92,19 +92,24 @@ def test_without_json_the_result_is_for_people(
     assert "960 tokens" in out and "perplexity" in out and "blocks of 64" in out
 
 
-def test_the_default_length_is_the_run_s_and_another_one_is_noted(
+def test_the_default_length_is_the_run_s_and_other_settings_are_noted(
     checkpoint: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = tmp_path / "trained"
     shutil.copytree(checkpoint, trained)
     config = "[data]\nsequence_length = 32\n"
-    (trained / "trainer.json").write_text(json.dumps({"config_toml": config}))
+    state = {"config_toml": config, "dtype": "fp32"}
+    (trained / "trainer.json").write_text(json.dumps(state))
     assert evaluate(trained, data) == ExitCode.OK
     out = capsys.readouterr().out
     assert "blocks of 32" in out and "note" not in out
+    (trained / "trainer.json").write_text(json.dumps(state | {"dtype": "bf16"}))
     assert evaluate(trained, data, "--sequence-length", "64") == ExitCode.OK
     out = capsys.readouterr().out
-    assert "blocks of 64" in out and "validation loss is over blocks of 32" in out
+    assert "blocks of 64" in out
+    assert "the run's own evaluations: --sequence-length 32 --dtype bf16\n" in out
+    assert evaluate(trained, data, "--dtype", "bf16") == ExitCode.OK
+    assert "note" not in capsys.readouterr().out
     assert evaluate(trained, data, "--json") == ExitCode.OK
     row = last_line(capsys.readouterr().out)
     assert (row["sequence_length"], row["trained_sequence_length"]) == (32, 32)
