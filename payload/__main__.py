@@ -45,8 +45,10 @@ def _run(argv: Sequence[str]) -> int:
     if row.package == "cli":
         return _run_own(row.name, argv[1:], program=program)
     sys.argv[1:] = [*row.arguments, *argv[1:]]
-    if any(argument in _HELP for argument in sys.argv[1:]):
-        # The parser alone prints the help; a program may import torch first.
+    is_mode = any(argument.startswith("--") for argument in row.arguments)  # such as `chat`
+    if is_mode or any(argument in _HELP for argument in sys.argv[1:]):
+        # The parser alone prints the help, and usage errors with the name of the typed command. A
+        # program may import torch first, and prints its own name.
         completion.command_parser(row).parse_args()
     # Like `python -m payload.PACKAGE`: that module decides how the process ends.
     runpy.run_module(f"payload.{row.package}", run_name="__main__", alter_sys=True)

@@ -14,6 +14,7 @@ import pytest
 
 from payload.cli.commands import BY_NAME, COMMANDS, Command, help_text
 from payload.cli.completion import SHELLS, command_parser
+from payload.core.errors import ExitCode
 from payload.core.suggested_commands import CONSOLE
 from tests.support.launching import REPO
 from tests.support.terminal import Terminal
@@ -69,6 +70,9 @@ def test_the_help_of_a_second_command_of_a_program_shows_that_command(
     assert f"Example: tileforge {name} " in done.stdout
     if name == "compare":
         assert "--track" not in done.stdout and "--out" not in done.stdout
+    done = tileforge(bin_folder, name, "--bogus", cwd=tmp_path)
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.endswith(f"tileforge {name}: error: unrecognized arguments: --bogus\n")
 
 
 def test_every_package_with_a_command_line_has_a_command() -> None:
