@@ -29,6 +29,7 @@ def machine(
 ) -> Iterator[Machine]:
     """Yield a booted machine on which nothing of the project is installed."""
     source = tmp_path_factory.mktemp("source")
+    source.chmod(0o755)  # the newcomer reads it, who is another user
     run(["git", "-C", ROOT, "bundle", "create", "-q", source / "tileforge.bundle", "HEAD"])
     binds = [f"{newcomer_wheels(request.param)}:{_WHEELS}", f"{source}:{_SOURCE}"]
     layers = [newcomer_layer(request.param)]
