@@ -99,8 +99,8 @@ test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on P
 			"$$($(PY) -c 'from importlib.metadata import version; print(version("pulumi-gcp"))')"; fi
 	$(PY) -m pytest tests/engine -m engine $(ARGS)
 
-test-seeds: setup  ## every seed and variant: up, down and two operators on a pulumi of the tests, chat templates, a newcomer
-	$(PYTEST) $(LONG_WORKERS) tests/engine tests/train tests/chat_templates tests/real tests/rig tests/first_run -m 'seeds and not engine' $(ARGS)
+test-seeds: setup  ## the other seeds and variants of long tests, every chat template, a newcomer
+	$(PYTEST) $(LONG_WORKERS) -m 'seeds and not engine' $(ARGS)
 
 check: setup  ## everything that CI checks without running the program
 	$(PY) -m ruff check .

@@ -140,7 +140,7 @@ def test_the_set_of_docstrings_shows_its_examples_and_refuses_an_empty_choice(
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_both_learn_and_the_margin_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

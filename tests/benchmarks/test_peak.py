@@ -57,7 +57,7 @@ def test_cpus_that_share_a_core_are_told_from_cores() -> None:
     assert scaling(shared).endswith("1.10 times as fast as one in registers: physical cores shared")
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_the_last_line_has_every_rate_for_one_and_all_threads() -> None:
     command = [sys.executable, "-m", "benchmarks.peak", "--seconds", "0.001", "--rounds", "1"]
     done = subprocess.run(

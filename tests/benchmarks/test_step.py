@@ -27,7 +27,7 @@ CONFIG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_the_last_line_has_this_project_s_results_beside_its_peers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     sizes = ["--micro-batch-size", "2", "--sequence-length", "16", "--steps", "2"]
@@ -53,7 +53,7 @@ def test_the_last_line_has_this_project_s_results_beside_its_peers(tmp_path: Pat
     assert line["ratio_vs_transformers"] > 0 and line["ratio_vs_trl"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_auto_ends_with_one_line_to_send(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     sizes = ["--micro-batch-size", "1", "--sequence-length", "16", "--steps", "2"]

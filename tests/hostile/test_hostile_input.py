@@ -95,7 +95,7 @@ def test_every_field_of_every_format_refuses_hostile_values_in_one_line(
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("reads", [1_200, pytest.param(ALL_READS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reads", [1_200, pytest.param(ALL_READS, marks=pytest.mark.seeds)])
 def test_no_damage_to_any_format_is_a_traceback(formats: list[Format], reads: int) -> None:
     rng = random.Random(_SEED)
     problems = []

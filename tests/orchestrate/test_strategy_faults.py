@@ -41,6 +41,11 @@ def stop(event, arguments, reached=os.path.join(os.path.dirname(__file__), "reac
 
 sys.addaudithook(stop)
 """
+BOTH = pytest.mark.parametrize(
+    "settings",
+    [SHARD, pytest.param(PIPELINE, marks=pytest.mark.seeds)],
+    ids=["shard", "pipeline"],
+)
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restarts=0")
 
 
@@ -53,7 +58,7 @@ ENDLESS = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restart
     ],
     ids=["killed", "stopped"],
 )
-@pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
+@BOTH
 def test_a_rank_that_is_killed_or_stopped_is_named(
     tmp_path: Path, settings: tuple[str, ...], fault: signal.Signals, code: ExitCode, said: str
 ) -> None:
@@ -68,7 +73,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
+@BOTH
 def test_ranks_that_die_while_they_write_a_checkpoint_go_on_bitwise_from_the_one_before(
     tmp_path: Path, settings: tuple[str, ...]
 ) -> None:

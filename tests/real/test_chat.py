@@ -23,7 +23,7 @@ from tests.support.launching import metrics
 from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.seeds, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 LENGTH, STEPS = 256, 60
 # On a CPU that emulates bf16 the run would take an hour.

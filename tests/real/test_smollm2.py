@@ -172,7 +172,7 @@ def test_the_loss_is_that_of_transformers(
     assert row["val_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
     model: Path, trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +180,7 @@ def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
     assert after < before
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_the_checkpoint_gives_the_same_greedy_tokens_in_transformers(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +209,7 @@ def test_a_chat_turn_gets_an_answer(
     assert row["text"] == "The capital of France is Paris."
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_lm_evaluation_harness_takes_a_checkpoint_by_the_documented_command(
     trained: Path, tmp_path: Path
 ) -> None:

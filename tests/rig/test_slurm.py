@@ -150,7 +150,7 @@ def require_nothing_left(cluster: SlurmCluster) -> None:
         assert not left.stdout, left.stdout
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.seeds)])
 def test_ctrl_c_on_the_login_node_saves_and_stops_a_run_within_salloc(
     cluster: SlurmCluster, launcher: str
 ) -> None:
@@ -221,6 +221,7 @@ def test_one_node_of_salloc_has_the_ranks_and_the_login_node_has_none(
     require_nothing_left(cluster)
 
 
+@pytest.mark.seeds
 def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:
@@ -302,7 +303,7 @@ def test_torchrun_s_stuck_ranks_end_after_their_supervisor_while_the_allocation_
         allocation.result()
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.seeds)])
 def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     cluster: SlurmCluster, launcher: str
 ) -> None:

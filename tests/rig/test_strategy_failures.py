@@ -32,7 +32,11 @@ pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 SHARD = ("distributed.strategy=shard",)
 PIPELINE = ("distributed.pipeline_parallel=2", "model.n_layer=2")
-BOTH = pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
+BOTH = pytest.mark.parametrize(
+    "settings",
+    [SHARD, pytest.param(PIPELINE, marks=pytest.mark.seeds)],
+    ids=["shard", "pipeline"],
+)
 ENDLESS = (
     "train.steps=100000",
     "train.checkpoint_every=0",

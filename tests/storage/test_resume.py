@@ -180,7 +180,9 @@ def assert_same_end(one: RunPaths, other: RunPaths, *, steps: int = STEPS) -> No
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(each, marks=pytest.mark.seeds) for each in (2, 3))]
+)
 def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_equal(
     tmp_path: Path, data: Path, proxy: FaultyProxy, uninterrupted: RunPaths, seed: int
 ) -> None:

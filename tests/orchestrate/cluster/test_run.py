@@ -450,8 +450,8 @@ def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch, *words: str) -
     ("module", "name", "place"),
     [
         (files, "put", "(writing|running `sha256sum`)"),
-        (ssh_site, "install_run_key", "running `python3`"),
-        (ssh_start, "unpack", "running `(env|mkdir)`"),
+        pytest.param(*(ssh_site, "install_run_key", "running `python3`"), marks=pytest.mark.seeds),
+        pytest.param(*(ssh_start, "unpack", "running `(env|mkdir)`"), marks=pytest.mark.seeds),
     ],
     ids=["data", "key", "run-folder"],
 )

@@ -198,11 +198,17 @@ def is_slow(case: Case) -> bool:
 
 
 def names(cases: Mapping[str, Case]) -> list[Any]:
-    """Return the parameters of a test over these runs; `make test-all` has the slow ones."""
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if is_slow(case) else name
-        for name, case in cases.items()
-    ]
+    """Return the parameters of a test over these runs.
+
+    `make test-all` has the slow ones, `make test-seeds` those with DeepSpeed on more ranks.
+    """
+
+    def marks(case: Case) -> list[pytest.MarkDecorator]:
+        if ZERO3 in case.strategy and case.ranks > 2:
+            return [pytest.mark.seeds]
+        return [pytest.mark.slow] if is_slow(case) else []
+
+    return [pytest.param(name, marks=marks(case)) for name, case in cases.items()]
 
 
 def model_overrides(model: str, folder: Path) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def test_deepspeed_has_stage_3_and_warns_of_nothing(runs: Runs) -> None:
     assert "Warning" not in runs.output("zero3") and "WARNING" not in runs.output("zero3")
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 @pytest.mark.bf16
 def test_deepspeeds_bf16_has_the_losses_of_shards_without_kernels(runs: Runs) -> None:
     shard, zero3 = (
