@@ -24,7 +24,7 @@ from payload.train.models.loading import load
 
 BATCH, LENGTH = 2, 48
 CHUNKS = [13, 1, 1, 6, 27]
-"""Tokens of each forward pass with a cache; some passes are longer than a window, some shorter."""
+"""Tokens of each forward pass with a cache; some are longer than a window, some shorter."""
 _SEED = 20261123
 
 _LLAMA: Mapping[str, Any] = {

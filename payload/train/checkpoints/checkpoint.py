@@ -59,7 +59,7 @@ class BaseModel:
     """Quantisation of the base's linears while the adapter was trained."""
 
     def has_same_config(self, other: BaseModel) -> bool:
-        """Return False if both records have a config.json hash and the hashes differ, else True."""
+        """Return False if both records have a config.json hash and these differ, otherwise True."""
         return len({self.config_sha256, other.config_sha256} - {None}) <= 1
 
 

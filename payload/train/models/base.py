@@ -206,7 +206,7 @@ class CausalLM(SplitModule, ABC):
     def classifier_architecture(self) -> str:
         """Return the name of transformers' classification class for this model.
 
-        Raises CheckpointError if transformers has no such class in the common layout.
+        Raises CheckpointError if transformers lacks this class in the common layout.
         """
         raise CheckpointError(
             f"model_type = {self.spec.model_type!r}: not supported as a classifier. Use a language "

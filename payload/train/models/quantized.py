@@ -147,7 +147,7 @@ def loading_targets(
 ) -> dict[str, Tensor | QuantizedLinear]:
     """Return by name where to load a checkpoint's tensors: into the `tensors` of `module`.
 
-    A quantised linear is one target, in place of its packed weight and scales.
+    A quantised linear is one target instead of its packed weight and its scales.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():

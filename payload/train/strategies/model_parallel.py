@@ -127,7 +127,7 @@ class ModelParallel(Strategy):
         return found
 
     def _is_on_stage(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Return whether this rank's stage has a parameter; the last stage has tied weights, too."""
+        """Return whether this rank's stage has a parameter; the last also has the tied weights."""
         if self._stage is None:
             return True
         is_head = name == self._tied and self._stage.is_last()
