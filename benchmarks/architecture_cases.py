@@ -24,7 +24,7 @@ from payload.train.models.loading import load
 
 BATCH, LENGTH = 2, 48
 CHUNKS = [13, 1, 1, 6, 27]
-"""Tokens of each forward pass with a cache: more than a window, and fewer."""
+"""Tokens of each forward pass with a cache; some are longer than a window, some shorter."""
 _SEED = 20261123
 
 _LLAMA: Mapping[str, Any] = {
@@ -171,7 +171,7 @@ class Comparison:
 
     name: str
     path: str
-    """`native` or `transformers`: the layers that compute it."""
+    """The layers that compute the model: `native` or `transformers`."""
     logits: float
     """Largest difference of a logit, fp32."""
     gradients: float
@@ -216,7 +216,7 @@ def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> A
     """Save transformers' model of a config.json with random weights; return it.
 
     Attention and experts are transformers' plain ones, whose operations torch can count. Norms and
-    biases are random too: with their initial values, a model without them would be equal.
+    biases are random too: with their initial values, a model without them would give equal results.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -260,7 +260,7 @@ def _backward_of_theirs(model: Any, tokens: Tensor, targets: Tensor) -> int:
 
 
 def _gradient_difference(ours: CausalLM, theirs: Any, folder: Path) -> float:
-    """Return the largest difference of a gradient; both models save theirs as weights."""
+    """Return the largest difference of a gradient; each model saves its gradients like weights."""
     for model in (ours, theirs):
         with torch.no_grad():
             for parameter in model.parameters():

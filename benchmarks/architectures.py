@@ -3,12 +3,13 @@
     python -m benchmarks.architectures [NAME ...] [--json]
 
 Each row is a small model with random weights, which transformers builds, saves and computes in
-fp32, and which this project loads. `path` names the layers that compute it: native, or the layers
-of transformers. Differences are from the values of transformers; the difference of a gradient is
-relative to its norm. `cache` compares this project's logits with and without the key-value cache.
-Parameters and FLOPs are the numbers that payload.models computes from config.json (and from the
-weights' headers, for a family that is not native) beside torch's own count with plain attention.
-The table goes to stderr, one JSON object to stdout. The exit status is 1 if a bound is missed.
+fp32, and which this project loads. `path` names the layers that compute the model: native, or the
+layers of transformers. Differences are from the values of transformers; the difference of a
+gradient is relative to its norm. `cache` compares this project's logits with and without the
+key-value cache. Parameters and FLOPs are the numbers that payload.models computes from config.json
+(and from the weights' headers, for a family that is not native) beside torch's own count with plain
+attention. The table goes to stderr, one JSON object to stdout. The exit status is 1 if a bound is
+missed.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m benchmarks.checkpoint [--preset gpt2] [--micro-batch-size 1] [--rounds 3] [--dir DIR]
 
-Blocks of steps on this machine's cores, three kinds in turn: without a checkpoint, with a
+Runs blocks of steps of three kinds in turn on this machine's cores: without a checkpoint, with a
 checkpoint written as the trainer writes it, and with a checkpoint that training waits for. Each
 checkpoint follows the trainer's comparison of parameters and is complete on disk within its block.
-The lost time is the median block with a checkpoint less the median block without. A table goes to
-stderr, one JSON object to stdout; the exit status is 1 if the goal was missed.
+The lost time is the median block with a checkpoint minus the median block without one. A table goes
+to stderr, one JSON object to stdout; the exit status is 1 if the goal was missed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from payload.train.strategies.sync_check import rank_state
 from payload.train.torch_engines import apply_engine
 
 GOAL = 0.05
-"""Largest share of the time between two checkpoints that a checkpoint costs."""
+"""Limit on the cost of a checkpoint, as a share of the time between two checkpoints."""
 _STATE = TrainerState(
     step=0, next_sample=0, tokens=0, seed=1, dtype="bf16", train_sha256="", world_size=1
 )

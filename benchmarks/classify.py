@@ -14,8 +14,8 @@ with a training text, from which they often differ by a single word. `--peers` t
 and reports the accuracy on both kinds of texts.
 
 The peer is scikit-learn's logistic regression on the same texts. Its regularisation is the best for
-the measured texts, which favours it. The standard error of the margin is for paired texts clustered
-by source package, and its p-value is from a normal distribution.
+the measured texts, which favours the peer. The standard error of the margin is for paired texts
+clustered by source package, and its p-value is from a normal distribution.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ LABELS = 12
 TEXTS = 8_000
 VALIDATION, HELD_OUT = 2_000, 10_000
 ENDING = " Debian section:"
-"""Ending of each text, whose last token predicts the label. Its gain was not measured."""
+"""Ending of each text; its last token predicts the label. The gain from this ending was not
+measured."""
 CONFIG = Path("payload/configs/classify.toml")
 _ROWS = 64
 _OWN_VALIDATION = 0.01
@@ -307,7 +308,7 @@ def _labels(work: Path, texts: Sequence[str], *, model: str) -> list[str]:
 def _peers(
     train: Sequence[PackageText], measured: Sequence[PackageText]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and labels of each logistic regression on TF-IDF features, at its best."""
+    """Yield each TF-IDF regression's name, and its labels at the best regularisation."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_union

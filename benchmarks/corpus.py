@@ -1,8 +1,9 @@
 """A large corpus made of the standard library's text, the same every time.
 
-Copies of 31 MB would be easy for a tokenizer that caches words. So a document has one to six
-random passages of the library. In every passage a few words are replaced by new ones, made of the
-halves of two others: the number of different words grows with the corpus, as in natural text.
+Plain copies of the library's 31 MB would be easy for a tokenizer that caches words. So a document
+has one to six random passages of the library. In every passage a few words are replaced by new
+ones, made of the halves of two others: the number of different words grows with the corpus, as in
+natural text.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 
 Each mesh trains a small GPT-2 or Llama (those of `benchmarks.equality`) for 10 steps in fp32 with
 AdamW and saves after 5. Every mesh reads each of these checkpoints and makes the next 5 steps. A
-cell is the largest relative difference of their losses from the writer's own. In addition:
+cell is the largest relative difference between the reader's losses and the writer's. In addition:
 
-- Each rank compares its shard of weights and optimizer state with the file, bit by bit: the
-  writer's when it saved, the reader's before its first step.
+- Each rank compares its shard of weights and optimizer state with the file, bit by bit: a writer
+  when it saves, a reader before its first step.
 - If the reader has the writer's mesh, losses and the last checkpoint equal the writer's, bitwise.
 - transformers loads each checkpoint to the same bits, without a missing or unknown tensor.
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = benchmark.parse(argv)
     if arguments.rank is not None:
         _train_all(arguments.rank, read_tasks(arguments.tasks))
-        # As a rank of a run exits: torch's threads can abort an exiting interpreter.
+        # Exit like a rank of a run: torch's threads can abort an exiting interpreter.
         exit_now(0)
     layouts = arguments.only or list(LAYOUTS)
     with tempfile.TemporaryDirectory() as folder:

@@ -61,7 +61,7 @@ def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str] | Non
 
 
 def preferences(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield prompt, chosen, rejected and module; the next function has the rejected answer."""
+    """Yield prompt, chosen, rejected (the next function's docstring) and module."""
     for module, some in groupby(rows, key=lambda row: row["module"]):
         own = list(some)
         for number, row in enumerate(own):

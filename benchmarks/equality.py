@@ -4,9 +4,9 @@
     python -m benchmarks.equality --only 2:shard 4:pipeline2+shard
 
 A small GPT-2 and a small Llama train 20 steps in fp32 with AdamW and with SGD (momentum 0.9, which
-replaces the run's optimizer), on one rank and on each mesh of 2 and 4 ranks of this machine. The
-processes of a number of ranks start once and train all of its meshes in turn; DeepSpeed has its own
-processes. `--runs FOLDER` keeps the runs, and a later command trains only the missing ones.
+replaces the run's optimizer), on one rank and on each mesh of 2 and 4 ranks of this machine. For
+each number of ranks, the processes start once and train all its meshes in turn; DeepSpeed has its
+own processes. `--runs FOLDER` keeps the runs, and a later command trains only the missing ones.
 
 Each number is the largest relative difference from one rank, over all steps or evaluations. The
 exit status is 1 if a difference is above 1e-5, or if ranks differ from each other. A table goes to
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = benchmark.parse(argv)
     if arguments.rank is not None:
         _train_all(arguments.rank, read_tasks(arguments.tasks))
-        # As a rank of a run exits: torch's threads can abort an exiting interpreter.
+        # Exit like a rank of a run: torch's threads can abort an exiting interpreter.
         exit_now(0)
     meshes = arguments.only or [(ranks, mesh) for ranks in MESHES for mesh in MESHES[ranks]]
     with tempfile.TemporaryDirectory() as folder:

@@ -4,10 +4,10 @@
     python -m benchmarks.loading --params 5e8 --quantize nf4
 
 Writes a Llama-shaped folder with random bf16 weights, then loads it in fp32 on the ranks of this
-machine as a run on the mesh does: `shard`, or another one with `--mesh`, such as `pipeline2+shard`.
-With `--limit-gib` each rank is in a cgroup of that memory (root only), where a rank that reads the
-whole model is killed; that is measured, too. With `--state` the ranks restore AdamW's state, as on
-a resume: zeros, twice the bytes of the weights.
+machine as a run on the mesh does: `shard`, or the mesh of `--mesh`, such as `pipeline2+shard`. With
+`--limit-gib` each rank is in a cgroup with this memory limit (root only). A rank that reads the
+whole model is killed there; this case is measured, too. With `--state` the ranks restore AdamW's
+state, as on a resume: zeros, twice the bytes of the weights.
 
 With `--quantize nf4` one process loads the model in 4 bits: a Llama with this project's layers, and
 an OLMo 2 with the layers of transformers. The peak is what loading adds to a process that has

@@ -8,10 +8,10 @@ A case is a model and a micro-batch of sequences of 1024 tokens. The model is a 
 with a config.json in the Hugging Face layout, as in `benchmarks.step`. Each contender is a process
 of `benchmarks.step` on random tokens, with the same allocator settings; its peak is the high-water
 mark of its resident set. With `--data` the trainer itself also runs each case: two steps, an
-evaluation and a checkpoint, on one or several ranks of this machine, of which the largest counts.
-The estimate is the one that the trainer prints when it starts. A table goes to stderr, one JSON
-object to stdout. The exit status is 1 if an estimate is off by more than 15 %, or if this project
-takes over half of nanoGPT's memory at micro-batch 8 or more.
+evaluation and a checkpoint, on one or several ranks of this machine; the rank with the highest peak
+counts. The estimate is the one that the trainer prints when it starts. A table goes to stderr, one
+JSON object to stdout. The exit status is 1 if an estimate is off by more than 15 %, or if this
+project takes over half of nanoGPT's memory at micro-batch 8 or more.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from payload.models.gpt2.spec import PRESETS
 from payload.run_record.run_files import RunPaths
 
 ESTIMATE_BOUND = 0.15
-"""Largest error of the estimate, as a share of the measured peak."""
+"""Limit on the estimate's error, as a share of the measured peak."""
 PEER_BOUND = 0.5
-"""Largest share of nanoGPT's peak at micro-batches of `PEER_BOUND_FROM` and more."""
+"""Limit on this project's share of nanoGPT's peak, from `PEER_BOUND_FROM` sequences on."""
 PEER_BOUND_FROM = 8
 STEPS = 2
 SEQUENCE_LENGTH = 1024
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The peak memory of one process, and for this project's the estimate."""
+    """The peak memory of one process, and its estimate if the process is this project's."""
 
     name: str
     case: Case

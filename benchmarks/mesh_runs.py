@@ -27,7 +27,7 @@ Layout = tuple[int, str]
 """Number of ranks, and the mesh."""
 MODELS = ("gpt2", "llama")
 BOUND = 1e-5
-"""Largest relative difference of a loss, a gradient norm or an evaluation."""
+"""Limit on the relative difference of a loss, a gradient norm or an evaluation."""
 _VOCAB = 512
 
 _CONFIG = """
@@ -109,7 +109,7 @@ def is_trained(run: Path, *, keep: bool = False) -> bool:
 
 
 def overrides_of(model: str, mesh: str, root: Path, **settings: object) -> list[str]:
-    """Return the settings of a model on a mesh beyond `root`'s run.toml, and `settings`."""
+    """Return what a model on a mesh adds to the settings in `root`'s run.toml, and `settings`."""
     found: dict[str, object] = {**mesh_settings(mesh), **settings}
     if model == "llama":
         sizes = dict.fromkeys(("model.n_layer", "model.n_head", "model.n_embd"), "none")

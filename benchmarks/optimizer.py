@@ -6,7 +6,7 @@ Trains with the real trainer in one small setting (`SETTING`: 16 layers of width
 parameters). AdamW takes N steps, Muon three quarters of them. Each run has its own cosine that ends
 at its last step, as in real runs. Learning rates are tried on the first seed, by factors of two,
 until those at both ends are clearly worse than the best (`CLEARLY`); the other seeds use the best.
-A seed makes the weights and the order of the data, the same for both optimizers.
+A seed determines the weights and the order of the data; both optimizers use the same seeds.
 
 Finished runs stay in the folder and are not repeated, so the same command continues an interrupted
 comparison; `--runs 2` stops after two runs. Two runs train at a time, each with half of the cores,
@@ -55,9 +55,9 @@ STEPS = 128
 SHARE = 0.75
 """Steps of Muon as a share of the steps of AdamW."""
 WARM_UP = 0.1
-"""Share of a run's steps."""
+"""Steps of the warm-up as a share of a run's steps."""
 LAST_LR = 0.1
-"""Share of the highest learning rate at the end of the cosine."""
+"""Learning rate at the end of the cosine, as a share of the highest one."""
 SEEDS = (1, 2, 3)
 JOBS = 2
 """Runs at a time."""

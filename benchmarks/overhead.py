@@ -5,9 +5,9 @@
 One process trains and writes the records of a rank (the clock around each phase, the row of
 metrics.jsonl, the heartbeats), while an exporter is scraped every 5 s, as by our Prometheus, and a
 tracker follows the rows; both are real processes. The cost is the time within those writes plus the
-CPU time of both processes, over the time of the steps. It counts work that overlaps with the step,
-so it is an upper bound. A table goes to stderr, one JSON object to stdout; the exit status is 1 if
-the cost is over the goal.
+CPU time of both processes, over the time of the steps. This cost counts work that overlaps with the
+step, so it is an upper bound. A table goes to stderr, one JSON object to stdout; the exit status is
+1 if the cost is over the goal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from payload.train.step_clock import StepClock
 from payload.train.torch_engines import apply_engine
 
 GOAL = 0.005
-"""Largest share of the step's time."""
+"""Limit on the cost, as a share of the step's time."""
 _START_S = 5.0
 """Time for the tracker's imports, which a run pays once."""
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.packing --model gpt2 --rounds 3
 
-Conversations have 50 to 400 random tokens, evenly spread, and the last half of each is trained.
-Every layout makes forward and backward passes of about as many tokens, padding included:
+Conversations have 50 to 400 random tokens, evenly spread, and the last half of each is trained. In
+every layout, forward and backward passes have about the same number of tokens, with padding:
 
 - packed: whole conversations side by side in blocks of the sequence length, as `prepare` packs them
 - bucketed: conversations of similar length together, each padded to the longest of its micro-batch

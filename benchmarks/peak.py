@@ -3,13 +3,13 @@
     python -m benchmarks.peak
     python -m benchmarks.peak --json --seconds 0.1 --rounds 3
 
-Multiply-add instructions of each kind that this CPU has run with their operands in registers, and
-streamed from the L1 cache, the L2 cache and memory: both operands of an AMX tile product, one of a
-vector instruction. The data are random, since a CPU's clock can depend on them. Memory is read,
-written and copied, sequentially. The GEMM is the fastest of several sizes through torch. Rates are
-the highest of `--rounds` measurements of `--seconds` each, which other programs disturb least, for
-one thread and for all threads at the same time. If two CPUs share a physical core, both together
-are no faster than one.
+Measures each kind of multiply-add instruction that this CPU supports. Operands are in registers, or
+come from the L1 cache, the L2 cache or memory: both operands of an AMX tile product, one operand of
+a vector instruction. The data are random, since a CPU's clock can depend on them. Memory is read,
+written and copied, sequentially. The GEMM is the fastest of several sizes through torch. A rate is
+the highest of `--rounds` measurements of `--seconds` each: other programs disturbed that one least.
+Rates are for one thread, and for all threads at the same time. If two CPUs share a physical core,
+both together are no faster than one.
 
 Tables go to stderr, one JSON object to stdout.
 """

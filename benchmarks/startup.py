@@ -101,7 +101,7 @@ def _touch(gib: int) -> None:
 
 
 def _start(config: str) -> dict[str, float]:
-    """Run once; return the seconds of each phase in order, and `then` until the command ended."""
+    """Run once; return each phase's seconds in order; `then` are those until the command ended."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.toml").write_text(config, encoding="utf-8")

@@ -14,13 +14,13 @@ a step (`cpu_ratio_vs_...`, `cpu_mfu`), which excludes the time that threads wai
 A table goes to stderr, one JSON object to stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes`
 are of this project, and `contender_peak_rss_bytes` has the peaks of every contender. Peers run
 unmodified, from the folders given, with autocast to bf16. FOLDER has a config.json in the Hugging
-Face layout; without weights they are random. --transformers is transformers' own model of FOLDER,
---trl the same model in TRL's SFTTrainer. With --adapter, this project trains LoRA on all linears of
-the layers, with alpha = 2 x rank, and --peft trains the LoRA of PEFT on transformers' model. With
---quantize nf4 the linears of the base are in 4 bits, with PEFT quantised by bitsandbytes with
-double quantisation; the folder needs weights. --auto compares with transformers in the
-dtype that fits this CPU, on SmolLM2-135M's shape unless --model names a folder; the last line on
-stderr is the result.
+Face layout; if it has no weights, they are random. --transformers is transformers' own model of
+FOLDER, --trl the same model in TRL's SFTTrainer. With --adapter, this project trains LoRA on all
+linears of the layers, with alpha = 2 x rank, and --peft trains the LoRA of PEFT on transformers'
+model. With --quantize nf4 the linears of the base are in 4 bits (for PEFT, by bitsandbytes with
+double quantisation); the folder needs weights. --auto compares with transformers in the dtype that
+fits this CPU, on SmolLM2-135M's shape unless --model names a folder; the last line on stderr is the
+result.
 """
 
 from __future__ import annotations

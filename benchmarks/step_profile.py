@@ -3,9 +3,9 @@
     python -m benchmarks.step_profile --model gpt2 --micro-batch-size 4 --steps 6
     python -m benchmarks.step_profile --model FOLDER --micro-batch-size 4 --steps 6
 
-Timers around the kernels' library and the matmuls of the layers and the head, in the process that
-`benchmarks.step` runs for this project; "other" is the rest of the step. Medians of all steps but
-the first. A table goes to stderr; the last line on stdout is one JSON object.
+Times the kernels' library and the matmuls of the layers and the head, in the process that
+`benchmarks.step` runs for this project; "other" is the rest of the step. Each time is the median of
+all steps but the first. A table goes to stderr; the last line on stdout is one JSON object.
 """
 
 from __future__ import annotations

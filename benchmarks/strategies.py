@@ -10,12 +10,12 @@ mpirun, ended after its steps. All have the same global batch: a case makes twic
 micro-batches if two ranks make one together. With `--network hosts:GBIT` each of two ranks is on a
 separate host, a network namespace whose cable has that rate (root only).
 
-The step is the median after the first. Its prediction uses the computing time of the first case
-with as many ranks (`replicate`: its step less its wait and its update), the all-reduce between as
-many ranks, which is measured first, and the copies that sharded ranks' calibration measured. The
-peak is the largest peak of any rank (high-water mark of the resident set), and the estimate is the
-estimate of the plan. States are a rank's memory when an update begins, less its memory before it
-had a model: weights, gradients and optimizer state, also as a share of the states in the model's
+The step is the median after the first. Its prediction uses three measurements: the computing time
+of the first case with the same number of ranks (its step minus wait and update, so it should be
+`replicate`), an all-reduce between these ranks, and the copies in the calibration of sharded ranks.
+The peak is the largest peak of any rank (high-water mark of the resident set), and the estimate is
+the estimate of the plan. States are a rank's memory when an update begins, minus its memory before
+it had a model: weights, gradients and optimizer state, also as a share of the states in the model's
 first case. A table goes to stderr, one JSON object to stdout.
 """
 
@@ -202,7 +202,7 @@ def _config(case: Case, arguments: argparse.Namespace) -> RunConfig:
 def _predicted(
     case: Case, arguments: argparse.Namespace, *, compute_s: float, network: Network
 ) -> dict[str, Any]:
-    """Return the plan's predictions, with the computing time of another mesh of as many ranks."""
+    """Return the plan's predictions; `compute_s` is from a mesh with the same number of ranks."""
     config = _config(case, arguments)
     spec = PRESETS[case.model].with_sequence_length(config.data.sequence_length)
     # As in a plan: a step without kernels reaches less of the peak.

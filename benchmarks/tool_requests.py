@@ -1,6 +1,7 @@
-"""Made conversations in which a request is answered with a call of one of three functions.
+"""Generated conversations: each request is answered with a call of one of three functions.
 
-Each value of an argument is a made word or number. Training and held-out requests share no value.
+Each value of an argument is a generated word or number. Training and held-out requests share no
+value.
 """
 
 from __future__ import annotations

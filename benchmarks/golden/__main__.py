@@ -128,7 +128,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="override a setting only in the runs of this tree",
     )
-    # The working tree to compare: tests have their own.
+    # The working tree to compare; tests name another one.
     parser.add_argument("--repo", type=Path, default=REPO, help=argparse.SUPPRESS)
 
 

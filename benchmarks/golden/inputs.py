@@ -1,7 +1,7 @@
 """Small models, and data folders of every task, with the same bytes on every machine.
 
 Python's `random` draws the texts. Weights are integers of PCG64 times a power of two: numpy
-guarantees that generator's integers, while torch's normal numbers depend on the CPU.
+guarantees the integers of this generator, while torch's normal numbers depend on the CPU.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _GPT2: Settings = {
     "model.n_layer": 4,
     "model.n_head": 4,
     "model.n_embd": 256,
-    # At 1e-3, rounding alone moves the gradient norms of 20 steps by 5e-4.
+    # At a rate of 1e-3, rounding alone moves the gradient norms of 20 steps by 5e-4.
     "optimizer.lr": 3e-4,
     "optimizer.min_lr": 3e-5,
 }
@@ -150,7 +150,7 @@ def _adapter(runs: Runs, name: str, settings: Settings) -> Found:
     every: Settings = {
         "model.init": runs.llama(),
         "adapter.kind": "lora",
-        # At 1e-2, rounding alone moves the losses of 20 steps by 4.5e-4.
+        # At a rate of 1e-2, rounding alone moves the losses of 20 steps by 4.5e-4.
         "optimizer.lr": 3e-3,
         "optimizer.min_lr": 3e-4,
         **settings,

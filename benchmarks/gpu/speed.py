@@ -73,7 +73,7 @@ def _measure(
     # A step that is faster than the measured peak has no MFU.
     shares = [row["mfu"] for row in rows if row["mfu"] is not None]
     mfu = statistics.median(shares) if shares else None
-    # They have 1.5 GB, and no stage reads them.
+    # The checkpoints have 1.5 GB, and no stage reads them.
     shutil.rmtree(runs.paths(name).checkpoints)
     chosen = load_run_config(runs.paths(name).config).batch.micro_batch_size
     text = (

@@ -33,7 +33,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="bf16",
-        compared="the same in bf16 autocast with the CPU's in bf16",
+        compared="GPT-2 of 4 layers in bf16 autocast with the CPU's run in bf16",
         wanted=f"{_BF16_LOSSES}, first gradient norm within {_bound(check.BF16_NORM)}",
         estimate_s=40,
         run=check.bf16,
@@ -61,14 +61,14 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         name="LoRA",
-        compared="an adapter beside a Llama of 4 layers with the CPU's; bf16 with fp32",
+        compared="an adapter on a Llama of 4 layers with the CPU's run; bf16 with fp32",
         wanted=_ADAPTER,
         estimate_s=40,
         run=check.lora,
     ),
     Stage(
         name="nf4",
-        compared="the same beside 4-bit weights",
+        compared="an adapter on 4-bit weights with the CPU's run; bf16 with fp32",
         wanted=_ADAPTER,
         estimate_s=45,
         run=check.nf4,

@@ -1,11 +1,11 @@
 """nanoGPT's data/openwebtext/prepare.py on local files; one process of `benchmarks.prepare_corpus`.
 
 The script runs unmodified, except for changes that a machine without the hub and a corpus of less
-than two million documents need. `load_dataset` reads the given JSON lines. tiktoken's GPT-2 comes
-from the ranks in this repository, which equal those that it would fetch. `num_proc` is the number
-of cores. A split is written in at most as many shards as it has documents, since 1024 would fail.
-The script writes train.bin and val.bin next to its copy. The last line on stdout has the seconds of
-`load_dataset` and of the whole script.
+than two million documents need. `load_dataset` reads the given JSON lines. tiktoken's GPT-2
+encoding is made from the merge ranks in this repository, which equal those that tiktoken would
+fetch. `num_proc` is the number of cores. A split is written in at most as many shards as it has
+documents, since 1024 would fail. The script writes train.bin and val.bin next to its copy. The last
+line on stdout has the seconds of `load_dataset` and of the whole script.
 """
 
 from __future__ import annotations

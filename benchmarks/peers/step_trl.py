@@ -1,7 +1,8 @@
 """One process of `benchmarks.step`: the step of TRL's SFTTrainer on transformers' own model.
 
-TRL's own trainer, loss and collator, with autocast to bf16, torch's fused AdamW and clipping at 1,
-without gradient checkpointing. A row has `sequence_length` random tokens and no padding.
+The step uses TRL's own trainer, loss and collator, autocast to bf16, torch's fused AdamW and
+clipping at 1, but no gradient checkpointing. A row has `sequence_length` random tokens and no
+padding.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ others counts:
 
 `vs_alone` is the step alone over the step of two ranks. A rank alone has all memory bandwidth and
 the last-level cache for itself, so `vs_alone` includes the contention between cores;
-`vs_side_by_side` includes only the exchange. `best_...` is of the shortest steps, which other work
-disturbed least, and `cpu_...` of the CPU time of rank 0's steps, which includes the exchange's work
-but no waiting. Namespaces need root, and their cables have no added delay.
+`vs_side_by_side` includes only the exchange. `best_...` compares the shortest steps, which other
+work disturbed least. `cpu_...` compares the CPU time of rank 0's steps, which includes the
+exchange's work but no waiting. Namespaces need root, and their cables have no added delay.
 
 The constants of payload/estimates/step_time.py are fitted to the exchanges. The result has the
 model's error for every measured point, and its predictions for more nodes. With `--runs`, every run

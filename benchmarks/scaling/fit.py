@@ -110,9 +110,9 @@ def fit(records: Sequence[Record]) -> Constants:
     """Fit the constants to the exchanges in `records`. Raises ValueError if some are missing.
 
     An exchange over a slow cable takes `rounds x latency + sends x bytes / (share x rate)`; latency
-    and share come from least squares of relative errors. The others are medians of exchanges on one
-    machine, and of those over cables that a core cannot fill. The shortest round of each exchange
-    counts.
+    and share come from least squares of relative errors. The other constants are medians: of
+    exchanges on one machine, and of exchanges over cables that a core cannot fill. The shortest
+    round of each exchange counts.
     """
     plain = [record for record in exchanges(records) if record["connections"] == 1]
     here = [each for each in plain if each["gbit_per_s"] is None and each["grad_dtype"] == "fp32"]
@@ -147,8 +147,8 @@ def exchanges(records: Sequence[Record]) -> list[Record]:
 def points(records: Sequence[Record], constants: Constants) -> list[dict[str, Any]]:
     """Return every measured point with the model's prediction and its relative error.
 
-    A step's computing time is the CPU time side by side, where ranks also share the memory. On one
-    core it equals the wall time if no other program runs.
+    A step's computing time is the CPU time of `side-by-side` runs, which also share the memory. On
+    one core it equals the wall time if no other program runs.
     """
     found: list[dict[str, Any]] = []
     for name, of_name in _by_label(exchanges(records)).items():
@@ -233,7 +233,7 @@ def _step(
     delay_s: float = 0.0,
     faster: float = 1.0,
 ) -> StepTime:
-    """Predict a step; on `faster` processors the exchange's own work also takes less."""
+    """Predict a step; on `faster` processors the exchange's own work also takes less time."""
     own = replace(
         constants,
         hosts_bytes_per_s=constants.hosts_bytes_per_s * faster,

@@ -198,7 +198,7 @@ def _cores(ranks: int) -> list[int]:
 def _exchange(
     arrangement: Arrangement, work: Work, *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
-    """Run only the gradients' all-reduces; all of a step are started together."""
+    """Run only the gradients' all-reduces; those of one step all start together."""
     numbers = [bucket.elements for bucket in buckets(PRESETS[work.model])]
     request = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
     program = ["-m", "benchmarks.scaling.exchange", json.dumps(request)]
@@ -224,7 +224,7 @@ def _start(
     addresses = hosts.addresses if hosts else ["127.0.0.1"] * len(cores)
     nodes = [f"host-{index}" if hosts else "host-0" for index in range(len(cores))]
     interface = hosts.interface if hosts else "lo"
-    # An interface that is named several times has as many connections to each other rank.
+    # An interface that is named N times gets N connections to each other rank.
     several = dict.fromkeys(nodes, ",".join([interface] * work.connections))
     common = common_environment(
         run_id=run_dir.name,

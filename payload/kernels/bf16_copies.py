@@ -33,7 +33,7 @@ class Bf16Copies:
         return copy
 
     def existing(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter's copy, or None; code that writes the parameter must update both."""
+        """Return the parameter's copy or None; code that writes one of them must write both."""
         return self._copies.get(parameter)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:

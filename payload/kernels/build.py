@@ -54,8 +54,8 @@ _TIMEOUT_S = 300
 def built_library(cache: Path, *, name: str = "kernels", sources: Sequence[Path] = KERNELS) -> Path:
     """Return the shared library in `cache`, building it if missing.
 
-    `sources` replace the kernels' sources; they may include the kernels' headers, and `name` begins
-    the library's name. If several processes call this, one builds and the others wait. Raises
+    `sources` replace the kernels' sources, and may include the kernels' headers. The library's file
+    name begins with `name`. If several processes call this, one builds and the others wait. Raises
     KernelsUnavailableError.
     """
     if platform.system() != "Linux":

@@ -1,4 +1,4 @@
-"""Protects the folders of machine code that a process loads from other users."""
+"""Protects from other users the folders of machine code that a process loads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 def own_folder(path: Path) -> Path:
     """Return `path`, created if missing, if only this user and root can write to it.
 
-    Raises PermissionError for a folder of another user, unless this is the owner of the home
-    folder: in some containers, root has the home of another user. Raises OSError if it cannot be
-    created.
+    Raises PermissionError for a folder of another user, unless that user owns the home folder: in
+    some containers, root has the home of another user. Raises OSError if it cannot be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_trusted_owner(path):

@@ -51,7 +51,7 @@ class AttentionSettings:
 def add_norm(
     x: Tensor, added: Tensor | None, norm: Norm, context: LayerContext
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual sum x + added (N, C) fp32, and its RMS norm, bf16."""
+    """Return the residual sum x + added (N, C) in fp32, and its RMS norm in bf16."""
     made = _AddNorm.apply(x, added, norm.weight, norm, context.library)
     return cast("tuple[Tensor, Tensor]", made)
 

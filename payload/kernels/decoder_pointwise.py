@@ -26,7 +26,7 @@ _SUM_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class NormScale:
-    """The scale of an RMS norm, weight + offset, and `eps`, which is added to the mean square."""
+    """The scale of an RMS norm (weight + offset), and `eps`, which is added to the mean square."""
 
     weight: Tensor
     """(C,) fp32."""
@@ -179,7 +179,7 @@ def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
 
 
 def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> Tensor:
-    """Return the gradient of `wide`; overwrite `grad`, the output's gradient, with the output."""
+    """Return the gradient of `wide`; overwrite the output's gradient `grad` with the output."""
     require_tensor("wide", wide, torch.bfloat16)
     rows, width = wide.shape
     require_tensor("grad", grad, torch.bfloat16, (rows, width // 2))

@@ -39,8 +39,8 @@ def mean_loss(
 ) -> Tensor:
     """Return the mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
-    `cast_weight` is `weight` (V, C) in the dtype of `hidden`, which the matmuls use, or in fp32; in
-    this case each matmul rounds its slice.
+    `cast_weight` is `weight` (V, C) in fp32 or in the dtype of `hidden`, which the matmuls use. If
+    it is in fp32, each matmul rounds its slice.
     """
     loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, loss)

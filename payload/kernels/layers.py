@@ -21,7 +21,7 @@ from payload.kernels.linears import Grads, LayerContext, Linears, Projection, jo
 def add_norm(
     x: Tensor, added: Tensor | None, norm: nn.LayerNorm, context: LayerContext
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual sum x + added (N, C) fp32, and its layer norm, bf16."""
+    """Return the residual sum x + added (N, C) in fp32, and its layer norm in bf16."""
     made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, context.library)
     return cast("tuple[Tensor, Tensor]", made)
 

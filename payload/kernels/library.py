@@ -160,7 +160,7 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; with `qk`, its part for queries and keys is that of `qk`.
+        """Return the gradient of qkv; its part for queries and keys is for `qk`, if that is given.
 
         `out` and `log_sums` are from the forward pass.
         """
@@ -218,7 +218,7 @@ class Library:
     ) -> None:
         """Compute the transpose of `grad` (N, R) times x (N, C), both bf16, into `total` (R, C).
 
-        `total` is fp32, and with `add` the product is added to it; or `total` is bf16 and gets
+        With `add`, the product is added to `total`, which must then be fp32. A bf16 `total` gets
         rounded fp32 sums. `grad` may be S slices of R, (N, W) each; the last slice may have extra
         columns.
         """
@@ -306,7 +306,10 @@ class Library:
         *,
         adds: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return gradients of x, `added` (if `adds`), weight, bias; `saved`: total, mean, rstd."""
+        """Return the gradients of x, `added` (if `adds`), weight and bias.
+
+        `saved` holds the forward pass's total, mean and rstd.
+        """
         total, mean, rstd = saved
         rows, width = total.shape
         require_tensor("total", total, torch.float32)
@@ -398,7 +401,10 @@ def _attention_sizes(
     batch, length, all_heads, width = qkv.shape
     heads = all_heads - 2 * key_heads
     _require(width % 2 == 0, "a head's width is odd")
-    _require(key_heads > 0 and heads > 0 and heads % key_heads == 0, "heads share no keys evenly")
+    _require(
+        key_heads > 0 and heads > 0 and heads % key_heads == 0,
+        "the query heads are not a multiple of the key heads",
+    )
     require_tensor("qk", qk, torch.bfloat16, (batch, length, heads + key_heads, width))
     require_tensor("starts", starts, torch.int64, (batch, length))
     if starts is not None and length:

@@ -1,4 +1,6 @@
-"""Computes linear layers with the same input as one bf16 matmul: trained, or frozen with adapters.
+"""Joins linear layers that have the same input into one bf16 matmul.
+
+The layers are trained, or frozen with adapters.
 
 N tokens, I inputs, O outputs of all layers together, R ranks of all their adapters together.
 """
@@ -74,8 +76,8 @@ class Linears(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the input (N, I) and of the tensor between low-rank matrices.
 
-        `grad` is the gradient of the output (N, O), and `kept` is from `forward`. Unless it is
-        `needed`, the input's gradient is empty.
+        `grad` is the gradient of the output (N, O), and `kept` is from `forward`. The input's
+        gradient is empty if `needed` is False.
         """
 
     @abstractmethod

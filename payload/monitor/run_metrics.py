@@ -70,7 +70,7 @@ METRICS = tuple(
         ("mfu_ratio", "Model FLOP/s over the measured peak of all ranks.", _RUN),
         ("step_seconds", "Duration of the last step.", _RUN),
         ("step_age_seconds", "Time since the end of the last step, or since the start.", _RUN),
-        ("eta_seconds", "Time until the last step, at the pace of the last 50 steps.", _RUN),
+        ("eta_seconds", "Time until the run's final step, at the pace of the last 50 steps.", _RUN),
         ("checkpoint_step", "Step of the newest checkpoint.", _RUN),
         (
             "checkpoint_age_seconds",

@@ -83,7 +83,7 @@ class Optimizer(ABC):
         return True
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return why the optimizer conflicts with `setting`, which splits weights, or None."""
+        """Return why the optimizer conflicts with `setting` (which splits weights), or None."""
         del setting, splits
         return None
 

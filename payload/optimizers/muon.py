@@ -27,7 +27,7 @@ class Muon(Optimizer):
         return is_layer_matrix
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return a message: Muon needs full matrices, and what to use with `setting`."""
+        """Return the message that Muon needs full matrices, with the fix for `setting`."""
         if splits == "matrices":
             what, fix = "them", 'adamw, or strategy = "replicate"'
         else:

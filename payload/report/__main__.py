@@ -53,8 +53,8 @@ def compare_parser() -> CommandParser:
     made = CommandParser(
         prog=f"{program_name()} compare",
         description="Print a table with the results of several runs and the settings in which they "
-        "differ. The best value of a row has a star; a loss only if the runs have the same task "
-        "and data.",
+        "differ. A star marks the best value of a row; losses get a star only if the runs have the "
+        "same task and data.",
         example=f"{program_name()} compare first second",
     )
     made.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)

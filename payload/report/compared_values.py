@@ -79,7 +79,7 @@ def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Sourced], set
 
 
 def have_equal_tasks(runs: Sequence[Run]) -> bool:
-    """Return True if the runs have the same task, data and length, so that losses compare."""
+    """Return True if the runs have the same task, data and length: then losses are comparable."""
     return all(_task_of(run) == _task_of(runs[0]) for run in runs[1:])
 
 

@@ -15,7 +15,7 @@ _AROUND_CELL = len("  ") + len(_BEST)
 
 
 def comparison(runs: Sequence[Run], *, width: int | None = None) -> str:
-    """Return a table of results, with a star at the best value of a row, and of settings.
+    """Return a table of results and settings; a star marks the best result of a row.
 
     If the table is wider than `width`, long cells are shortened, and the runs are divided among
     several tables.

@@ -1,4 +1,4 @@
-"""Records in named.json which settings with effects outside the run folder this user approved.
+"""Records this user's approvals of settings with effects outside the run folder (named.json).
 
 A run folder may come from an untrusted source: a node, a store, a cloned project. Its author could
 choose data or a model on this machine, a different store, options for sbatch, a wait of weeks, no
@@ -87,7 +87,7 @@ def settings_to_approve(
 
 
 def override_keys(overrides: Iterable[str]) -> set[str]:
-    """Return the keys of the settings in the values of `--set`."""
+    """Return the keys of the settings in `overrides`, the values of `--set`."""
     return {each.partition("=")[0].strip() for each in overrides}
 
 
@@ -97,9 +97,9 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
-    """Return the value of a setting that is a wait, in seconds.
+    """Return the value of a setting for a waiting time, in seconds.
 
-    It is capped at one hour unless this user approved a longer wait on this machine.
+    The value is capped at one hour unless this user approved a longer time on this machine.
     """
     wait_s = float(_value(config, key))
     if str(wait_s) in _read(paths).settings.get(key, ()):
@@ -139,7 +139,7 @@ def require_approved(
 ) -> None:
     """Raise ConfigError for settings that come only from the records of the resumed run.
 
-    `settings` need approval. The user who resumes the run has set the keys in `named`.
+    `settings` are those that need approval. `named` are the keys that the user sets in this resume.
     """
     missing = {
         key: value

@@ -9,7 +9,7 @@ from payload.run_record.run_files import RankProgress, RunPaths, last_record
 START_PHASES = ("load", "calibration", "start", "kernels", "weights")
 """Phases of a rank before it trains, in this order."""
 SAVING_PHASES = ("sync check", "checkpoint", "end")
-"""Phases of a rank between the last micro-batch before a stop and its exit."""
+"""Phases of a rank between its last micro-batch before a stop and its exit."""
 
 
 class CheckpointWatch:

@@ -55,7 +55,7 @@ class RankTimes:
     data: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Reading and collating samples."""
     forward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Computing without waiting, as in `backward`."""
+    """Computing, without waiting for other ranks; `backward` is alike."""
     backward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     wait: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Waiting for other ranks: for gradients, weights, or the decision to stop."""

@@ -353,7 +353,7 @@ class StopRequest:
     """
 
     pids: tuple[int, ...] = ()
-    """Process ids of the supervisor that must stop; any other supervisor ignores the file."""
+    """Ids of the supervisor processes that must stop; other supervisors ignore the file."""
     grace_s: float | None = checked(None, low=0)
     """Replaces `RunState.grace_s`; None keeps that value."""
     schema_version: int = SCHEMA_VERSION
@@ -415,7 +415,7 @@ class RankExit:
 
 
 Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | RankProgress | RankExit
-"""Records of which each is stored as a JSON file in a run folder."""
+"""The records that a run folder holds, each as a JSON file."""
 
 
 def latest_folder(runs_dir: Path) -> Path | None:

@@ -80,7 +80,7 @@ def known_state(paths: RunPaths) -> RunState | None:
 
 
 def known_config(paths: RunPaths) -> RunConfig:
-    """Return the settings from run.toml, or if damaged from the newest checkpoint, or defaults.
+    """Return run.toml's settings; if it is damaged, the newest checkpoint's or the defaults.
 
     This is for commands that only show a run; a resume uses `config_to_resume`.
     """
@@ -153,7 +153,7 @@ def _problem_with_config(paths: RunPaths) -> str | None:
 
 
 def has_own_record(paths: RunPaths) -> bool:
-    """Return True if a record in the folder has this run's id, so it is a run folder."""
+    """Return True if a record in the folder has this run's id: the folder is then a run folder."""
     records = (paths.plan, paths.state, paths.summary)
     return any(_id_in(record) == paths.run_id for record in records)
 

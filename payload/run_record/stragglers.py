@@ -187,7 +187,7 @@ class _Reported:
     is_slow: bool = False
     """True if the last report was that the rank is slow."""
     settle_steps: int = 0
-    """Number of steps that the rank must not be slow before the end of an episode is reported."""
+    """Number of steps without slowness after which the end of an episode is reported."""
     remind_steps: int = _REMIND_STEPS
     remind_at: int = 0
 

@@ -22,7 +22,7 @@ class TaskMetric:
     better: Literal["low", "high"]
     text: Callable[[float], str]
     tells: str | None = None
-    """Key that only the rows of this metric's task have; None for every row with `row_key`."""
+    """Key that only rows of this metric's task have; None if every row with `row_key` counts."""
 
 
 def _percent(value: float) -> str:

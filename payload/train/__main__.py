@@ -160,7 +160,7 @@ class ExitRecorder:
     def _record(self, exit_code: ExitCode, text: str) -> None:
         if self.paths is None or self.world is None or not self.paths.root.is_dir():
             return
-        # Not at the top: an error can come before torch is imported, which this import needs.
+        # Not at the top: this import needs torch, and an error can come before torch is imported.
         from payload.train.rank_metrics_and_heartbeat import write_rank_exit
 
         with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
 
 
 def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
-    """Return the settings outside the run folder that the user has approved for this run.
+    """Return the settings that the user has approved although they reach outside the run folder.
 
     Without `--config`, these are only the data, the model and the settings given by `--set`.
     """

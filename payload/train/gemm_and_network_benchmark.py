@@ -123,14 +123,14 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
 
 
 def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
-    """Return the FLOP/s of the fastest of many square matmuls, which noise does not reduce."""
+    """Return the FLOP/s of the fastest of many square matmuls; noise slows only the others."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
     return 2 * size**3 / best_s
 
 
 def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:
-    """Return this rank's FLOP/s per dtype: the median over short rounds of each round's best.
+    """Return this rank's FLOP/s per dtype: the best of each short round, then the rounds' median.
 
     All ranks multiply at the same time and use the same size: the large one if rank 0 is fast.
     """

@@ -1,6 +1,6 @@
 """Restores a checkpoint's optimizer state on all ranks, each of which keeps only its shard.
 
-In addition to the shard, a rank holds at most one full tensor, if rank 0 has to send it.
+If rank 0 has to send the tensors, each rank also holds one full tensor at a time.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Heartbeat:
     ) -> None:
         """Write the progress: at every change of phase, and within a phase at most twice a second.
 
-        `micro_step` of `of` micro-batches of the phase are finished.
+        `of` is the number of micro-batches in the phase; `micro_step` of them are finished.
         """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:

@@ -51,9 +51,9 @@ def apply_engine(
 ) -> torch.nn.Module:
     """Return the module to train instead of `model`; parameters stay the same fp32 tensors.
 
-    `setting` describes the rank's training and selects the gradients kept in bf16; with None, no
-    gradient is. With ipex, weights also stay fp32 (no `dtype=`, no prepacking), so checkpoints do
-    not depend on the engine. bf16 comes from autocast, as in the native engine.
+    `setting` describes the rank's training and selects the gradients kept in bf16; with None, all
+    gradients are fp32. With ipex, weights also stay fp32 (no `dtype=`, no prepacking), so
+    checkpoints do not depend on the engine. bf16 comes from autocast, as in the native engine.
     """
     wrapped: torch.nn.Module = model
     if settings.kind == "ipex":

@@ -31,7 +31,7 @@ from payload.train.tasks.evaluate import EvalPass
 log = logging.getLogger(__name__)
 
 _STAGE_BIT = 53
-"""A bit above every dropout seed; the seeds are below 2**32 x 1,000,003."""
+"""The number of a bit that no dropout seed sets: seeds are below 2**32 x 1,000,003."""
 _NO_MFU = (
     "a step was faster than the calibration's peak allows, so its MFU is unknown: another program "
     "used the cores during the calibration"
@@ -307,7 +307,8 @@ class Trainer:
     def _seed_masks(self, micro_step: int) -> None:
         """Seed dropout by the micro-batch's position in the run, so that a resume is exact.
 
-        Each pipeline stage draws different masks; ranks that compute a layer together share them.
+        Each pipeline stage draws different masks; ranks that compute a layer together draw equal
+        ones.
         """
         strategy = self._context.strategy
         stage = strategy.mesh.place(self._context.world.rank).pipeline
@@ -348,7 +349,7 @@ class Trainer:
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Return the MFU; None if it is above 1, because the calibration was disturbed."""
+        """Return the MFU, or None if it is above 1: the calibration was then disturbed."""
         context = self._context
         share = mfu(
             tokens_per_s=tokens_per_s,
@@ -411,7 +412,7 @@ class Trainer:
         )
 
     def _poll_stop(self, phase: str, done: int, of: int) -> Callable[[], bool]:
-        """Write a heartbeat between micro-batches; return a call that returns whether to stop."""
+        """Write a heartbeat between micro-batches; return a function that checks for a stop."""
         context = self._context
         context.heartbeat.report(step=self._step, phase=phase, micro_step=done, of=of)
         request = torch.tensor(float(context.stop_requested()), device=context.world.device)

@@ -100,7 +100,7 @@ def recorded_base(folder: Path) -> Mapping[str, object]:
 
 
 def base_quantization(folder: Path) -> Quantize:
-    """Return the quantisation of the base with which the adapter in `folder` was trained.
+    """Return how the base was quantised while the adapter in `folder` was trained.
 
     Raises CheckpointError for an unknown quantisation.
     """

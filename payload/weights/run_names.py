@@ -84,7 +84,7 @@ def near_names(name: str) -> str:
 
     Similar names are searched among runs, presets and the neighbours of a path.
     """
-    # The name of a run begins its id, which is too long to be similar.
+    # A run id begins with the run's name, but is too long to be similar to that name.
     begun = [each for each in run_ids() if each.startswith(f"{name}-")]
     if begun:
         return f" Did you mean {max(begun)}?"

@@ -117,16 +117,17 @@ def find_source(
 ) -> Source:
     """Resolve `name` to a source; messages call it `setting`.
 
-    With `takes_ids`, a run's id means the run's folder, and `latest` the newest run. The base that
-    an adapter names must not be looked up among the user's runs.
+    With `takes_ids`, a run's id means the run's folder, and `latest` the newest run. It is False
+    for the base that an adapter names, which must not select one of the user's runs.
 
     A folder without config.json can contain one GGUF file instead. A run's folder, or its folder of
     checkpoints, resolves to its newest valid checkpoint; `passed_over` is called with each damaged
     checkpoint and its problem. Checkpoints are verified against their manifests. Without `verify`,
-    no weights are read and the newest checkpoint is used. A name with a commit is on the hub.
+    no weights are read and the newest checkpoint is used. A name with a commit always means a model
+    on the hub.
 
     Raises CheckpointError if there is nothing to load, and for a local folder whose name could be
-    on the hub, unless `takes_runs` and the folder is a run or a checkpoint.
+    on the hub. With `takes_runs`, such a folder may be a run or a checkpoint.
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")

@@ -59,7 +59,7 @@ class BaseModel:
     """Quantisation of the base's linears while the adapter was trained."""
 
     def has_same_config(self, other: BaseModel) -> bool:
-        """Return True unless both records have a config.json hash and the hashes differ."""
+        """Return False if both records have a config.json hash and these differ, otherwise True."""
         return len({self.config_sha256, other.config_sha256} - {None}) <= 1
 
 
@@ -70,13 +70,13 @@ class TrainerState:
     step: int = checked(low=0)
     """Number of optimizer updates so far."""
     next_sample: int = checked(low=0)
-    """Global index of the first sequence that was not trained on yet: the complete data position.
+    """Global index of the first sequence not trained on yet; no other data position is needed.
     """
     tokens: int = checked(low=0)
     seed: int
     """Dropout masks depend on (seed, sample index) only; no generator state is saved."""
     dtype: Literal["bf16", "fp32"]
-    """The compute dtype; a resume keeps it under `auto`."""
+    """The compute dtype; a resume with `precision.dtype = "auto"` keeps it."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
     data_sha256: dict[str, str] = field(default_factory=dict)
@@ -161,8 +161,9 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> None:
-    """Remove partial checkpoints, and complete ones except `best` and the last `keep` up to
-    `newest`.
+    """Remove partial checkpoints and old complete ones.
+
+    Keep `best` and the last `keep` checkpoints up to `newest`.
 
     Checkpoints after `newest`, which was just written, are removed: they were damaged, or training
     was resumed from an earlier one.

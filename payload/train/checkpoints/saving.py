@@ -28,7 +28,7 @@ _FREE_MEMORY = (
 
 
 class Saving:
-    """Writes one checkpoint at a time without copying tensors; the next update waits for it.
+    """Writes one checkpoint at a time without copying tensors; an update waits for their reads.
 
     A failed write is raised as TrainingError by the next call of any method.
     """
@@ -109,7 +109,7 @@ class _Write:
     """A thread that writes one checkpoint."""
 
     def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
-        """Start a thread that calls `work` with callbacks for progress and for the last read."""
+        """Start a thread that calls `work` with callbacks: on progress, and after the last read."""
         self._work = work
         self._changed = threading.Condition()
         self._is_read = False

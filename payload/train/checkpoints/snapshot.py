@@ -28,8 +28,8 @@ class Snapshot:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return one of the tensors with all its elements, on rank 0.
 
-        Rank 0 calls this for each tensor of `weights` in the order of the file, then of
-        `optimizer`.
+        Rank 0 calls this method first for each tensor of `weights`, in the order of the file, and
+        then for each tensor of `optimizer`.
         """
         return tensor
 
@@ -42,6 +42,5 @@ class Snapshot:
 
 
 def checkpoint_weights(model: CausalLM) -> dict[str, Tensor]:
-    """Return the weights that a checkpoint stores: of the adapter, or all weights without an
-    adapter."""
+    """Return the weights that a checkpoint stores: the adapter's, or all if there is no adapter."""
     return model.hf_tensors() if model.adapter is None else adapter_tensors(model)

@@ -1,8 +1,8 @@
 """The interface of a loss: its value for a batch, its weight and its evaluation metrics.
 
-A loss is one file of this package with a subclass of `Loss`, assigned to `LOSS`, and one line in
-`payload/core/tasks.py`. It works on the output of the model's head (token losses or logits,
-depending on the task) and does not depend on model or ranks. B samples, T tokens, K labels.
+A loss is one file of this package and one line in `payload/core/tasks.py`. The file assigns a
+subclass of `Loss` to `LOSS`. A loss works on the output of the model's head (token losses or
+logits, depending on the task) and does not depend on model or ranks. B samples, T tokens, K labels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Loss(ABC):
     def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
         """Return a batch's loss, a scalar.
 
-        `found` holds the batch's token losses (B, T) or logits (B, K), and `more` its other
+        `found` holds the batch's token losses (B, T) or logits (B, K), and `more` the batch's other
         tensors.
         """
 
@@ -57,7 +57,7 @@ class Loss(ABC):
         """Return the weight of a batch's loss in a step's mean over micro-batches and ranks."""
 
     def take_sums(self) -> Tensor:
-        """Return this rank's sums since the last call, a float64 vector, for `step_row`."""
+        """Return this rank's sums since the last call, as a float64 vector for `step_row`."""
         return torch.zeros(0, dtype=torch.float64)
 
     def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:

@@ -52,7 +52,8 @@ class Placement:
     built_as: type[nn.Module]
     """The layer's original class, from which the strategy derives a new one."""
     parameters: type[Tensor]
-    """The type of the layer's parameters; during computation they are plain tensors."""
+    """The type of the layer's parameters; only during computation are they plain tensors.
+    """
     hooks: int
     """The number of hooks that the strategy added to the layer's forward pass."""
 
@@ -73,7 +74,7 @@ class LayerModule(nn.Module):
     def computed_by(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return `function(self, *inputs)`, run like this layer's forward pass.
 
-        A strategy that gathers the layer's weights for `forward` also gathers them for this.
+        A strategy that gathers the layer's weights for `forward` also gathers them for this call.
         """
         return function(self, *inputs)
 
@@ -135,7 +136,8 @@ class CausalLM(SplitModule, ABC):
 
         The gradient of a tied weight has two parts: the backward pass computes the head's part
         first and the embedding's part last. A model with kernels looks up its tokens by
-        `kernels.embed`, which adds the second part. If this returns None, autograd adds both parts.
+        `kernels.embed`, which adds the second part. If this method returns None, autograd adds both
+        parts.
         """
         return None
 
@@ -204,7 +206,7 @@ class CausalLM(SplitModule, ABC):
     def classifier_architecture(self) -> str:
         """Return the name of transformers' classification class for this model.
 
-        Raises CheckpointError if transformers lacks it in the common layout.
+        Raises CheckpointError if transformers lacks this class in the common layout.
         """
         raise CheckpointError(
             f"model_type = {self.spec.model_type!r}: not supported as a classifier. Use a language "
@@ -324,7 +326,7 @@ class CausalLM(SplitModule, ABC):
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and tensor of each parameter that is trained.
 
-    All other code follows this function: a frozen parameter has no optimizer state and no gradient
+    All other code uses this definition: a frozen parameter has no optimizer state and no gradient
     exchange, and the memory estimate counts neither.
     """
     for name, parameter in model.named_parameters():

@@ -42,9 +42,9 @@ class Classifier(CausalLM):
     ) -> None:
         """Use `body` and drop its output head. `score` is random, or left for the caller to set.
 
-        With `label_tokens`, the tokens of each label's name, a label's row of `score` is the mean
-        of the head's rows for these tokens: its first logit is the mean logit of the name's tokens.
-        A body without `head_weight` always gets a random `score`.
+        `label_tokens` are the tokens of each label's name. If they are given, a label's row of
+        `score` is the mean of the head's rows for these tokens. The label's first logit is then
+        their mean logit. A body without `head_weight` always gets a random `score`.
         """
         super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
         head = body.head_weight() if label_tokens else None
@@ -87,7 +87,7 @@ class Classifier(CausalLM):
         return self.logits(hidden[torch.arange(len(tokens), device=tokens.device), last])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (..., C) to logits (..., K), in fp32 with any dtype of the layers."""
+        """Map hidden states (..., C) to logits (..., K), in fp32 whatever the layers' dtype is."""
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self.score.weight)
 
@@ -192,7 +192,7 @@ class Classifier(CausalLM):
 
 
 def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Return the mean of the head's rows (V, C) for each label's tokens, (K, C) fp32.
+    """Return for each label the mean of the head's rows (V, C) for its tokens, (K, C) fp32.
 
     Source: Gao et al., https://arxiv.org/abs/2012.15723, section 4, which predicts labels by the
     output head.
@@ -221,8 +221,8 @@ def saved_labels(
 ) -> tuple[str, ...]:
     """Return the labels of a classifier's config.json. Raises CheckpointError.
 
-    With `is_own`, for a run's checkpoint, `num_labels` is not checked: older versions stored the
-    base's value.
+    `is_own` is True for a run's checkpoint. Its `num_labels` is not checked, because older versions
+    stored the base's value.
     """
     raw = config.get("id2label")
     named = raw if isinstance(raw, dict) else {}

@@ -1,8 +1,8 @@
 """8-bit float matmuls for the linears of a model's layers, by torchao.
 
-Forward and backward matmuls take e4m3 inputs and weights and e5m2 gradients, each scaled by its
-tensor's largest value. Sums, weights and gradients keep their dtype. The head, the embeddings and
-the norms are not converted: https://arxiv.org/abs/2209.05433.
+In forward and backward matmuls, inputs and weights are e4m3 and gradients are e5m2, each scaled by
+its tensor's largest value. Sums, and stored weights and gradients, keep their dtype. The head, the
+embeddings and the norms are not converted: https://arxiv.org/abs/2209.05433.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """Return the folder with the weights that `--model` names, like `model_folder`.
+    """Return the folder with the weights that `--model` names, found as by `model_folder`.
 
     The option accepts runs and checkpoints, so a local folder `exp/first` takes precedence over a
     hub model of that name. This is logged, because a cloned project could contain such a folder on

@@ -89,7 +89,7 @@ def _parameter_refusals(inner: list[tuple[str, nn.Module]], *, adapted: bool) ->
 
 
 def _may_be_bf16(name: str, module: nn.Module, parameter: Tensor) -> bool:
-    """Return whether the parameter is a frozen linear's weight, kept in bf16 for the matmuls."""
+    """Return whether the parameter is a frozen linear's weight, which may be kept in bf16."""
     is_linear = isinstance(module, nn.Linear | LoraLinear) and name.endswith(".weight")
     return is_linear and parameter.dtype is torch.bfloat16 and not parameter.requires_grad
 

@@ -205,7 +205,7 @@ def cast_base_to_bf16(model: CausalLM) -> None:
 
 
 def cast_base_to_fp32(model: CausalLM) -> None:
-    """Convert the bf16 weights of a quantised base to fp32, exactly, for a run in fp32.
+    """Convert the bf16 weights of a quantised base to fp32 without rounding, for a run in fp32.
 
     A plain base is in fp32 already.
     """
@@ -315,7 +315,7 @@ def merge_adapter(model: CausalLM) -> None:
 
 
 def _last_names(model: CausalLM) -> list[str]:
-    """Return the last path parts of the linears with an adapter, PEFT's `target_modules`."""
+    """Return the last path part of each linear with an adapter, for PEFT's `target_modules`."""
     paths = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
     return sorted({model.hf_name(path).rpartition(".")[2] for path in paths})
 

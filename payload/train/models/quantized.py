@@ -26,7 +26,7 @@ _Library = Any
 """The module bitsandbytes, which has no type hints."""
 
 _AT_ONCE = 2**18
-"""Weights quantised in one step (whole blocks), as bitsandbytes makes several fp32 copies."""
+"""Weights to quantise at a time, in whole blocks: bitsandbytes makes fp32 copies of them."""
 
 
 class QuantizedLinear(nn.Module):
@@ -63,7 +63,7 @@ class QuantizedLinear(nn.Module):
         return self.out_features, self.in_features
 
     def take(self, weight: Tensor) -> None:
-        """Quantise `weight` (O, I), bf16, in several steps, bitwise equal to a single step."""
+        """Quantise `weight` (O, I) bf16 in several steps; one step would give the same bits."""
         functions, elements = _library().functional, weight.reshape(-1)
         scales = torch.empty(num_blocks(elements.numel()), device=weight.device)
         for start in range(0, elements.numel(), _AT_ONCE):
@@ -145,9 +145,9 @@ def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
 def loading_targets(
     module: nn.Module, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor | QuantizedLinear]:
-    """Return the targets for a checkpoint's tensors by name: the `tensors` of `module`.
+    """Return by name where to load a checkpoint's tensors: into the `tensors` of `module`.
 
-    A quantised linear is one target, which replaces its packed weight and scales.
+    A quantised linear is one target instead of its packed weight and its scales.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank has some heads, a part of the MLP and of the vocabulary.
+"""Tensor parallelism: each rank has some heads, and parts of the MLP and the vocabulary.
 
 The input of a split layer is equal on all its ranks. The output is a sum over these ranks, so it is
 equal on them as well. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM), section 3.
@@ -81,7 +81,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How tensor ranks split a model's parameters; each rank holds all others in full."""
+    """How tensor ranks split a model's parameters; every rank holds unsplit ones in full."""
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()

@@ -87,7 +87,7 @@ class _MeanLoss(torch.autograd.Function):
 def _chunk(
     rows: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, vocab_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses (N,) of rows (N, C), and the logits' gradient (N, W) of their sum."""
+    """Return the losses (N,) of rows (N, C), and their sum's gradient for the logits (N, W)."""
     start, end = bounds(vocab_rows, index=ranks.index, size=ranks.size)
     logits = (rows @ weight.t()).float()
     if end > start:

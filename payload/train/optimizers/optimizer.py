@@ -164,8 +164,8 @@ def build_optimizers(
 ) -> Optimizers:
     """Create the optimizer `settings.name`, and a second one for parameters that it leaves out.
 
-    Engines that patch torch's own classes need exactly these classes. `parts` replaces the model's
-    parameters if a rank holds only a shard of each. Raises ConfigError.
+    For an engine that patches torch's own classes, exactly these classes are used. `parts` replaces
+    the model's parameters if a rank holds only a shard of each. Raises ConfigError.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
     chosen = find(settings.name)
@@ -187,7 +187,7 @@ def build_optimizers(
 
 
 def _parameters(trained: list[nn.Parameter]) -> Parameters:
-    """Divide one optimizer's parameters into matrices, with weight decay, and vectors, without."""
+    """Divide one optimizer's parameters into matrices (with weight decay) and vectors (without)."""
     return Parameters(
         matrices=[each for each in trained if each.dim() >= 2],
         vectors=[each for each in trained if each.dim() < 2],

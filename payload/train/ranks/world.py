@@ -43,7 +43,7 @@ _PEER_LOST = (
 )
 
 _MAX_MESSAGE_BYTES = 2**22
-"""Largest message between ranks; the names of gpt2-xl's optimizer state take 0.2 MB."""
+"""Limit on a message between ranks; the names of gpt2-xl's optimizer state take 0.2 MB."""
 
 _FOREIGN_RANK = "Check that all nodes run the same release and accept no other connections."
 
@@ -198,8 +198,8 @@ class World:
         """Make gloo, and NCCL on GPUs, use the interface that leads to rank 0's node.
 
         By default gloo uses the address of this machine's host name: 127.0.1.1 on Debian. NCCL
-        chooses an interface per node, not always the same; the prefix `=` selects exactly this
-        name.
+        chooses an interface per node, not always the same one; the prefix `=` makes NCCL match the
+        name exactly.
         """
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             towards = interface_towards(os.environ["MASTER_ADDR"])
@@ -233,7 +233,7 @@ class World:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a `sum` and return a function that waits for it. All ranks use the same order."""
+        """Begin a `sum`; return a function that waits for it. All ranks begin in the same order."""
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:

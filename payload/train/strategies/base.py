@@ -60,7 +60,7 @@ class Strategy(ABC):
         del model
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight in full, as this rank computes with it, one at a time."""
+        """Yield the full weights with which this rank computes, one at a time."""
         return model.named_parameters()
 
     def local_weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:
-        """Prepare for a step's last backward pass, of the micro-batch with `tokens` (B, T)."""
+        """Prepare for a step's last backward pass; `tokens` (B, T) are its micro-batch."""
 
     @abstractmethod
     def finish(self) -> float:
@@ -142,7 +142,7 @@ class Strategy(ABC):
         return False
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Raise RanksDifferError or TrainingError, on every rank, unless the ranks hold one model.
+        """Raise RanksDifferError or TrainingError on every rank, unless all hold the same model.
 
         `passed_step` is the last step after which the check passed.
         """

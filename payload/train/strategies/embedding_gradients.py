@@ -53,7 +53,7 @@ class TokenExchange(TokenGradient):
         """True until a micro-batch has added its head gradient."""
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
-        """(V,) is 1 for tokens that some rank looks up; set only in a last micro-batch."""
+        """(V,), 1 for each token that some rank looks up; set only in a step's last micro-batch."""
         self._asked: Any = None
         self._parts: list[tuple[Tensor, Tensor]] = []
 

@@ -60,7 +60,7 @@ def read_part(
     size: int,
     own_rows: Callable[[int], tuple[int, int]],
 ) -> Tensor:
-    """Read this rank's rows of the part of tensor rank `index` of `size` from a stored tensor."""
+    """Read this rank's rows of part `index` of a stored tensor that is split into `size` parts."""
     shape = tensors.shape(stored)
     split_shape = shape if split is None else split.part_shape(shape, index=index, size=size)
     start, end = own_rows(split_shape[0])

@@ -127,7 +127,7 @@ class ModelParallel(Strategy):
         return found
 
     def _is_on_stage(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Return whether this rank's stage has a parameter; the last one also has tied weights."""
+        """Return whether this rank's stage has a parameter; the last also has the tied weights."""
         if self._stage is None:
             return True
         is_head = name == self._tied and self._stage.is_last()
@@ -166,7 +166,7 @@ class ModelParallel(Strategy):
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the next backward pass, of the micro-batch `tokens` (B, T)."""
+        """Exchange the gradients of the next backward pass; `tokens` (B, T) are its micro-batch."""
         self._data.begin(tokens)
 
     def finish(self) -> float:
@@ -207,7 +207,8 @@ class ModelParallel(Strategy):
         return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
-        """Return a function that is True on exactly one of the ranks with copies of a parameter."""
+        """Return a function that returns True on exactly one rank of those with a parameter's
+        copies."""
 
         def is_counted(name: str) -> bool:
             if name == self._tied and self._place.pipeline:

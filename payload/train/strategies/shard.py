@@ -149,7 +149,7 @@ class Shard(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context after which training can use the weights gathered in it."""
+        """Return the context of an evaluation; training can later use weights gathered in it."""
         del model
         return torch.no_grad()
 

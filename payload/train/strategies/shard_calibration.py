@@ -34,7 +34,7 @@ class ShardingSetup:
 
     mesh: Mesh
     by_gloo: bool
-    """True with DeepSpeed, which uses the collectives of gloo instead of this project."""
+    """True with DeepSpeed, which uses gloo's collectives instead of this project's."""
     blocks: tuple[int, ...]
     """The number of elements of each matrix of a layer."""
     timeout_s: float

@@ -16,7 +16,7 @@ from payload.core.errors import RanksDifferError, TrainingError
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World
 
-_CHUNK_BYTES = 2**20  # Small enough for the sum to find in cache what the hash has read.
+_CHUNK_BYTES = 2**20  # Small enough to stay in the cache between hash and sum.
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 

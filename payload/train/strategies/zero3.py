@@ -129,7 +129,7 @@ class Zero3(Strategy):
         return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return a context after which training can use the weights gathered in it."""
+        """Return the context of an evaluation; training can later use weights gathered in it."""
         del model
         return torch.no_grad()
 

@@ -69,7 +69,7 @@ class Samples(ABC):
         """Return the number of tokens of these samples, without padding."""
 
     def arrange_samples(self, chosen: Indices) -> Indices:
-        """Return a step's samples in the order for splitting over micro-batches and ranks."""
+        """Return a step's samples in the order in which micro-batches and ranks take them."""
         return chosen
 
 

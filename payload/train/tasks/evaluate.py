@@ -31,7 +31,7 @@ class EvalPass:
     """Called after every batch with the batches done and in total; all ranks get the same result.
     """
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
-    """The context that a batch computes in, in addition to `autocast`."""
+    """The context in which a batch is computed, in addition to `autocast`."""
     computes_together: bool = False
     """True if a rank can compute a batch only while all other ranks compute one.
 
@@ -54,7 +54,7 @@ class EvalPass:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Enter the context that a batch computes in."""
+        """Enter the context in which a batch is computed."""
         with self.without_gradients(), self.autocast():
             yield
 

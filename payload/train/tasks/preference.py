@@ -206,9 +206,9 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return the stored reference, a stored dtype and its values for the validation pairs.
+    """Return the stored reference, and a dtype with its stored values for the validation pairs.
 
-    `dtype` is preferred if it is stored. Raises DataError if no reference is stored.
+    `dtype` is preferred if its values are stored. Raises DataError if no reference is stored.
     """
     found = read_reference(folder, meta)
     others: tuple[Dtype, ...] = ("bf16", "fp32")

@@ -12,7 +12,7 @@ _NOTICES = {
     "torchao": "/torchao/_C_",
     "torchao.kernel.intmm": "Detected no triton",
 }
-"""Part of the message by logger."""
+"""A part of each message to hide, by the name of its logger."""
 
 
 class _Filter(logging.Filter):
