@@ -124,7 +124,8 @@ def _first_run(arguments: argparse.Namespace) -> int:
     steps = arguments.steps or _steps(config, model)
     with _working(f"answering {len(task.prompts())} prompts with the model as it is"):
         before = _answers(str(model), task.prompts())
-    status = _train(task.run, [f"model.init={model}", f"train.steps={steps}", *arguments.overrides])
+    settings = [f"model.init={model}", *step_settings(config, steps)]
+    status = _train(task.run, [*settings, *arguments.overrides])
     if status != ExitCode.OK:
         print(f"to resume and compare: make run RUN_ID={run_id}", file=sys.stderr)
         return status
@@ -171,6 +172,14 @@ def _prepare(task: _Task, training: Sequence[FunctionRecord], *, sequence_length
 
 def _text_of(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def step_settings(config: RunConfig, steps: int) -> list[str]:
+    """Return the overrides for a run of `steps` steps, without warm-up if it would not end."""
+    found = [f"train.steps={steps}"]
+    if steps <= config.schedule.warmup_steps:
+        found.append("schedule.warmup_steps=0")
+    return found
 
 
 def _steps(config: RunConfig, model: Path) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError
-from payload.first_run.__main__ import CONFIG
+from payload.first_run.__main__ import CONFIG, step_settings
 from payload.first_run.comparison import Shown, answers_text, scores, scores_text
 from payload.first_run.function_records import (
     EXAMPLES,
@@ -138,6 +138,14 @@ def test_a_slower_machine_trains_fewer_steps(spec: ModelSpec) -> None:
         or steps_within_budget(each, most=60) == MIN_STEPS
         for each in seconds
     )
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 60])
+def test_any_number_of_steps_is_a_valid_run(steps: int) -> None:
+    config = load_run_config(CONFIG)
+    found = load_run_config(CONFIG, overrides=step_settings(config, steps))
+    assert found.train.steps == steps
+    assert found.schedule.warmup_steps == (0 if steps < 4 else config.schedule.warmup_steps)
 
 
 @pytest.mark.parametrize("found", [{}, {"measured": None, "nodes": {}}])
