@@ -46,7 +46,7 @@ def _run(argv: Sequence[str]) -> int:
         return _run_own(row.name, argv[1:], program=program)
     sys.argv[1:] = [*row.arguments, *argv[1:]]
     if any(argument in _HELP for argument in sys.argv[1:]):
-        # The parser alone prints the help; a program may import torch first.
+        # The help comes from the parser alone, because the program may import torch first.
         completion.command_parser(row).parse_args()
     # Like `python -m payload.PACKAGE`: that module decides how the process ends.
     runpy.run_module(f"payload.{row.package}", run_name="__main__", alter_sys=True)
