@@ -43,7 +43,7 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
 
     If the token embedding is also the output head, its gradient begins first and is complete last.
     With kernels, this gradient is sent in two parts: the head's part first, and at the end the rows
-    of the `tokens` that all ranks read in a micro-batch. Without kernels (`tokens` is None), this
+    of the `tokens` that all ranks read in a micro-batch. Without kernels (no `tokens`), this
     gradient is in the last bucket.
     """
     sizes = spec.gradient_sizes()

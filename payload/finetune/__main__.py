@@ -318,7 +318,11 @@ def parser() -> CommandParser:
         action="store_true",
         help="leave out the report's samples of two validation prompts before and after the run",
     )
-    add("--yes", action="store_true", help="start without asking, even if the run takes over a day")
+    add(
+        "--yes",
+        action="store_true",
+        help="start without confirmation, even if the run takes over a day",
+    )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     add("--dry-run", action="store_true", help="print the choices; write and start nothing")
     return made

@@ -60,7 +60,7 @@ class ChatFormat:
         """Return the parts of a generated text that follows a prompt.
 
         In an unfinished text, characters that may belong to a delimiter or a call are left out. So
-        when the text grows, each part of the answer only grows at its end.
+        when the text grows, each part of the answer is only extended, never changed.
         """
         thoughts, text = self.thoughts.divide(
             generated, is_open=self.thoughts.is_opened_by(prompt), is_finished=is_finished
