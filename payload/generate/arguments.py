@@ -54,8 +54,8 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with one prompt a line; in a .jsonl file, an object a line with the key prompt "
-        "(with --chat: or messages); - = stdin",
+        help="file with one prompt a line; in a .jsonl file, objects with prompt (--chat: or "
+        "messages); - = stdin",
     )
     prompt.add_argument(
         "--input",
