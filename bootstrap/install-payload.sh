@@ -325,9 +325,9 @@ if any(re.match(r"(nvidia|cuda)[-_.]|triton", need) for need in needs):
 PYTHON
 }
 
-# look_first TORCH: before the environment is made, which can take a minute, looks for PyTorch's
-# index; without it, for a CPU build on pip's index, and prompts if there is only the CUDA build.
-# Without pip beside this Python, the environment's pip looks later.
+# look_first TORCH: looks for PyTorch's index before the environment is made, as that can take a
+# minute. If the index cannot be reached, looks for a CPU build on pip's index, and prompts if pip's
+# index has only the CUDA build. If this Python has no pip, the environment's pip looks later.
 look_first() {
     local torch=$1 cpu=$scratch/look-cpu any=$scratch/look found
     local finder=$python
@@ -411,7 +411,7 @@ agree_to_cuda() {
 }
 
 # oneccl_bind_pt is only on Intel's index, and the lock has no hash for it, so pip must use no other
-# index. Without it, everything except backend = "ccl" works.
+# index. Without oneccl_bind_pt, everything except backend = "ccl" works.
 install_ccl() {
     local ccl=$1 source=(--index-url "$CCL_INDEX" --retries 1)
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
@@ -455,7 +455,7 @@ for name in ("torch", "accelerate", "safetensors.torch", "tiktoken", "paramiko",
 PYTHON
 }
 
-# Removes packages of an older lock that this one does not have.
+# Removes packages of an older lock that the current lock does not have.
 remove_strays() {
     local strays
     strays=$("$venv/bin/python" - <(entries "$extras,train-cuda,intel-cuda") <<'PYTHON'

@@ -77,7 +77,7 @@ class NodeBootstrap:
     shared_clients: str = ""
     """Address range to which the head exports the shared folder."""
     os_login_user: str | None = None
-    """The only user who can log in, through Google's OS Login, if `trainer` has no key."""
+    """If `trainer` has no key, only this user can log in, through Google's OS Login."""
 
     @property
     def login_user(self) -> str:
@@ -85,7 +85,7 @@ class NodeBootstrap:
         return self.os_login_user or NODE_USER
 
     def packages(self) -> tuple[str, ...]:
-        """Return the Debian packages to install: of names separated by `|`, the first available."""
+        """Return the Debian packages to install; `a|b` means the first that is available."""
         ours = ("ca-certificates",) if self.is_monitored else ()
         return tuple(sorted({*_PACKAGES, *ours, *self.extra_packages}))
 

@@ -50,7 +50,8 @@ class _Family:
     gib_per_vcpu: dict[str, float]
     """GiB of memory per vCPU, by the middle part of the type's name, such as highmem."""
     domains: tuple[tuple[int, int], ...]
-    """Pairs of a largest number of vCPUs and the number of NUMA domains up to that size."""
+    """Pairs of a number of vCPUs, and the number of NUMA domains of a machine with at most that
+    many vCPUs."""
     disk_types: tuple[str, ...]
     tier1_from: int | None
     """Smallest number of vCPUs with Tier_1 bandwidth; None if no size supports it."""

@@ -26,9 +26,9 @@ IGNORED = ("description",)
 def program_identity(root: Path, cluster: str) -> str:
     """Return the identity of the stack's cluster; a preview does not store a new one.
 
-    `root` is the project's folder. Raises ConfigError, also if only the folder's file has the
-    identity: a build would then treat existing resources of this identity as resources of this
-    user.
+    `root` is the project's folder. Raises ConfigError, also if identity.json has no signature of
+    this user: a build would then treat existing resources with the identity in the file as
+    resources of this user.
     """
     is_preview = pulumi.runtime.is_dry_run()
     recorded, is_proven = recorded_cluster_identity(root, cluster)

@@ -35,7 +35,8 @@ class NetworkArgs:
     ssh_source: str
     """Address range from which SSH is allowed."""
     ssh_to: str | None
-    """The only address to which SSH is allowed; None if `ssh_source` can reach only the head."""
+    """Only this address accepts SSH; None if the head is the only node that `ssh_source` can
+    reach."""
     shared_storage: str
     """`nfs` opens the head's NFS port, `filestore` opens FILESTORE_RANGE, `none` opens neither."""
     node_account: Input[str]

@@ -292,7 +292,10 @@ def recoverable_bucket(resource: Resource) -> Iterator[str]:
     if kept_s != NOT_KNOWN and (not isinstance(kept_s, (int, float)) or kept_s < _WEEK_S):
         yield "does not keep deleted objects for a week; set softDeletePolicy"
     if (inputs.get("versioning") or {}).get("enabled"):
-        yield "has object versions, which nodes can delete and which are billed twice as long"
+        yield (
+            "keeps object versions: nodes can delete them, and deleted objects are billed twice as "
+            "long as without versions"
+        )
 
 
 def secrets(resource: Resource) -> Iterator[str]:

@@ -230,7 +230,7 @@ RULES = (
     ),
     Rule(
         name="private-filestore",
-        holds="a Filestore instance is exported to single addresses, with root for at most one",
+        holds="a Filestore instance is exported to single addresses, at most one with root access",
         types=("Filestore",),
         problems=check.private_filestore,
     ),

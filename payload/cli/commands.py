@@ -30,7 +30,7 @@ def _rows(group: str, package: str, summaries: Mapping[str, str]) -> tuple[Comma
 
 
 def _own(group: str, summaries: Mapping[str, str]) -> tuple[Command, ...]:
-    """Return commands that this package runs, each in the module of its name."""
+    """Return the commands that `payload.cli` runs, each in the module of the same name."""
     return tuple(
         Command(name=name, group=group, package="cli", summary=summary)
         for name, summary in summaries.items()

@@ -18,7 +18,7 @@ from payload.core.suggested_commands import program_name
 
 SHELLS = ("bash", "zsh", "fish")
 REQUEST = "_ARGCOMPLETE"
-"""Set by the shell during completion: the number of words before the first argument."""
+"""Variable that the shell sets during completion: the number of words before the first argument."""
 
 _PARSERS = {
     "orchestrate": "payload.orchestrate.__main__",
@@ -73,7 +73,7 @@ def command_parser(row: Command | None) -> argparse.ArgumentParser:
 def own_module(name: str) -> Any:
     """Return the module of a command of this package.
 
-    The module has `parser` and `output`, which returns what the command prints.
+    The module has the functions `parser` and `output`. `output` returns the text to print.
     """
     return importlib.import_module(f"payload.cli.{name}")
 

@@ -77,7 +77,7 @@ def output(arguments: argparse.Namespace, *, is_styled: bool) -> str:
 
 
 def find(key: str) -> Found:
-    """Return the section, the setting, or each setting with this name. Raises UsageError."""
+    """Return the section or setting `key`, or each setting with that name. Raises UsageError."""
     settings = all_settings()
     if key in sections():
         return (sections()[key],)
@@ -90,7 +90,7 @@ def find(key: str) -> Found:
 
 
 def _hint(key: str) -> str:
-    """Return the similar names, or the way to list all."""
+    """Return a hint: the similar names, or the command that lists all settings."""
     names: dict[str, str] = {name: name for name in (*all_settings(), *sections())}
     names |= {each.key: name for name, each in all_settings().items()}
     near = dict.fromkeys(names[each] for each in get_close_matches(key, names, n=_NEAR))
@@ -146,7 +146,7 @@ def _setting_lines(
     conflicts = conflicts_of(setting.name)
     if conflicts:
         yield ""
-        yield f"{_INDENT}Conflicts, by an example of each:"
+        yield f"{_INDENT}Conflicts (an example of each):"
     for conflict in conflicts:
         yield from _wrapped(conflict.message, first=f"{_INDENT}- ", indent=f"{_INDENT}  ")
 

@@ -16,8 +16,8 @@ def parser(*, prog: str) -> CommandParser:
     made = CommandParser(
         prog=prog,
         description="Print the JSON Schema of run.toml: every setting with its meaning, unit, "
-        "default and values. With the first line `#:schema ./run.schema.json`, a run.toml is "
-        "completed and checked by editors that read TOML schemas.",
+        "default and values. If a run.toml begins with the line `#:schema "
+        "./run.schema.json`, editors that read TOML schemas complete and check the file.",
         example="tileforge schema --out run.schema.json",
     )
     made.add_argument(

@@ -12,12 +12,12 @@ from payload.config.settings import parse_sections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Two or more settings with values that a run refuses."""
+    """Two or more settings with values that a run refuses together."""
 
     settings: tuple[str, ...]
     """Names as in `--set`."""
     message: str
-    """The message of a run with these values, which has the values and the fix."""
+    """The error message of a run with these values; it names the values and the fix."""
 
 
 _SPLITS = ("distributed.tensor_parallel=2", "distributed.pipeline_parallel=2")
@@ -76,7 +76,7 @@ def all_conflicts() -> list[Conflict]:
 
 
 def conflicts_of(name: str) -> list[Conflict]:
-    """Return the conflicts of one setting, such as `batch.micro_batch_size`, by message."""
+    """Return the conflicts of one setting, such as `batch.micro_batch_size`, each message once."""
     examples = (each for each in _EXAMPLES if any(word.startswith(f"{name}=") for word in each))
     return list({x.message: x for example in examples for x in _conflicts_of(example)}.values())
 

@@ -9,7 +9,7 @@ from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 
 _REDUCED_ELEMENTS = 5_000_000
-"""Elements of a bucket of gradients; a larger gradient has its own bucket."""
+"""Elements of a gradient bucket; a larger gradient has a separate bucket."""
 _UPDATED_ELEMENTS = 50_000_000
 """Elements updated together; DeepSpeed copies their gradients."""
 

@@ -30,7 +30,7 @@ from payload.machines.inventory import SCHEMA_VERSION, ClusterInventory
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _ONE_LINE = r"^[^\u0000-\u0008\u000a-\u001f\u007f-\u009f]*$"
-"""The control characters that matter, without the other rare characters that a run refuses."""
+"""Matches text without control characters. It allows some rare characters that a run refuses."""
 _LIMITS = {"low": "minimum", "above": "exclusiveMinimum", "high": "maximum"}
 SCHEMAS = ("run", "inventory")
 """Names of the files that have a schema."""
@@ -46,9 +46,10 @@ def schema_file(name: str) -> Path:
 
 
 def schema_line() -> str:
-    """Return the first line of a run.toml that is written anywhere on this machine.
+    """Return the first line for a run.toml in any folder of this machine.
 
-    Editors find the schema by this comment. The line is empty if the path would not be a comment.
+    Editors find the schema by this comment. If the schema's path cannot be written in a comment,
+    the line is empty.
     """
     path = str(schema_file("run"))
     return f"#:schema {path}\n" if PLAIN_TEXT.fullmatch(path) else ""
@@ -121,7 +122,7 @@ def inventory_schema() -> Schema:
 
 def _inventory() -> Schema:
     found = _record(ClusterInventory)
-    # Its default is for the program alone: a file without a version is refused.
+    # The default of schema_version is for the program alone: a file without a version is refused.
     found["properties"]["schema_version"] = {"title": "schema_version", "enum": [SCHEMA_VERSION]}
     found["required"].append("schema_version")
     return found

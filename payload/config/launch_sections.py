@@ -38,17 +38,19 @@ class DistributedSection:
     strategy: Literal["replicate", "shard", "zero3"] = "replicate"
     """`replicate`: each rank holds the whole model. `shard`: each rank holds a shard of the
     weights, gradients and optimizer state, and gathers the weights of a layer before it computes
-    the layer (FSDP2). `zero3`: the same with DeepSpeed's ZeRO stage 3; needs the extra `deepspeed`.
+    the layer (FSDP2). `zero3`: like `shard`, but with DeepSpeed's ZeRO stage 3; needs the extra
+    `deepspeed`.
     """
     shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
-    """shard: number of ranks that together hold one copy of the model, or of one tensor or pipeline
-    part. Gradients are averaged over these groups. none = all ranks."""
+    """`shard`: ranks in a group that together holds one copy of the model, or of a tensor or
+    pipeline part of the model. Gradients are averaged over all groups. none = one group of all
+    ranks."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
     """Ranks that compute each layer together on the same data. Each rank has a part of the heads,
     the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
-    """Number of pipeline stages, each with some of the layers. The remaining ranks are data
-    parallel: replicas, or shards with `strategy = "shard"`."""
+    """Number of pipeline stages, each with some of the layers. Further ranks form copies of
+    the pipeline, which are data parallel: replicas, or shards with `strategy = "shard"`."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, and a stage keeps the
     activations of at most one micro-batch per stage. `gpipe`: all forward passes come first."""
@@ -137,19 +139,19 @@ class LimitsSection:
     """[limits]; the supervisor on the head enforces them; docs/guides/recovery.md"""
 
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
-    """Time without progress of any rank after which the run counts as hung; at least ten times the
-    median step. Loading, compiling and saving may take nine tenths of distributed.timeout_s, which
-    is also the highest value of this setting."""
+    """If no rank makes progress for this time, the run counts as hung. The time is at least ten
+    times the median step. Loading, compiling and saving may take nine tenths of
+    distributed.timeout_s, which is also the highest value of this setting."""
     max_restarts: int = checked(3, low=0, unit="restarts")
     """Restarts from the last checkpoint after a lost rank, a lost node or a hang, as long as each
     attempt completes at least one more step; 0 = none."""
     max_hours: float | None = checked(None, above=0.0, unit="hours")
     """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
-    checkpoint and stops. The machines of a cluster are billed on until `down`."""
+    checkpoint and stops. The machines of a cluster are billed until `down`."""
     max_usd: float | None = checked(None, above=0.0, unit="US dollars")
     """Highest cost of the nodes while the run lasts, enforced like `max_hours`; the inventory needs
-    hourly_usd for every node. It limits no bill: after the run, the machines are billed on until
-    `down`."""
+    hourly_usd for every node. The setting does not limit the bill: after the run, the machines are
+    billed until `down`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The reference of run.toml's settings: values, defaults, units and meanings, for people and tools.
 
-The meaning of a setting is the docstring below its field, and that of a section the docstring of
-its class, so the source of the classes is read.
+The meaning of a setting is the docstring below its field. The meaning of a section is the docstring
+of its class. So this module reads the source of the classes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Setting:
         return next((each for each in kinds if each in (*_KINDS, tuple)), None)
 
     def values(self, *, code: str = "") -> str:
-        """Return the allowed values in words; `code` stands around each value to type."""
+        """Return the allowed values in words; `code` surrounds each value that the user types."""
         kind = self.plain_kind()
         words = [f"{code}{toml_text(word)}{code}" for word in self.words()]
         if kind is None:
@@ -90,7 +90,7 @@ class Setting:
 
 
 def toml_text(value: Any) -> str:
-    """Return a value as in run.toml; the text of a setting has no quotes within."""
+    """Return a value as in run.toml; the text of a setting contains no quotes."""
     if value is None:
         return '"none"'
     if isinstance(value, tuple):

@@ -9,7 +9,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def as_clock(seconds: float) -> str:
-    """Return `0:42`, `12:05` or `3:20:00`, and days in words; `?` unless `seconds` is finite."""
+    """Return `0:42`, `12:05` or `3:20:00`; days are in words; `?` if `seconds` is not finite."""
     if not math.isfinite(seconds) or seconds >= _DAYS_FROM_S:
         return in_words(seconds)
     minutes, rest = divmod(math.floor(seconds + 0.5), 60)
@@ -18,7 +18,7 @@ def as_clock(seconds: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return `42 s`, `12 min 5 s`, `3 h 20 min` or `2 d 4 h`; `?` unless `seconds` is finite."""
+    """Return `42 s`, `12 min 5 s`, `3 h 20 min` or `2 d 4 h`; `?` if `seconds` is not finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 60:

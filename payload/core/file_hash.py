@@ -40,8 +40,8 @@ _known: dict[_Mark, str] = {}
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file's content in hexadecimal.
 
-    The file is read again after any change. A change also sets the ctime, which no program can set
-    back. Raises OSError, also if the path is not a regular file.
+    The file is read again after any change, because each change sets the ctime, and no program can
+    set the ctime back. Raises OSError, also if the path is not a regular file.
     """
     with open_regular(path) as file:
         began_ns, mark = time.time_ns(), _Mark.of(file)

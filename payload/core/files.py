@@ -74,11 +74,11 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_shared(folder: Path) -> None:
-    """Give a folder of `tempfile.mkdtemp`, which is private, the mode of a new folder.
+    """Give a private folder from `tempfile.mkdtemp` the mode that `mkdir` gives a new folder.
 
     Raises OSError.
     """
-    # A new folder shows the umask without changing it, which would affect other threads.
+    # A new folder shows the umask. Querying the umask would change it for all threads.
     probe = folder / ".mode"
     probe.mkdir()
     folder.chmod(stat.S_IMODE(probe.stat().st_mode))

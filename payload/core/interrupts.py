@@ -30,9 +30,9 @@ class Presses:
     def is_new(self) -> bool:
         """Record a signal that arrives now; return True if it is a new press.
 
-        Waits `PRESS_S` for further signals of a new press. Python would run their handler only
-        after the next call of C code, such as a long matmul, and these signals would count as a new
-        press.
+        Waits `PRESS_S` for further signals of a new press. Otherwise, Python could run their
+        handler only after a long call of C code, such as a matmul, and these signals would count as
+        a new press.
         """
         now_s = time.monotonic()
         if now_s - self._last_s < PRESS_S:
@@ -62,7 +62,7 @@ class _Requests:
 
 
 class Interrupts:
-    """Counts requests to end within the block: each Ctrl-C, but one SIGTERM or SIGHUP."""
+    """Counts requests to end in the block: each Ctrl-C, and SIGTERM or SIGHUP only once."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -55,9 +55,10 @@ def missing_package_error(error: BaseException) -> BootstrapError | None:
 
 
 def _is_installed(top: str) -> bool:
-    """Return True if Python finds the package: a module of it is missing, or its version is wrong.
+    """Return True if Python finds the package.
 
-    A namespace such as `google` does not count, because several packages share it.
+    Then only a module of the package is missing, or the package has the wrong version. A namespace
+    such as `google` does not count, because several packages share it.
     """
     # find_spec raises ValueError for a module without a spec.
     with suppress(ImportError, ValueError):

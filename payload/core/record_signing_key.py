@@ -45,7 +45,7 @@ def _proof(key: bytes, parts: tuple[Any, ...]) -> str:
 
 
 def _key(*, make: bool = False) -> bytes | None:
-    """Return this user's key, which `make` creates if it is missing, or None."""
+    """Return this user's key, or None if it is missing. With `make`, create a missing key."""
     with suppress(OSError, RuntimeError):  # RuntimeError: the home folder is unknown
         state = Path(os.environ.get("XDG_STATE_HOME", ""))
         folder = (state if state.is_absolute() else Path.home() / ".local/state") / "tileforge"

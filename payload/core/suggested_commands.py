@@ -27,8 +27,8 @@ _SUBCOMMANDS = {
 def quoted(text: str) -> str:
     """Return text quoted for a shell command that is shown to people.
 
-    Control characters are removed first. Removed after quoting, an escape sequence could include
-    the closing quote, and the shell would run the rest of the text.
+    Control characters are removed before quoting. After quoting, the removal of an escape sequence
+    could also remove the closing quote, and the shell would run the rest of the text.
     """
     return shlex.quote(printable(text))
 

@@ -1,6 +1,6 @@
 """Converts FLOPs to seconds: compute time of a step and of an evaluation, and MFU.
 
-No other module divides FLOPs by a rate; a test checks it.
+A test checks that no other module divides FLOPs by a rate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from payload.config.run_config import RunConfig
 from payload.models.spec import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
-"""Share of a micro-batch's time: backward has two matmuls for each matmul in forward."""
+"""Share of the backward pass in a micro-batch's time: two matmuls for each matmul in forward."""
 _FORWARD_SHARE = 1 / 3
 
 
@@ -24,7 +24,7 @@ class ComputeTime:
     mfu: float
     """Expected share of the GEMM peak."""
     flops_per_s: float
-    """FLOP/s of all ranks together at this share of the peak."""
+    """FLOP/s of all ranks together at `mfu` of the peak."""
 
 
 def step_flops(config: RunConfig, spec: ModelSpec, *, tokens: int | None = None) -> int:

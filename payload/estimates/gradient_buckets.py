@@ -8,7 +8,8 @@ from payload.config.launch_sections import DistributedSection
 from payload.models.spec import ModelSpec
 
 FIRST_BUCKET_BYTES = 2**20
-"""Bytes of fp32 gradients; small, so that the exchange begins early. Both sizes are as in DDP."""
+"""Size of the first bucket in fp32 gradients; small, so that the exchange begins early. This size
+and `BUCKET_BYTES` are as in DDP."""
 BUCKET_BYTES = 25 * 2**20
 """A bucket is full with the first parameter that reaches this size."""
 
@@ -42,8 +43,8 @@ def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]
 
     If the token embedding is also the output head, its gradient begins first and is complete last.
     With kernels, this gradient is sent in two parts: the head's part first, and at the end the rows
-    of the `tokens` that all ranks read in a micro-batch. Without kernels (None), it is in the last
-    bucket.
+    of the `tokens` that all ranks read in a micro-batch. Without kernels (no `tokens`), this
+    gradient is in the last bucket.
     """
     sizes = spec.gradient_sizes()
     in_parts = tokens is not None and spec.is_tied()

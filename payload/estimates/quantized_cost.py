@@ -24,8 +24,8 @@ class QuantizedCost:
     """Compares a run with its base in 4 bits to the same run with an unquantised base."""
 
     whole_dtype: Dtype
-    """Dtype of the unquantised base and its matmuls: the dtype of the run. It is bf16 if only bf16
-    fits, unless 4 bits fit and take less time."""
+    """Dtype of the unquantised base and its matmuls: normally the dtype of the run. If only bf16
+    fits, it is bf16, unless a 4-bit base fits and takes less time."""
     whole_bytes: int
     """Estimate of a rank's peak memory with one sequence per micro-batch."""
     nf4_dtype: Dtype
@@ -89,7 +89,7 @@ def dequantized_times(config: RunConfig) -> int:
 def dequantize_s(
     config: RunConfig, spec: ModelSpec, *, world_size: int, weights_per_s: float
 ) -> float:
-    """Return the seconds per step for dequantising at `weights_per_s` on a rank.
+    """Return a rank's seconds of dequantising per step, at the rate `weights_per_s`.
 
     Raises ConfigError if the ranks cannot divide the batch evenly.
     """
@@ -108,12 +108,12 @@ def quantized_cost(
     cores: int,
     room_bytes: float | None,
 ) -> QuantizedCost | None:
-    """Return the comparison for a run with an adapter, or None if its base cannot have 4 bits.
+    """Return the comparison for a run with an adapter; None if its base cannot be quantised.
 
     `base` is the model without the adapter, and `dtype` the compute dtype of the run.
-    `core_flops_per_s` is the GEMM peak of each of the `cores` of all nodes, and `dequantized_per_s`
-    is the rate of a rank. Memory is compared at one sequence per micro-batch, which needs the
-    least.
+    `core_flops_per_s` is the GEMM peak of one core, `cores` the number of cores on all nodes, and
+    `dequantized_per_s` the rate of one rank. Memory is compared at one sequence per micro-batch,
+    which needs the least.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None

@@ -66,7 +66,7 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> SentBytes:
 def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
     """Return the bytes of weights that the largest stage's shards gather in a micro-batch.
 
-    Layers are gathered twice, and weights outside the layers once; DeepSpeed gathers all of them
+    Layers are gathered twice, and weights outside the layers once; DeepSpeed gathers all weights
     twice.
     """
     setting = config.rank_setting(dtype=config.dtype(), world_size=mesh.world_size)
@@ -87,9 +87,9 @@ def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
 def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """Return the bytes that tensor ranks sum in a micro-batch.
 
-    In the dtype of the matmuls, these are the outputs of each layer's attention and MLP and their
-    gradients; with activation checkpointing the outputs are summed twice. In fp32, they are the
-    output of the embedding and the gradient of the head.
+    Summed in the dtype of the matmuls: the outputs of each layer's attention and MLP, and the
+    gradients of these outputs. Activation checkpointing sums the outputs twice. Summed in fp32: the
+    output of the embedding, and the gradient of the head.
     """
     numbers = config.batch.micro_batch() * config.data.sequence_length * spec.width()
     size = 4 if config.dtype() == "fp32" else 2

@@ -125,7 +125,7 @@ def _candidates(
 
 
 def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
-    """Return whether the ranks can divide the model and the batch in this way."""
+    """Return whether the ranks can divide the model and the batch as `config` requires."""
     try:
         require_split(spec, config)
         config.passes(world_size)

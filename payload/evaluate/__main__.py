@@ -159,7 +159,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
 
 
 def _default_length(folder: Path, *, trained: int | None, context: int) -> int:
-    """Return the length that the data was packed for, or the one of the model's run.
+    """Return the length that the data was packed for, or data.sequence_length of the model's run.
 
     A model without a run gets a default that fits the context.
     """

@@ -86,7 +86,7 @@ def _export(arguments: argparse.Namespace) -> Path:
 
 
 def _weights_folder(folder: Path, *, merges: bool) -> Path:
-    """Return the folder with the complete weights: for an adapter its base, otherwise `folder`."""
+    """Return the folder with the complete weights: an adapter's base, otherwise `folder`."""
     if not has_adapter(folder):
         if merges:
             raise CheckpointError(

@@ -70,8 +70,8 @@ def write_gguf(
             writer.add_tensor_info(
                 entry.target,
                 entry.shape,
-                # The dtype of the shape is always float32: it determines how the reader interprets
-                # the shape.
+                # Always float32: with other dtypes, the writer would interpret the shape
+                # differently.
                 _float32(),
                 _nbytes(entry.shape, entry.kind),
                 raw_dtype=entry.kind,

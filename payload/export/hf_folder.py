@@ -37,7 +37,7 @@ def write_hf(
         for name in weights.shapes():
             tensors[name] = rounded(name, weights.read(name), dtype).contiguous()
             progressed(tensors[name].nbytes)
-        # Not the library's writer: only this user can read its files.
+        # The library's own writer would make files that only this user can read.
         write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(_with_dtype(config, _NAMES[dtype]), encoding="utf-8")
         for name in _COPIED:

@@ -26,7 +26,8 @@ class WeightFiles:
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """Entries of config.json for a merged classifier, which the base's config.json lacks."""
+        """Entries of a merged classifier's config.json that are missing in the base's
+        config.json."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, without reading it."""

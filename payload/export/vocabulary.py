@@ -275,7 +275,7 @@ def _pre_tokenizer(parts: Mapping[str, Any], model: _Model, path: Path) -> str:
 def _adds_space(parts: Mapping[str, Any], path: Path) -> bool:
     """Return True if the steps of a SentencePiece vocabulary put a space before a text.
 
-    Raises CheckpointError for steps other than llama.cpp's own, which replace spaces and add one.
+    llama.cpp's own steps only replace spaces and add one. Raises CheckpointError for other steps.
     """
     normalizer, words = parts["normalizer"], parts["pre-tokenizer"]
     if normalizer and words in ([], [_NO_SPACES_LEFT]):

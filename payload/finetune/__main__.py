@@ -87,7 +87,10 @@ def _finetune(arguments: argparse.Namespace) -> int:
     out = _out_folder(arguments)
     if not arguments.skip_bad and _skipped_rows(out / "data"):
         arguments.skip_bad = True
-        print(f"note: {out / 'data'} was prepared with --skip-bad, which is kept", file=sys.stderr)
+        print(
+            f"note: {out / 'data'} was prepared with --skip-bad, which is applied again",
+            file=sys.stderr,
+        )
     request = FinetuneRequest(
         model=path_of_run(arguments.model, setting="--model", error=ConfigError),
         data=arguments.data,
@@ -148,8 +151,8 @@ def _finetune(arguments: argparse.Namespace) -> int:
 def _out_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder for data and run.toml.
 
-    Raises ConfigError for a link in it that the user has not named and that leads elsewhere: the
-    author of the current folder could make the command write to any folder.
+    Raises ConfigError if a link that the user has not named leads out of the folder. With such a
+    link, the author of the current folder could make the command write to any folder.
     """
     out: Path | None = arguments.out
     home = out or Path()
@@ -206,7 +209,7 @@ def _without_schema(text: str) -> str:
 
 
 def _run_for_json(arguments: Sequence[str]) -> Any:
-    """Run a program of the project and return its JSON; its error line becomes an exception."""
+    """Run a program of the project and return its JSON; raise its error line as an exception."""
     done = subprocess.run(
         module_command(*arguments),
         env=code_environment(os.environ),
@@ -262,8 +265,8 @@ def parser() -> CommandParser:
         required=True,
         metavar="FILE",
         help="JSON, CSV, parquet or Arrow file with conversations or labelled texts, a text file, "
-        "a folder of such files, or a hub dataset, OWNER/NAME; the content decides, and files "
-        "named train, valid and test are splits",
+        "a folder of such files, or a hub dataset (OWNER/NAME). The format is detected from the "
+        "content; files named train, valid and test are splits",
     )
     add(
         "--task",
@@ -315,7 +318,11 @@ def parser() -> CommandParser:
         action="store_true",
         help="leave out the report's samples of two validation prompts before and after the run",
     )
-    add("--yes", action="store_true", help="start without a question, also a run of over a day")
+    add(
+        "--yes",
+        action="store_true",
+        help="start without confirmation, even if the run takes over a day",
+    )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     add("--dry-run", action="store_true", help="print the choices; write and start nothing")
     return made

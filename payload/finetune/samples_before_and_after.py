@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _PROMPTS = 2
 _NEW_TOKENS = 40
 _PROMPT_TOKENS = 24
-"""Prompt tokens of a document; the prompt of a conversation ends before its first answer."""
+"""Tokens of a document that form a prompt; the prompt of a conversation ends before its first
+answer."""
 _MAX_PROMPT_CHARS = 2000
 _SEARCHED_TOKENS = 1_000_000
 _SEARCHED_CONVERSATIONS = 20

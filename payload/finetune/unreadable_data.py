@@ -14,7 +14,8 @@ from payload.run_record.run_files import NAMES
 
 _OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+))?")
 _VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
-"""A value in a message. Values come from the data, whose author must not choose an option."""
+"""A value in a message. Values come from the data. The data's author must not choose an option of
+the suggested command."""
 _NOT_REPEATED = ("--dry-run", "--force")
 
 
@@ -51,7 +52,7 @@ def lines_without_plan(
 
 
 def _fix(error: str, argv: Sequence[str], parser: CommandParser) -> list[str]:
-    """Return the command of the user with the first further option that the error names."""
+    """Return the user's command with one more option: the first one that the error names."""
     given = [word for word in argv if word not in _NOT_REPEATED]
     named = _OPTION.findall(_VALUE.sub("", error))
     values = {option: value for option, value in named if value}

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _working(what: str) -> Iterator[None]:
-    """Print the name of a stage; on a terminal also its time, while the context is entered."""
+    """Print the name of a stage; during the context, also show its elapsed time on a terminal."""
     print(f"{what} ...", file=sys.stderr, flush=True)
     with elapsed_line(what):
         yield
@@ -138,7 +138,7 @@ def _first_run(arguments: argparse.Namespace) -> int:
 def _require_own_run(run: RunPaths, *, data: Path, model: Path) -> None:
     """Raise ConfigError if the run exists and is not a run of this command.
 
-    Another run would be resumed, or its samples and report replaced.
+    Otherwise, the command would resume another run, or replace its samples and report.
     """
     if not os.path.lexists(run.root):
         return
@@ -161,7 +161,8 @@ def _prepare(task: _Task, training: Sequence[FunctionRecord], *, sequence_length
     is_new = any(_text_of(path) != text for path, text in texts.items())
     if not is_new and (task.data / "meta.json").is_file():
         return
-    # The data folder first: an interrupted command must not leave old data beside new texts.
+    # The data folder is removed first: an interrupted command must not leave old data beside new
+    # texts.
     shutil.rmtree(task.data, ignore_errors=True)
     for path, text in texts.items():
         write_whole(path, text)
@@ -235,7 +236,7 @@ def _answers(checkpoint: str, prompts: Sequence[str]) -> list[str]:
 
 
 def _output_of(program: str, *arguments: str) -> str:
-    """Run a program of the project and return its output; its error line becomes an exception."""
+    """Run a program of the project and return its output; raise its error line as an exception."""
     done = subprocess.run(
         module_command(program, *arguments),
         env=code_environment(os.environ),
@@ -273,7 +274,7 @@ def _report(task: _Task, before: Sequence[str], after: Sequence[str]) -> None:
 
 
 def _validation_losses(metrics: Path) -> list[float]:
-    """Return the loss of each evaluation, of which there is one. Raises ConfigError otherwise."""
+    """Return the loss of each evaluation. Raises ConfigError if there is no evaluation."""
     losses = [row["val_loss"] for row in read_metrics(metrics) if "val_loss" in row]
     if not losses:
         raise ConfigError(f"{metrics} has no evaluation to compare. Start a new run: make run")

@@ -15,7 +15,7 @@ from payload.first_run.function_records import KEYS, FunctionRecord
 _SIDE_BY_SIDE_COLUMNS = 72
 _GAP = "  "
 _SHOWN_CHARS = 230
-"""A longer answer is cut; it is one that never became JSON."""
+"""Longest printed answer. Only an answer that never became JSON is longer; it is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ _NEEDED_BYTES = 1_300_000_000
 """Package, GGUF file, fp32 and bf16 weights exist together for a moment: 1.1 GB."""
 
 Working = Callable[[str], AbstractContextManager[object]]
-"""Shows that work of this description is in progress."""
+"""Takes a description of some work, and shows during the context that this work is in progress."""
 
 
 class PackageError(ConfigError):
@@ -55,9 +55,9 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 def model_folder(cache: Path, *, wheelhouse: Path | None = None, working: Working = silent) -> Path:
     """Return the folder of the model, and create it if it is missing.
 
-    Other processes wait for the one that creates it. A killed process leaves a partial folder,
-    which the next one removes. Raises PackageError if the package cannot be fetched, and
-    CheckpointError for an unexpected file or a full disk.
+    Other processes wait for the process that creates the folder. A killed process leaves a partial
+    folder, which the next process removes. Raises PackageError if the package cannot be fetched,
+    and CheckpointError for an unexpected file or a full disk.
     """
     folder = cache / f"{_NAME}-{_RECIPE}"
     if folder.is_dir():
@@ -160,7 +160,7 @@ def _run(
     lock: int | None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a program, which holds the lock if this process is killed. Raises `error`."""
+    """Run a program that keeps the lock even if this process is killed. Raises `error`."""
     done = subprocess.run(
         command,
         env=code_environment({**os.environ, **(more or {})}),

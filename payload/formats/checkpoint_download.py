@@ -48,9 +48,9 @@ def complete_copy(
     """Download the missing files of a checkpoint to `staging`, then rename `staging` to `target`.
 
     `bring` downloads one file and checks it against the size and hash of its entry, or raises. The
-    file that identifies the run is the first, because the others can be large. Files of an earlier
-    attempt are kept. An existing target is replaced once all files are complete. Returns `target`.
-    Raises OSError, and the errors of `bring`.
+    file that identifies the run is downloaded first, because the other files can be large. Files of
+    an earlier attempt are kept. An existing target is replaced once all files are complete. Returns
+    `target`. Raises OSError, and the errors of `bring`.
     """
     for name in sorted(manifest.files, key=lambda name: name != TRAINER_FILE):
         path, entry = staging / name, manifest.files[name]

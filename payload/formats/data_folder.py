@@ -36,7 +36,7 @@ PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
 """For each token file of preference pairs, the file with their offsets."""
 PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
-"""Highest number of tokens of a label's name in meta.json."""
+"""Limit on the tokens of one label name in meta.json."""
 FOLDER_WORD = "folder"
 """Prefix in `source` for a folder whose name could also be a dataset on the hub."""
 SCHEMA_VERSION = 1
@@ -56,9 +56,9 @@ OnLong = Literal["truncate", "drop", "refuse", "split"]
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 
-`keep`: as in the row. `drop`: without them. `empty`: as in the row; if a prompt opens a block of
-thoughts and the row lacks one, the end of the block is trained with the answer. `refuse`: rejects
-such a row. For such a row, `keep` and `drop` train only the answer.
+`keep`: as in the row. `drop`: without thoughts. `empty` and `refuse` differ from `keep` only if the
+prompt opens a block of thoughts and the row has no thoughts. `empty` then trains the end of the
+block with the answer, `refuse` rejects the row, and `keep` and `drop` train only the answer.
 """
 
 _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
@@ -80,8 +80,8 @@ class DataFile:
     bytes: int = checked(low=0)
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
-    """The first digits of the SHA-256 of each RANGE_BYTES, which training verifies when it reads a
-    range; empty in folders of older releases."""
+    """The first digits of the SHA-256 of each range of RANGE_BYTES. Training verifies a range when
+    it reads the range. Empty in folders of older releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +125,14 @@ class ChatRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
-    """Samples in addition to one per conversation: a template that renders a turn differently once
-    other turns follow needs several samples."""
+    """Samples in addition to one per conversation. If a template renders a turn differently once
+    other turns follow, the conversation needs several samples."""
     added_tokens: int = checked(0, low=0)
-    """Tokens of these samples."""
+    """Tokens of the added samples."""
     literal_samples: int = checked(0, low=0)
-    """Samples with a special token in a row's text, which was encoded as text."""
+    """Samples whose row has a special token in its text; the token was encoded as plain text."""
     unescaped_samples: int = checked(0, low=0)
-    """Samples in which the tokenizer still encodes this text as the special token."""
+    """Samples in which the tokenizer still encodes such text as the special token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +171,10 @@ class PreferenceRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     literal_samples: int = checked(0, low=0)
-    """Conversations with a special token in a row's text, which was encoded as text."""
+    """Conversations whose row has a special token in its text; the token was encoded as plain
+    text."""
     unescaped_samples: int = checked(0, low=0)
-    """Conversations in which the tokenizer still encodes this text as the special token."""
+    """Conversations in which the tokenizer still encodes such text as the special token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

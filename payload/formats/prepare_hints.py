@@ -9,7 +9,7 @@ from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 
 # Folder names that determine the source. For any other name, a suggested command must not name a
-# source, as it would replace the user's data with another source's.
+# source, as the command would replace the user's data with data of that source.
 _KNOWN = ("openwebtext", "stdlib")
 _KINDS = {".jsonl": "jsonl", ".gz": "jsonl", ".parquet": "parquet"}
 # Files of an incomplete `prepare`.

@@ -10,12 +10,12 @@ from payload.core.printable_text import shown
 from payload.formats.tokenizer_canonical import flat_steps
 
 _MAX_GROWTH = 64
-"""Highest product of the lengths by which the steps may replace a character; usual files have 1."""
+"""Limit on how many times as long the steps together may make a text; in usual files, 1."""
 _FIX = "Repair the folder, or use another folder."
 
 
 def require_bounded(raw: Mapping[str, Any], *, where: str, error: type[TileforgeError]) -> None:
-    """Raise `error` for merges that the package cannot read, and for steps that multiply a text.
+    """Raise `error` for merges that the package cannot read, and for steps that lengthen a text.
 
     A step of the kind `Precompiled` is not limited.
     """

@@ -59,8 +59,8 @@ class ChatFormat:
     def divide(self, generated: str, *, prompt: str, is_finished: bool) -> Answer:
         """Return the parts of a generated text that follows a prompt.
 
-        Of an unfinished text, characters that may belong to a delimiter or a call are left out, so
-        every part of the answer begins with the same part of a shorter text.
+        In an unfinished text, characters that may belong to a delimiter or a call are left out. So
+        when the text grows, each part of the answer is only extended, never changed.
         """
         thoughts, text = self.thoughts.divide(
             generated, is_open=self.thoughts.is_opened_by(prompt), is_finished=is_finished
@@ -98,7 +98,7 @@ def chat_format(
 ) -> ChatFormat:
     """Return the format of a conversation.
 
-    Raises ConfigError if the template does not write the tools, or refuses a question.
+    Raises ConfigError if the template does not write the tools, or rejects a user's message.
     """
     variables = variables or {}
     calls = None
@@ -123,7 +123,7 @@ def chat_format(
 def _stop_tokens(
     template: ChatTemplate, codec: Codec, variables: Mapping[str, Any]
 ) -> frozenset[int]:
-    """Return the tokens at which an answer ends, the same tokens as in training."""
+    """Return the tokens at which an answer ends (the same as in training)."""
     texts = {*template.known_tokens().stops}
     texts.update(*(end.stops for end in template.turn_ends(variables).values()))
     encoded = [codec.encode_marked(text) for text in texts if text]

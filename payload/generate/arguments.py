@@ -54,7 +54,7 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with one prompt a line, or in a .jsonl file an object with prompt (--chat: or "
+        help="file with one prompt a line; in a .jsonl file, objects with prompt (--chat: or "
         "messages); - = stdin",
     )
     prompt.add_argument(
@@ -97,8 +97,8 @@ def _add_sampling(made: CommandParser) -> None:
         "--max-new-tokens",
         type=_positive,
         metavar="TOKENS",
-        help=f"most new tokens of a continuation (default: {_MAX_NEW_TOKENS}) or an answer "
-        f"(default: {_ANSWER_TOKENS})",
+        help=f"limit on the new tokens of a continuation (default: {_MAX_NEW_TOKENS}) or an "
+        f"answer (default: {_ANSWER_TOKENS})",
     )
     common(
         "--temperature",

@@ -1,7 +1,7 @@
 """The formats in which chat templates write a tool call, and their detection.
 
-A template writes sample calls with known names and values. Their positions in the text show the
-format.
+A template writes sample calls with known names and values. The positions of these names and values
+in the text show the format.
 
 Four kinds cover the templates in use: a JSON object with name and arguments; a name followed by the
 arguments as a JSON object; a name followed by keys and values between delimiters, as in XML; and a
@@ -107,7 +107,7 @@ class _JsonObject:
     before: str
     keys: tuple[str, str]
     names: frozenset[str]
-    """Names of the tools. Without `before`, an object with another name is text."""
+    """Names of the tools. If `before` is empty, an object with any other name is plain text."""
 
     def knowing(self, names: Sequence[str]) -> _JsonObject:
         return _JsonObject(before=self.before, keys=self.keys, names=frozenset(names))
@@ -212,9 +212,9 @@ class _NameThenPairs:
     opening: str
     """Text before every key; it can be empty."""
     between: str
-    """Text between a key and a value that is no text."""
+    """Text between a key and its value, if the value is not a string."""
     quote: str
-    """Text on both sides of a value that is a text; it can be empty."""
+    """Text on both sides of a string value; it can be empty."""
     ends: tuple[str, str]
     """Text after a value: before another key, and after the last value."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -325,7 +325,7 @@ def _keyword_arguments(text: str) -> dict[str, Any] | None:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Return a value that was written as text, as its JSON schema declares it."""
+    """Return a value, given as text, in the type that its JSON schema declares."""
     value = text.strip()
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":

@@ -120,7 +120,7 @@ def run_chat(
 ) -> None:
     """Answer the messages that `read` returns, until it raises EOFError.
 
-    `show` receives the growing answer, and `end` is called with the question after it is complete.
+    `show` receives the growing answer. After each answer, `end` is called with the question.
     `read_result` returns the result of a call; without it, calls get no result. An interrupt ends
     only the current answer; if no answer is in progress, KeyboardInterrupt is raised.
     """

@@ -71,7 +71,7 @@ def find_codec(folder: Path) -> Codec:
 
 
 def _require_gpt2(folder: Path) -> None:
-    """Raise CheckpointError for a vocabulary without tokenizer.json that is not GPT-2's."""
+    """Raise CheckpointError for a folder without tokenizer.json whose vocabulary is not GPT-2's."""
     name, added = vocabulary_file(folder), {GPT2_END: END_OF_TEXT}
     if name is not None and not has_vocabulary(
         folder, vocabulary_sha256=GPT2_SHA256, added=added, error=CheckpointError

@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class ChatSample(Sample):
-    """One answer of a chat; `text` has no thoughts, tool calls and special tokens."""
+    """One answer of a chat; `text` is without thoughts, tool calls and special tokens."""
 
     form: ChatFormat
     rendered: str
@@ -152,7 +152,7 @@ class OrderedOutputs:
     def __init__(
         self, outputs: Sequence[TextOutput] | Sequence[JsonOutput], *, between: Callable[[], None]
     ) -> None:
-        """Call `between` between two results, to print the separator."""
+        """Take the outputs; `between` prints the separator between two results."""
         self._outputs = outputs
         self._between = between
         self._finished: set[int] = set()

@@ -1,4 +1,4 @@
-"""Beginnings and endings that texts have in common, or that a growing text has so far."""
+"""Finds the common start or end of several texts, and an unfinished marker at a text's end."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Thoughts:
     def divide(self, answer: str, *, is_open: bool, is_finished: bool) -> tuple[str, str]:
         """Return the thoughts and the rest of an answer.
 
-        `is_open` is True if the prompt ends with `begin`. Of an unfinished answer, text that may
+        `is_open` is True if the prompt ends with `begin`. In an unfinished answer, text that may
         belong to a delimiter is left out.
         """
         start = answer.lstrip()
@@ -59,7 +59,7 @@ class Thoughts:
 
 
 def learn_thoughts(template: ChatTemplate, variables: Mapping[str, Any]) -> Thoughts:
-    """Return how `template` writes thoughts. Raises DataError if it refuses a question."""
+    """Return how `template` writes thoughts. Raises DataError if it rejects a user's message."""
     question: Message = {"role": "user", "content": "probe"}
 
     def render(messages: Sequence[Message], *, is_prompt: bool = False) -> str:

@@ -149,7 +149,7 @@ def after_prompt(text: str, prompt: str) -> str:
 
 
 def _begin_of(marker: str, answer: str) -> int:
-    """Return where `marker`, or its beginning at the end of the answer, begins."""
+    """Return the index of `marker`, or of its first part if the answer ends within it."""
     place = answer.find(marker)
     if place >= 0:
         return place

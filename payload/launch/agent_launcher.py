@@ -16,9 +16,9 @@ from payload.core.validation.records import build
 from payload.launch.launcher import Job, LostNode, Report
 
 NODE_RANK, IS_HEAD, ADDRESS, SCRATCH = "{node_rank}", "{is_head}", "{address}", "{scratch}"
-"""Placeholders in the arguments of an agent: the index of the node in the hosts file, 1 on the
-first node and 0 on others, the address of the node, and an empty folder on the node that is removed
-when the agent ends."""
+"""Placeholders in the arguments of an agent: the index of the node in the hosts file; 1 on the
+first node and 0 on others; the address of the node; and an empty folder on the node. The folder is
+removed when the agent ends."""
 
 _LOST = re.compile(r"^agent on (?P<address>\S+) (?P<how>exited with status 255)$", re.MULTILINE)
 

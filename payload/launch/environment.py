@@ -37,9 +37,10 @@ _LEAN = f"glibc.malloc.mmap_threshold={2**20}:glibc.malloc.hugetlb=1"
 
 # Most activations of a layer are blocks of 1 to 4 MB. In fresh memory they cause a page fault for
 # every 4 KiB, because they contain no full huge page. GPT-2 124M under `shard` on 2 ranks, 2 x 128
-# tokens (virtual machine with 2 cores of an AMD EPYC, 2026-11-25), by the smallest block that is
-# returned to the kernel: 1 MiB 7.5 to 9.0 s a step and a peak of 2.0 GB, 4 MiB 7.0 s and 2.2 GB,
-# 32 MiB 6.8 s and 2.35 GB. DeepSpeed's ranks were no faster with 4 MiB and used 0.25 GB more.
+# tokens (virtual machine with 2 cores of an AMD EPYC, 2026-11-25), by the size from which blocks
+# are returned to the kernel: with 1 MiB 7.5 to 9.0 s a step and a peak of 2.0 GB, with 4 MiB 7.0 s
+# and 2.2 GB, with 32 MiB 6.8 s and 2.35 GB. DeepSpeed's ranks were no faster with 4 MiB and used
+# 0.25 GB more.
 _SHARDED = ":".join(
     (
         f"glibc.malloc.mmap_threshold={4 * 2**20}",

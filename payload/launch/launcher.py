@@ -126,7 +126,8 @@ class Launcher(ABC):
     """The scheduler that the launcher requires, as in the inventory's `source`; None if it
     requires no scheduler."""
     keeps: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the variables of a scheduler that the launcher needs; others are removed."""
+    """Prefixes of the scheduler variables that the launcher needs; other scheduler variables are
+    removed."""
     needs_heartbeats: ClassVar[bool] = True
     """True if the supervisor must monitor the other nodes by heartbeats."""
     noise: ClassVar[re.Pattern[str] | None] = None

@@ -45,10 +45,10 @@ class Evidence:
     stop_by_system: bool = False
     """True if the request was a signal to the supervisor that did not come from a command."""
     ended_by_us_s: float | None
-    """When the supervisor began to kill the run's processes, by the head's monotonic clock like the
-    times in exit records. A signal after this time is from the supervisor."""
+    """When the supervisor began to kill the run's processes, by the head's monotonic clock (as the
+    times in exit records). A signal after this time is from the supervisor."""
     launcher_killed_s: float | None = None
-    """When the launcher was last seen alive, if a signal from outside killed it. Later signals to
+    """If a signal from outside killed the launcher: when it was last seen alive. Later signals to
     ranks are sent by the helpers of the launcher."""
     trouble: Verdict | None = None
     """The verdict from the heartbeats: a hang, a frozen node or a lost node."""
@@ -65,7 +65,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return a verdict with the first cause: an error or signal of a rank, or its consequence."""
+    """Return the verdict with the root cause, such as a rank's own error, not its consequences."""
     cause = _own_error_or_signal(evidence)
     if evidence.stop == "expired":
         return Verdict(
@@ -114,7 +114,7 @@ def _stopped(evidence: Evidence) -> Verdict:
 
 
 def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
-    """Return a verdict on the first rank that failed by itself; on a tie, an error."""
+    """Return a verdict on the first rank that failed by itself; on a tie, prefer an error."""
     causes = [
         record
         for record in _ended_alone(evidence)
@@ -189,7 +189,7 @@ def _silent_rank(evidence: Evidence) -> Verdict | None:
 
 
 def _echo(evidence: Evidence) -> Verdict | None:
-    """Return a verdict if all errors are from ranks that lost contact with a rank."""
+    """Return a verdict if all errors are from ranks that lost contact with another rank."""
     echoes = [record for record in _ended_alone(evidence) if is_failure(record)]
     if not echoes:
         return None

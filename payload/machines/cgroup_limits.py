@@ -1,7 +1,8 @@
 """CONTRACT: the limits of this process's control groups: of a container, a job or a service.
 
-A limit holds for a group and for all groups in it, so every group from the own one to the root of
-the mount counts. In a container the root of the mount is usually the container's own group.
+A limit holds for a group and for all groups in it. So the limits of every group from this process's
+group up to the root of the mount apply. In a container the root of the mount is usually the
+container's own group.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NO_LIMIT_BYTES = 2**60
-"""Version 1 writes the largest multiple of the page size if there is no limit."""
+"""A larger number means no limit: version 1 then writes the largest multiple of the page size."""
 _CACHE = ("active_file", "inactive_file")
 
 
@@ -23,7 +24,7 @@ class CgroupLimits:
     """Processor time in CPUs: seconds of processor time per second."""
     memory_bytes: int | None = None
     free_memory_bytes: int | None = None
-    """Memory that the group with the least may still use; page cache counts as free."""
+    """Memory that the group with the least free memory may still use; page cache counts as free."""
 
 
 def read_limits(*, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> CgroupLimits:

@@ -37,7 +37,8 @@ def typical_mfu(*, kernels: bool, core_flops_per_s: float, width: int) -> float:
     `width` is the width of the residual stream. The update is not counted. Each step prints its
     MFU.
 
-    Measured MFU, with the expected MFU in brackets (benchmarks/results; tokens of a micro-batch):
+    Measured MFU, with the expected MFU in brackets (from benchmarks/results). `4 x 1024` is a
+    micro-batch of 4 sequences of 1,024 tokens.
 
     | | TFLOP/s a core | kernels | without |
     |---|---|---|---|

@@ -1,4 +1,4 @@
-"""CONTRACT: what decides on this machine how fast a run computes, for people to read."""
+"""CONTRACT: facts about this machine that determine a run's speed, for people to read."""
 
 from __future__ import annotations
 

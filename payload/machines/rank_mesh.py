@@ -34,9 +34,9 @@ class Mesh:
     shard: int = 1
     """Ranks that each hold a shard of every weight, gather weights, and train on different data."""
     tensor: int = 1
-    """Groups of ranks, one for each pipeline stage; each group has some of the layers."""
+    """Ranks that compute each layer together on the same data."""
     pipeline: int = 1
-    """Groups of ranks that each have some of the layers."""
+    """Groups of ranks, one for each pipeline stage; each group has some of the layers."""
 
     @property
     def world_size(self) -> int:
@@ -92,8 +92,8 @@ class Mesh:
     def compared(self, *, tied: bool) -> str:
         """Describe the values that the sync check compares: those that several ranks hold.
 
-        `tied`: the token embedding is also the output head, so the first and the last stage hold
-        it.
+        `tied` is True if the token embedding is also the output head. Then both the first and the
+        last stage hold the embedding.
         """
         if self.replicate > 1:
             return "each weight and its optimizer state with its replicas"

@@ -21,14 +21,16 @@ class RankVariables:
     local_rank: str
     local_world_size: str
     only_with: str | None = None
-    """Variable that only this launcher sets; if it is missing, another program set the others."""
+    """Variable that only this launcher sets; if it is missing, another program set the other
+    variables."""
 
     def are_in(self, env: Mapping[str, str]) -> bool:
         """Return whether this launcher started the process with this environment."""
         return self.rank in env and (self.only_with is None or self.only_with in env)
 
 
-# Accelerate, our own wrapper around each rank, and programs without a launcher also set these.
+# Accelerate, our own wrapper around each rank, and programs without a launcher also set these
+# variables.
 TORCH = RankVariables(
     rank="RANK",
     world_size="WORLD_SIZE",

@@ -1,10 +1,10 @@
 """Google's list prices. A price that is not listed is unknown, and never estimated.
 
-Prices come from Google's billing catalog if it was read within a week (a Catalog), otherwise from
-the packaged tables.
+Prices come from Google's billing catalog if it was read within the last week (a Catalog), otherwise
+from the packaged tables.
 
 prices/*.csv has the facts of pricing.yml in Cyclenerd/google-cloud-pricing-cost-calculator
-(Apache-2.0) at commit fd66b26, which was generated from Google's billing catalog on READ_ON.
+(Apache-2.0) at commit fd66b26. pricing.yml was generated from Google's billing catalog on READ_ON.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FOLDER = Path(__file__).resolve().parent / "prices"
 _BOUNDED_BY = {"hyperdisk-balanced": "hyperdisk-extreme"}
 # Dollars an hour: https://cloud.google.com/nat/pricing; the same in all regions.
 _NAT_PER_NODE, _NAT_MOST = 0.0014, 0.044
-# The zonal tier, a month of a GiB. Google documents only this region's price, $256.00 for 1 TiB.
-# https://cloud.google.com/filestore/docs/service-tiers
+# Dollars a month for a GiB of the zonal tier. Google documents only this region's price, $256.00
+# for 1 TiB. https://cloud.google.com/filestore/docs/service-tiers
 _FILESTORE_GIB_MONTH = {"us-central1": 0.25}
 
 

@@ -3,7 +3,7 @@
 The identity is 16 random hexadecimal digits. It is in `.cluster/NAME/identity.json` of the folder
 that builds the cluster, and in a label (or the description) of all its resources. Two users can
 use the same name in one project: resources with another identity are never removed or adopted. A
-cloned folder can contain the file, so it counts only with a signature by this user's key.
+cloned folder can contain the file, so the file counts only with a signature by this user's key.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def resolve_cluster_identity(
 ) -> str:
     """Return the identity of the cluster that is built from `folder`; create it if it is missing.
 
-    `told` are the identities in the stack's state, which take precedence over the file. `stack` is
-    the current stack. An identity that is only in the file is returned, but not signed. Without
-    `writes`, as in a preview, no file is written. Raises ConfigError if another stack of this
-    folder builds a cluster with this name.
+    `told` are the identities in the stack's state, which take precedence over identity.json.
+    `stack` is the current stack. If only the file has the identity, it is returned without a new
+    signature. Without `writes`, as in a preview, no file is written. Raises ConfigError if another
+    stack of this folder builds a cluster with this name.
     """
     path = _path(folder, cluster)
     found = _read(path)

@@ -28,7 +28,7 @@ def _or_empty(pattern: re.Pattern[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSettings:
-    """The keys of Pulumi.yaml, which describes them; `node_count` is `nodeCount`."""
+    """The settings of a stack. Pulumi.yaml describes each; there, `node_count` is `nodeCount`."""
 
     cluster: str = checked(
         "",

@@ -23,8 +23,7 @@ from payload.storage.objects import MissingObjectError, StoreReader, TooLargeErr
 _TRIES = 3
 _NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _REPLACED = ".replaced-"
-"""Suffix, followed by random digits, of a replaced data folder, which is removed once it is unused.
-"""
+"""Suffix of a replaced data folder, before random digits; the folder is removed once unused."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:

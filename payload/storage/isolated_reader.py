@@ -1,8 +1,8 @@
 """Read a store through a helper process, so that a hanging store cannot hang the caller.
 
-A read of a mount whose server is gone can be uninterruptible, so that its process cannot be
-killed. The helper is `python -m payload.storage serve`. It answers each request on its stdin with
-frames on its stdout: a line of JSON, followed by n bytes of content after `{"bytes": n}`.
+A read of a mount whose server is gone can be uninterruptible: the reading process cannot be killed.
+The helper is `python -m payload.storage serve`. It answers each request on its stdin with frames on
+its stdout: a line of JSON, followed by n bytes of content after `{"bytes": n}`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from payload.storage.opening import open_store
 _NOTE_S = 10.0
 _FOLDER_S = 60.0
 _BUCKET_S = 150.0
-"""Limit for a bucket; longer than the client's own two minutes, because its error has more details.
-"""
+"""Limit for a bucket; above the client's two minutes, as the client's error has more details."""
 _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {

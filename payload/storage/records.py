@@ -27,7 +27,7 @@ from payload.storage.objects import (
 
 EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20
-"""Size of a file above which it is uploaded less often: an object must be replaced as a whole."""
+"""Files above this size are uploaded less often, because an object must be replaced as a whole."""
 _MOST_BYTES = 2**30
 _MOST_LOG_BYTES = 4 * 2**30
 _MOST_LOGS = 20_000
@@ -145,7 +145,8 @@ def fetch_records(
 def log_room(folder: Path, *, taken_bytes: int = 0) -> int:
     """Return the bytes of logs that can still be added to the existing `taken_bytes` of a run.
 
-    All logs can use 4 GiB, at most half of the disk space that would be free without them.
+    All logs together can use 4 GiB, but at most half of the disk space that would be free without
+    them.
     """
     return min(_MOST_LOG_BYTES, (free_bytes(folder) + taken_bytes) // 2) - taken_bytes
 

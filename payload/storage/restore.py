@@ -63,9 +63,9 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
     """Download the store's newest checkpoint if it is newer than the local ones; return its path.
 
-    Also downloads the metrics up to that checkpoint, and the earlier records to the folder
-    `restored`. Returns None if the local checkpoints are as new, or if there is no checkpoint yet.
-    The last line for `say` is the result.
+    Also downloads the run's records to the folder `restored`, and takes the metrics if they have a
+    later step. Returns None if a local checkpoint is at least as new, or if there is no checkpoint
+    yet. The last line for `say` is the result.
 
     Raises ConfigError if the store has a different run with this name. Raises StoreError also if
     the run would lose its progress and start from scratch.

@@ -78,7 +78,7 @@ def check_store_access(
 ) -> None:
     """Raise ConfigError or PreflightError if this machine cannot write to a store.
 
-    Also raises these if the store already has the run `new_run`. The test runs in a separate
+    Also raises ConfigError if the store already has the run `new_run`. The test runs in a separate
     process, because access to a stale mount hangs and cannot be interrupted.
     """
     process = subprocess.Popen(

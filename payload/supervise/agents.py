@@ -144,7 +144,7 @@ def _run_on_node(env: Mapping[str, str]) -> int:
         message.node_rank,
         message.address,
         env=env,
-        # The head writes only one line, so after it readable input means end of file.
+        # The head writes only one line. After that line, readable input means end of file.
         lifeline_ended=lambda: (
             bool(select.select([0], [], [], _POLL_S)[0]) and not os.read(0, 4096)
         ),

@@ -96,7 +96,7 @@ class Attempt:
         self._launcher_killed_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
-        """Run until all processes have ended; the verdict's error lists processes that did not."""
+        """Run until all processes have ended; the verdict's error lists those that did not end."""
         log_start = self._log_size()
         self._beats.begin()
         launcher = self._start()
@@ -304,7 +304,7 @@ class Attempt:
 
 
 def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
-    """Return a verdict if nodes did not answer at the end, which explains why ranks were lost."""
+    """Return a verdict if nodes did not answer at the end: these nodes explain the lost ranks."""
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
     lost = [beat for beat in silent if beat.unreachable_s is not None]
     if lost:

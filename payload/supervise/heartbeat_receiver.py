@@ -2,9 +2,9 @@
 
 The supervisor has one stream for every node except its own.
 
-`wait_for_nodes` is where a replacement of a permanently lost node could be added. It would request
-a new machine instead of failing, and the next attempt would read a new inventory, hosts file, ranks
-and plan from the run folder.
+`wait_for_nodes` is where a replacement of a permanently lost node could be added. The function
+would request a new machine instead of failing, and the next attempt would read a new inventory,
+hosts file, ranks and plan from the run folder.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class NodeStream:
         return True
 
     def _exchange(self) -> None:
-        """Exchange messages until the connection breaks, the node is silent, or a close request."""
+        """Exchange messages until the node is silent or lost, or a close is requested."""
         try:
             ssh = subprocess.Popen(
                 self._argv,

@@ -158,7 +158,7 @@ def _state_and_parent(entry: Path) -> tuple[str, int]:
 
 
 def _environment(entry: Path) -> bytes:
-    """Return the environment of a process; if the process is in an exec, wait until it is over.
+    """Return the environment of a process; during an exec, wait until the exec is over.
 
     During an exec, the environment is empty. Popen returns before the exec is over, so a stop at
     that moment would otherwise not find the launcher.
@@ -202,7 +202,7 @@ def _named_by_ps(run_dir: Path) -> set[int]:
 
 
 def parse_ps(text: str, *, run_dir: Path) -> set[int]:
-    """Return from `ps` output the living processes with the run folder in their command line."""
+    """Return the living processes in `ps` output that have the run folder in their command line."""
     found = set()
     for line in text.splitlines():
         pid, state, command = line.split(maxsplit=2)

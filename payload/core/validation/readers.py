@@ -130,7 +130,7 @@ def _member_reader(kind: Any, limits: Mapping[str, Any], *, refuse_unknown: bool
 
 
 def _first_that_fits(kinds: Sequence[Any], readers: Sequence[Reader]) -> Reader:
-    """Return a union's reader; if no member fits, it raises the error of the last plain type."""
+    """Return a union's reader; if no member fits, it uses the last member that is not a Literal."""
     plain = [each for kind, each in zip(kinds, readers, strict=True) if not _choices(kind)]
 
     def read(value: Any) -> Any:

@@ -161,5 +161,5 @@ def source_lines(checkout: str, *, venv: str) -> str:
 
 
 def source_environment_lines(checkout: str, *, venv: str) -> str:
-    """Return shell text that puts `python3` of the environment and the payload on their paths."""
+    """Return shell text that puts the environment on PATH and the checkout on PYTHONPATH."""
     return f"export PATH={venv}/bin:$PATH PYTHONPATH={checkout}\n"
