@@ -37,7 +37,7 @@ class Head:
     is_gone: bool = False
     """True if the machine no longer exists."""
     running: str | None = None
-    """The active run of any operator."""
+    """The active run, which any operator can have started."""
     runs: Sequence[NodeRun] = ()
     """The head's files of every run; empty if the head could not be reached."""
     query_error: str | None = None

@@ -89,7 +89,7 @@ def ssh_key_option() -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChoice:
-    """Selects the run that a command reads or changes; these are all options of `collect`."""
+    """Selects the run that a command reads or changes; `collect` has no other options."""
 
     run: str | None = option("run id (default: the newest run)", metavar="RUN", positional=True)
     runs_dir: Path = runs_dir_option()
@@ -208,7 +208,7 @@ class RunOptions(NewRunOptions):
     open: bool = option("show the report in the browser at the end")
     next: bool = option(SUPPRESS)  # payload.finetune sets this
     """If set, a finished run prints the commands that use its model."""
-    yes: bool = option("start without a question, also a run of more than a day")
+    yes: bool = option("start without a question, even a run of more than a day")
     profile: int | None = option(
         "trace this step on rank 0 (or on the rank in train.profile_rank), and print its "
         "operators, slowest first",
@@ -276,7 +276,8 @@ class RemoveOptions:
     dry_run: bool = option("print the runs that would be removed, with their sizes")
     yes: bool = option("do not prompt for confirmation")
     now: bool = option(
-        "delete immediately, without the trash; without a run or --keep, empty the trash"
+        "delete immediately instead of moving to the trash; if neither RUN nor --keep is given, "
+        "empty the trash"
     )
     restore: str | None = option("move this run back from the trash", metavar="RUN")
     force: bool = option(

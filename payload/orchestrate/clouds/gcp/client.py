@@ -200,7 +200,7 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Yield every page of a list; each request is retried for up to the full retry time."""
+        """Yield every page of a list; the retry time starts again for each page."""
         for _ in range(MOST_PAGES):
             page = self.call(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
