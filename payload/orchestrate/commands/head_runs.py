@@ -1,4 +1,4 @@
-"""Queries a cluster's head for its runs, if the head can be reached."""
+"""Queries a cluster's head for the cluster's runs, if the head can be reached."""
 
 from __future__ import annotations
 

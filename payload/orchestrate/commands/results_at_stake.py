@@ -173,7 +173,7 @@ def _copies(
 def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: NodeRun | None) -> bool:
     """Return True if an ended run is complete locally; `on_head` lists the run's files on the head.
 
-    The head is compared, because another operator can have resumed the run after its collection.
+    The head's files are compared, because another operator can have resumed the collected run.
     In the local copy, the checkpoint that was collected is enough: a failed run can lack a
     checkpoint of its last step.
     """

@@ -300,9 +300,10 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def gpu_findings(
     node: Node, facts: NodeFacts, need: GpuNeed | None, *, has_device: bool | None = None
 ) -> Iterator[Finding]:
-    """Yield findings about missing or unfit GPUs, or a driver too old for torch, if `need` is set.
+    """Yield findings about missing or unfit GPUs, or a driver too old for torch.
 
-    `has_device` is True if the node has the device file of a GPU; None if that is unknown.
+    Yields nothing without `need`. `has_device` is True if the node has the device file of a GPU;
+    None if that is unknown.
     """
     if need is None or facts.nvidia is None:
         return

@@ -171,8 +171,8 @@ def try_cluster(
 ) -> Trial:
     """Run the trial on nodes that have passed the other checks.
 
-    The head gets a key for the other nodes, which is always removed after the trial. `placement` is
-    the placement of the run's ranks, if it is already known.
+    The head gets a key for the other nodes; the key is always removed after the trial. `placement`
+    is the placement of the run's ranks, if it is already known.
     """
     launcher = candidates(config.launch.launcher)[0]
     trial = _ClusterTrial(

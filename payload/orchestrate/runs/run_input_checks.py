@@ -87,7 +87,7 @@ def settle_initial(
     """Return the config with `model.init` resolved, for example to a run's newest checkpoint.
 
     The weights must exist, be complete, and match the data and settings. With `download`, the name
-    of a hub model is resolved to its current commit, which the run then keeps, and its config.json
+    of a hub model is resolved to the model's current commit, which the run keeps, and config.json
     is fetched. `say` gets messages about damaged checkpoints. Raises ConfigError.
     """
     source = find_source(

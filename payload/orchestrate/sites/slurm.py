@@ -99,7 +99,7 @@ class Slurm(NamedSite):
         return self.run_of(paths, job, request.env)
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:
-        """Return the run of a job record."""
+        """Return the run that a job record describes."""
         return SlurmRun(paths, job.job_id, env)
 
 

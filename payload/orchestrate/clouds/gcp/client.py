@@ -329,7 +329,7 @@ def _import() -> tuple[_Errors, _Errors]:
 
 
 def _attribute(error: Exception, name: str) -> Any:
-    """Return an attribute of an error of Google's libraries; None if the response was damaged.
+    """Return an attribute of an exception from Google's libraries; None for a damaged response.
 
     The libraries compute these attributes on access, from unchecked fields of the response.
     """

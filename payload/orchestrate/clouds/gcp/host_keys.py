@@ -188,7 +188,7 @@ def pin_node(
 ) -> Node:
     """Return one node with its host keys and instance ID; `cache` is only read.
 
-    Raises MachineGoneError if the machine is gone, and the same other errors as `pin_host_keys`.
+    Raises MachineGoneError if the machine is gone, and other errors as `pin_host_keys` does.
     """
     _check([node])
     reader = _Reader(

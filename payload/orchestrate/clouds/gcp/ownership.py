@@ -63,7 +63,7 @@ class Ownership:
         return any(matches_id(resource, known, project=self.project) for known in self.known)
 
     def split(self, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
-        """Return the cluster's own resources, and the others."""
+        """Return two lists: the cluster's own resources, and all others."""
         own: list[Resource] = []
         others: list[Resource] = []
         for each in resources:

@@ -236,7 +236,7 @@ def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
 
 
 def with_note(error: TileforgeError, words: str) -> TileforgeError:
-    """Return an error with a sentence added and the same exit code."""
+    """Return the error with `words` appended; the exit code stays the same."""
     again = TileforgeError(str(error), fix=words)
     again.exit_code = error.exit_code
     return again
