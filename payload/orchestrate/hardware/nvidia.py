@@ -155,7 +155,7 @@ class GpuNeed:
     """The GPUs that ranks need on each node."""
 
     why: str
-    """What requires the GPUs (a setting or the inventory), as the subject of a sentence."""
+    """The setting (or the inventory) that requires the GPUs, as the subject of a sentence."""
     ranks_per_node: int | None
     """Number of ranks on each node; None for one rank per GPU."""
 

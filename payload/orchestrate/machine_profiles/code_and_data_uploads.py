@@ -182,7 +182,7 @@ def upload_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the weights to the head, where rank 0 runs, unless it has them; return their folder."""
+    """Upload the weights, which rank 0 reads, to a head without them; return their folder."""
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:
