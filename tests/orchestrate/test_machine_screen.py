@@ -126,7 +126,7 @@ def test_a_good_machine_has_nothing_to_do(report: Report) -> None:
     found = rows(FACTS, report)
     assert not any("->" in text for text in found.values())
     assert found["runs fast"] == "layers, loss and AdamW run on the project's kernels in bf16"
-    assert found["limits"] == "none of a container, job or service"
+    assert found["limits"] == "none set by a container, job or service"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
 
 
 def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
-    """Return the stack's config, and a text on where it comes from; empty without a stack."""
+    """Return the stack's config and a text about its source; without a stack, an empty config."""
     try:
         known = settings(pulumi)
     except PulumiError as error:

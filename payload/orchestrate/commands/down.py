@@ -87,8 +87,8 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         require_own_state(client, cluster, proof, kept="nothing was destroyed", talk=talk)
     instances = (own_filestores(client, target.state, proof) for client, proof in target.projects)
     data = sorted(set(chain.from_iterable(instances)))
-    # Check this first: the network cannot be destroyed while the instance exists, and a stopped
-    # head is started, and billed, only if the cluster will be destroyed.
+    # Confirm this first: the network cannot be destroyed while an instance exists. A stopped head
+    # is started, and billed, only if the cluster will be destroyed.
     if not options.dry_run and not may_delete(
         data, named=options.delete_filestore, kept=_MESSAGES["kept"]
     ):

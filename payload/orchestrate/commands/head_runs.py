@@ -1,4 +1,4 @@
-"""Queries a cluster's head for its runs, if the head can be reached."""
+"""Queries a cluster's head for the cluster's runs, if the head can be reached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Head:
     is_gone: bool = False
     """True if the machine no longer exists."""
     running: str | None = None
-    """The active run of any operator."""
+    """The active run, which any operator can have started."""
     runs: Sequence[NodeRun] = ()
     """The head's files of every run; empty if the head could not be reached."""
     query_error: str | None = None

@@ -32,7 +32,10 @@ class MachineResults:
     talk: Console
 
     def report(self, going: Sequence[str]) -> ResultsAtRisk | None:
-        """Print the machines to delete and the runs to collect; None if no results can be lost."""
+        """Print the machines to delete and the runs to collect; return the results at risk.
+
+        Returns None if no results can be lost.
+        """
         if not going:
             return None
         self.talk.print(

@@ -125,10 +125,10 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     ),
     "remove": OrchestrateCommand(
         summary="delete old runs with their checkpoints",
-        description="Move runs with all their checkpoints to the folder .trash of the runs. The "
-        "first `remove` after a day deletes them; only then is their space freed. Running runs "
-        "stay, and without --force also uncollected cluster runs and runs with weights that "
-        "another run's adapter needs.",
+        description="Move runs with all their checkpoints to .trash in the folder of all runs. The "
+        "first `remove` after a day deletes them; only then is their space freed. Active runs "
+        "are never removed. Cluster runs that are not collected, and runs with weights that "
+        "another run's adapter needs, are removed only with --force.",
         example="--keep 3 --dry-run",
         options=runs.RemoveOptions,
         program="remove:remove",

@@ -93,7 +93,7 @@ def _require_one_choice(options: RemoveOptions) -> None:
 def _removals(
     options: RemoveOptions, access: LocalAccess, talk: Console
 ) -> tuple[list[_Removal], TileforgeError | None]:
-    """Return the runs that can be removed, and the last reason why another one cannot."""
+    """Return the runs that can be removed, and the last error for a run that cannot."""
     found: list[_Removal] = []
     refused: TileforgeError | None = None
     for paths in _selected(options.runs_dir, options.runs, keep=options.keep):
@@ -154,7 +154,7 @@ def _trashed_text(trashed: TrashedRun) -> str:
 def _carry_out(
     options: RemoveOptions, access: LocalAccess, found: Sequence[_Removal], talk: Console
 ) -> tuple[list[RunPaths], TileforgeError | None, TileforgeError | None]:
-    """Remove the runs; return these, the last reason to keep a run, and the last failure."""
+    """Remove the runs; return the removed runs, the last refusal, and the last failure."""
     removed: list[RunPaths] = []
     refused: TileforgeError | None = None
     failed: TileforgeError | None = None

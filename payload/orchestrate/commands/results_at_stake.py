@@ -77,7 +77,7 @@ class ResultsAtRisk:
     def refuse_losses(self, *, kept: str, force: str) -> None:
         """Raise ConfigError if a run can be active or has results that cannot be collected.
 
-        `kept` says in the message what is kept, `force` is the command that ignores the results.
+        `kept` says in the message what is kept. `force` is the command that ignores the results.
         """
         if self.head.query_error:
             raise ConfigError(
@@ -173,9 +173,9 @@ def _copies(
 def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: NodeRun | None) -> bool:
     """Return True if an ended run is complete locally; `on_head` lists the run's files on the head.
 
-    Another operator can have resumed the run after it was collected. Without `on_head`, the local
-    copy decides: because a failed run can lack a checkpoint of its last step, the name of the
-    collected checkpoint is compared.
+    The head's files are compared, because another operator can have resumed the collected run.
+    In the local copy, the checkpoint that was collected is enough: a failed run can lack a
+    checkpoint of its last step.
     """
     if mirrored.alive:
         return False

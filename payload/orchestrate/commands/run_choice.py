@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:
-    """Return the run of a local folder, which is local or at a site. Raises ConfigError."""
+    """Return the run of a local folder: a local run or a run at a site. Raises ConfigError."""
     env = access.environment()
     at_site = run_at_site(paths, env)
     if at_site is not None:
@@ -58,7 +58,7 @@ def local_run_error(paths: RunPaths) -> UsageError:
 
 
 def is_alive_at_site(paths: RunPaths, env: Mapping[str, str]) -> bool | None:
-    """Return whether a run's job is active; None without a job or a response of the site."""
+    """Return whether a run's job is active; None if it has no job or the site does not respond."""
     try:
         at_site = run_at_site(paths, env)
         return None if at_site is None else poll_alive(at_site, set())

@@ -89,7 +89,7 @@ def ssh_key_option() -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunChoice:
-    """Selects the run that a command reads or changes; these are all options of `collect`."""
+    """Selects the run that a command reads or changes; `collect` has no other options."""
 
     run: str | None = option("run id (default: the newest run)", metavar="RUN", positional=True)
     runs_dir: Path = runs_dir_option()
@@ -276,7 +276,8 @@ class RemoveOptions:
     dry_run: bool = option("print the runs that would be removed, with their sizes")
     yes: bool = option("do not prompt for confirmation")
     now: bool = option(
-        "delete immediately, without the trash; without a run or --keep, empty the trash"
+        "delete immediately instead of moving to the trash; if neither RUN nor --keep is given, "
+        "empty the trash"
     )
     restore: str | None = option("move this run back from the trash", metavar="RUN")
     force: bool = option(

@@ -71,7 +71,7 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 
 
 def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
-    """Return the ownership that --identity proves, unless it is the folder's own cluster.
+    """Return the ownership that --identity proves; None for the folder's own cluster.
 
     With --delete, an identity that only the folder's file contains is treated like --identity: the
     user must type the cluster's name.

@@ -103,7 +103,7 @@ class _Stack:
 
     def of_other_cluster(self) -> Sequence[Resource]:
         """Return the resources of another cluster of this name that will be taken over."""
-        # If these credentials differ from Pulumi's credentials, new resources could not be removed.
+        # If this client's credentials differ from Pulumi's, it could not remove new resources.
         self.google().check_access()
         own = ownership_of(self.before, self.identity, project=self.google().project)
         return conflicting_resources(
@@ -140,7 +140,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     """Build or update the cluster."""
     stack = _resolved_stack(options, env)
     operations, talk = stack.operations, stack.operations.talk
-    # Check this before a stopped machine is started: it can belong to another cluster now.
+    # Check this before a stopped machine is started: the machine can belong to another cluster now.
     others = stack.of_other_cluster() if stack.before.parts else ()
     added = _manual_additions(stack)
     use_kept_bucket(
@@ -184,7 +184,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
 
 
 def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
-    """Return the stack, its key and identity ready. Raises ConfigError for an invalid config."""
+    """Return the stack; create a missing key or identity. Raises ConfigError for a bad config."""
     talk, folder = text_console(stderr=True), Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     config = settings(pulumi)

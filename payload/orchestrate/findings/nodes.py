@@ -46,7 +46,7 @@ class SharedFolder:
     mounted: bool
     """False if /etc/fstab lists the folder, but the folder is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
-    """None if the folder did not answer, or was not tried."""
+    """Time of the write; None if the folder did not answer or was not tested."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
 
 
@@ -77,7 +77,7 @@ class NodeFacts:
     resolver_answers: bool = True
     """True if a lookup of another node's address returns."""
     shared: SharedFolder | None = None
-    """None if the node neither has nor should have a shared folder."""
+    """The shared folder; None if the node neither has nor should have one."""
     nvidia: NvidiaFacts | None = None
     """Facts about the GPUs; None if they were not queried."""
     clock_offset_s: float | None = None
@@ -171,7 +171,7 @@ class Finding:
     """Lines from the node with details."""
 
     def line(self) -> str:
-        """Return node, cause and fix as one line, even if they contain text from a node."""
+        """Return node, cause and fix as one line, even if text from a node has line breaks."""
         return _line(f"{self.node}: {self.cause}. {self.fix}")
 
     def log_lines(self) -> list[str]:
@@ -300,9 +300,10 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def gpu_findings(
     node: Node, facts: NodeFacts, need: GpuNeed | None, *, has_device: bool | None = None
 ) -> Iterator[Finding]:
-    """Yield findings about missing or unfit GPUs, or a driver too old for torch, if `need` is set.
+    """Yield findings about missing or unfit GPUs, or a driver too old for torch.
 
-    `has_device` is True if the node has the device file of a GPU; None if that is unknown.
+    Yields nothing without `need`. `has_device` is True if the node has the device file of a GPU;
+    None if that is unknown.
     """
     if need is None or facts.nvidia is None:
         return

@@ -55,7 +55,7 @@ class Exchange:
     all_reduce_bytes_per_s: float = checked(low=1, high=1e15)
     latency_s: float = checked(low=0, high=1e4)
     received_bytes_per_s: tuple[float, ...] = checked(low=1, high=1e15, max_items=MAX_RANKS)
-    """By rank."""
+    """Receive rate of each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +322,7 @@ class Measured:
         )
 
     def link_bytes_per_s(self) -> float | None:
-        """Return the rate at which a rank sends in an all-reduce while it receives as much."""
+        """Return the rate at which a rank both sends and receives in an all-reduce."""
         speed = self.all_reduce_bytes_per_s
         return None if speed is None else speed * sends_per_byte(self.world_size)
 
@@ -365,7 +365,7 @@ class Record:
 
 
 def record_path(root: Path, *, cluster: str) -> Path:
-    """Return the path in the project folder `root` for the newest trial that `cluster` passed."""
+    """Return the file in the project folder `root` for the newest trial that `cluster` passed."""
     return cluster_path(root, cluster, "trial.json")
 
 

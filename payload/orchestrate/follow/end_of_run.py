@@ -59,7 +59,7 @@ def next_lines(paths: RunPaths, config: RunConfig) -> list[str]:
 
 
 def model_name(paths: RunPaths) -> str:
-    """Return the name of the run's model in commands: its id, or its folder elsewhere."""
+    """Return the model's name in commands: the run's id; outside the default folder, its path."""
     default = Path(DEFAULT_RUNS_DIR)
     is_default = not default.is_symlink() and paths.root.parent.resolve() == default.resolve()
     return paths.run_id if is_default else str(paths.root)

@@ -219,7 +219,7 @@ _CONFIRM_S = 3.0
 
 
 class Tails:
-    """Reads the new lines of rank 0's log and of the metrics, from the time of creation on."""
+    """Reads lines that rank 0's log and the metrics get after this object was created."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.log = Tail(paths.rank_log(0), from_end=True)
@@ -231,8 +231,8 @@ def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | N
 
     If the run outlives this command, the first Ctrl-C detaches, and the run continues. A second one
     soon after stops the run with a checkpoint, a third one immediately. For other runs, the first
-    Ctrl-C requests a stop with a checkpoint, the second an immediate stop. `tails` begin before the
-    run was started.
+    Ctrl-C requests a stop with a checkpoint, the second an immediate stop. `tails` were created
+    before the run was started.
     """
     paths = run.paths
     train = known_config(paths).train

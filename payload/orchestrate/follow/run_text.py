@@ -62,12 +62,12 @@ class Estimate:
     disk: str
     """Description of the disk space of the checkpoints."""
     seconds: float
-    """Time of the run, the sum of `time`."""
+    """Time of the run: the sum of the parts of `time`."""
     time: RunTime
     basis: str
     """Description of the speed on which the time is based."""
     usd: float | None
-    """Cost of the nodes in that time; None without prices."""
+    """Cost of the nodes during the run; None without prices."""
     store: str | None = None
     """Address of the run's store; None without a store."""
     store_checkpoints: int = 0
@@ -112,7 +112,7 @@ def estimate(
     """Estimate a run from the speed of earlier runs, the measured speed, or a typical speed.
 
     `earlier` has the runs on this machine, the newest first. `samples` is True if text is generated
-    before and after the run; `expected_val_tokens` counts if the data do not exist yet.
+    before and after the run; `expected_val_tokens` is used if the data do not exist yet.
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
     quantized = _quantized(planned, earlier if is_local else ())
@@ -157,7 +157,7 @@ def _speed(
 ) -> tuple[Speed, str]:
     """Return the speed of a run and a description of its source.
 
-    The trial does not measure dequantisation, so its time is added.
+    The trial does not measure dequantisation, so the time of dequantisation is added.
     """
     numbers = planned.plan.arithmetic
     dequantize_s = _dequantize_s(planned, quantized)
@@ -204,7 +204,7 @@ def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed
 
 
 def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> float:
-    """Return the time of a step in which the run dequantises its base weights."""
+    """Return how much of a step's time the run needs to dequantise its base weights."""
     if quantized is None or planned.config.model.quantize == "none":
         return 0.0
     return quantized.dequantize_s
@@ -438,7 +438,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 def _confusion_lines(
     confusion: Sequence[Sequence[int]], labels: Sequence[str], *, width: int
 ) -> list[str]:
-    """Return the confusion matrix; if it is wider than `width`, where it can be read."""
+    """Return the confusion matrix or, if it is wider than `width`, where to read it."""
     names = [printable_line(label) for label in labels]
     rows = [(name, *map(str, row)) for name, row in zip(names, confusion, strict=True)]
     table = table_lines(("true label", *names), rows)

@@ -73,7 +73,7 @@ class NvidiaFacts:
     """The facts about the GPUs of a machine."""
 
     smi: SmiOutput | None
-    """None if nvidia-smi is not on PATH."""
+    """Output of nvidia-smi; None if nvidia-smi is not on PATH."""
     visible: str | None = checked(None, max_chars=MOST_VISIBLE_CHARS)
     """The beginning of CUDA_VISIBLE_DEVICES; None if it is not set."""
     torch: TorchBuild | None = None
@@ -155,7 +155,7 @@ class GpuNeed:
     """The GPUs that ranks need on each node."""
 
     why: str
-    """The setting or the inventory, as the subject of a sentence."""
+    """The setting (or the inventory) that requires the GPUs, as the subject of a sentence."""
     ranks_per_node: int | None
     """Number of ranks on each node; None for one rank per GPU."""
 

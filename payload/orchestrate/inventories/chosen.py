@@ -89,7 +89,7 @@ class ResolvedInventory:
 
 
 def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInventory:
-    """Resolve `--inventory`; by default the selected stack, or this machine without a stack.
+    """Resolve `--inventory`; the default is the selected stack, or this machine if none is up.
 
     If the inventory is a stack, the host keys of its machines are fetched. Raises ConfigError, and
     raises as `load_stack` does.

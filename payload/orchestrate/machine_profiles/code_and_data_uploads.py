@@ -106,7 +106,7 @@ def _sha256(path: Path, *, init: str) -> str:
 def upload_code(
     nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """Upload the code to nodes that lack it and build the kernels; a failed build is a note."""
+    """Upload the code to nodes that lack it and build the kernels; note a failed build."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     behind = [node for node in nodes if node.name in lacking]
     if not behind:
@@ -182,7 +182,7 @@ def upload_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the weights to the head, where rank 0 reads them, if missing; return their folder."""
+    """Upload the weights, which rank 0 reads, to a head without them; return their folder."""
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:
@@ -193,7 +193,7 @@ def upload_weights(
 
 
 def _whole_data(source: Path) -> str:
-    """Return a path under ~/tileforge whose existence marks complete data; it contains a digest."""
+    """Return a path under ~/tileforge, with a digest; its existence marks complete data."""
     digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
     return f"data/{digest}/{META_NAME}"
 

@@ -1,4 +1,4 @@
-"""Profile of this machine for planning, which also controls local supervisors."""
+"""Profile of this machine for planning; it also controls local supervisors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class LocalAccess:
             )
         # A launcher script can call its helper, which is in the same folder, by name.
         path = f"{Path(found).parent}{os.pathsep}{self._path()}"
-        # Run in / so that it reads no settings from the current folder.
+        # Run the launcher in / so that it reads no settings from the current folder.
         version = subprocess.run(
             [Path(found).absolute(), "--version"],
             cwd="/",

@@ -177,7 +177,7 @@ def read(
 
 @contextlib.contextmanager
 def regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file. Raises OSError for any failure, also if it is a symlink or a pipe."""
+    """Open a regular file. Raises OSError for any failure, also for a symlink or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -186,7 +186,7 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
-    """Return offset, new bytes and file size; start at 0 unless `end` precedes `offset`."""
+    """Return offset, new bytes and file size; start at 0 unless `end` is right before `offset`."""
     size = os.fstat(file.fileno()).st_size
     file.seek(offset - len(end))
     if file.read(len(end)) != end:

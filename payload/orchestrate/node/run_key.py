@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _KEYGEN_S = 20
-# sshd reads it as local time.
+# Format of sshd's expiry-time, which is in local time.
 _TIME = "%Y%m%d%H%M%S"
 _MARK = "tileforge-run:"
 _OURS = re.compile(rf".* {_MARK}([A-Za-z0-9][A-Za-z0-9._-]{{0,119}})")
@@ -164,7 +164,7 @@ def own_addresses(address: str) -> list[str]:
 
 
 def as_ip(text: str) -> list[str]:
-    """Return the address, or nothing if it is a name, because sshd does not resolve names."""
+    """Return the address, or an empty list for a name, because sshd does not resolve names."""
     try:
         return [str(ipaddress.ip_address(text.partition("%")[0]))]
     except ValueError:
@@ -198,7 +198,7 @@ def read(path: Path) -> str:
 
 @contextlib.contextmanager
 def authorized_keys(home: Path) -> Iterator[list[str]]:
-    """Yield the file's lines for editing; the file is then replaced atomically."""
+    """Yield the lines of authorized_keys for editing, then replace the file atomically."""
     folder = home / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "authorized_keys"

@@ -203,7 +203,7 @@ def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
 
 
 def lock_sha() -> str | None:
-    """Return the SHA-256 of the lock file (`sha` in node-setup.sh); None if installed by pip."""
+    """Return the SHA-256 of the lock file (`sha` in node-setup.sh); None after a pip install."""
     lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
     return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Runs the trial of preflight: launcher and gloo over all nodes, as in a run, and measures them."""
+"""Runs preflight's trial: starts the launcher and gloo as in a run, and measures the nodes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ _MARGIN_S = 20.0
 _ACTION_S = 20.0
 _CPU = DeviceSection(kind="cpu")
 """On this machine, the trial measures the CPU cores unless the run computes on GPUs."""
-# The key expires after ten times a trial's duration, if a killed command does not remove it.
+# If a killed command leaves the key, the key expires after ten times a trial's duration.
 _KEY_LASTS_S = 600
 
 
@@ -171,8 +171,8 @@ def try_cluster(
 ) -> Trial:
     """Run the trial on nodes that have passed the other checks.
 
-    The head gets a key for the other nodes, which is always removed after the trial. `placement` is
-    the placement of the run's ranks, if it is already known.
+    The head gets a key for the other nodes; the key is always removed after the trial. `placement`
+    is the placement of the run's ranks, if it is already known.
     """
     launcher = candidates(config.launch.launcher)[0]
     trial = _ClusterTrial(

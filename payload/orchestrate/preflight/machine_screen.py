@@ -146,7 +146,7 @@ def _memory_row(facts: MachineFacts) -> Row:
 
 
 def _limits_row(facts: MachineFacts) -> Row:
-    """Return the limits of a container or job, which is a control group or a set of CPUs."""
+    """Return the limits that a container or job sets with a control group or a set of CPUs."""
     limits = facts.limits
     parts = []
     if limits.cpus is not None and limits.cpus < facts.usable_cpus:
@@ -158,7 +158,7 @@ def _limits_row(facts: MachineFacts) -> Row:
             f"{_gib(limits.memory_bytes)} of {_gib(facts.total_memory_bytes)} GiB of memory"
         )
     if not parts:
-        return Row(label="limits", text="none of a container, job or service")
+        return Row(label="limits", text="none set by a container, job or service")
     advice = "Raise them for a larger run, in the options of the container or job."
     return Row(label="limits", text=", ".join(parts), advice=[advice])
 

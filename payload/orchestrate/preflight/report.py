@@ -125,7 +125,7 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
 def exchange_findings(
     nodes: Sequence[Node], measured: Measured, prediction: Prediction
 ) -> Iterator[Finding]:
-    """Yield findings if the network would dominate the step time, about slow links if known."""
+    """Yield findings about slow links or the network, if the network dominates the step time."""
     if len(nodes) == 1 or prediction.sync_s <= _MOST_SYNC_SHARE * prediction.compute_s:
         return
     names = [node.name for node in nodes]

@@ -1,4 +1,4 @@
-"""Warns about checkpoints that are lost with the head's disk, and about machines billed on."""
+"""Warns about checkpoints that are lost with the head's disk, and machines that stay billed."""
 
 from __future__ import annotations
 

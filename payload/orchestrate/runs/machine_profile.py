@@ -37,7 +37,7 @@ class MachineProfile(Protocol):
         """Return the peak of one core, for machines that were not measured."""
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
-        """Return by node the network interface that the ranks use."""
+        """Return the network interface that the ranks use on each node."""
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
         """Return the command line of each rank."""

@@ -165,7 +165,7 @@ class RemoteRun:
         # Connect before locking, so that other commands do not wait for a node that is down.
         on_every_node(nodes, self.cluster.connect)
         with locked(self.paths, "copy"):
-            # An update from the head alone is one of many by a command that follows the run.
+            # A command that follows the run updates often, and from the head alone.
             states, damaged = self._read(nodes, enough=enough, brief=not others)
             alive = states.pop(head.name)
             if isinstance(alive, TileforgeError):
@@ -445,14 +445,14 @@ def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentit
 
 
 def _has_begun(head: Connection, run_dir: PurePosixPath) -> bool:
-    """Return whether the run in a folder on the head has begun, not just an aborted start."""
+    """Return whether the run in a folder on the head has begun; an aborted start is not enough."""
     signs = (NAMES.state, NAMES.checkpoints, NAMES.metrics)
     arguments = [each for sign in signs for each in ("-o", "-e", str(run_dir / sign))]
     return head.run(["test", *arguments[1:]], timeout_s=_ACTION_S).status == 0
 
 
 def planned_run_dir(paths: RunPaths) -> PurePosixPath:
-    """Return the folder on the nodes of the run with a local copy at `paths`.
+    """Return a run's folder on the nodes; `paths` is the run's local copy.
 
     Raises ConfigError.
     """

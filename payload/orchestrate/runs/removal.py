@@ -192,8 +192,8 @@ class HeldRun:
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     removed_unix: float = checked(math.inf, low=0.0)
-    """Time of the removal; infinite if the record has no time, so that the run's age deletes
-    nothing."""
+    """Time of the removal; infinite if the record has no time, so that the run is never old enough
+    to be deleted."""
 
 
 def held_run(holder: Path) -> HeldRun:

@@ -29,16 +29,16 @@ class ResolvedPlacement:
     launcher: Launcher
     """The first launcher that `launch.launcher` allows."""
     time_limit: TimeLimit | None
-    """None if no limit is set."""
+    """Time limit of the run; None if no limit is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCopies:
-    """Paths on the nodes of the data and the weights that were copied to them."""
+    """Paths of the data and weights that were copied to the nodes."""
 
     data_dir: str
     init: str | None = None
-    """Path of the initial weights; None if they are not a local folder of the operator."""
+    """Path of the initial weights; None if the weights are not a local folder of the operator."""
 
     def apply_to(self, config: RunConfig) -> RunConfig:
         """Return the config with the paths on the nodes instead of the operator's local paths."""
@@ -95,7 +95,7 @@ class ResolvedPlan:
         )
 
     def files(self) -> dict[str, str]:
-        """Return the text of every file by name, plan.json last: a supervisor waits for it."""
+        """Return each file's text by name; plan.json is last, because a supervisor waits for it."""
         return self._files(self.config)
 
     def files_on_nodes(self) -> dict[str, str]:

@@ -67,7 +67,7 @@ class RankView:
     age_s: float | None
     """Time since the rank's last heartbeat."""
     exit_code: int | None
-    """None while the rank runs."""
+    """Exit code of the rank; None while the rank runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,9 +337,10 @@ def resumable_run(
 ) -> tuple[RunPaths, Sequence[str]]:
     """Return the run that `--resume` names; if it is not local, fetch it from its store.
 
-    Also returns the overrides with which a fetched run keeps its store and the path of its data. A
-    config file on the command line (`has_config`) names its own data. `settings` returns the
-    settings of the command, not of the run. Raises UsageError and ConfigError.
+    Also returns the overrides with which a fetched run keeps its store and the path of its data. If
+    the command line has a config file (`has_config`), this file gives the path of the data.
+    `settings` returns the settings of the command, not of the run. Raises UsageError and
+    ConfigError.
     """
     if is_address(named):
         address = run_address(named)
@@ -365,7 +366,7 @@ def resumable_run(
     except (StoreError, StoreRefusedError) as error:
         if not is_local:
             raise
-        # The machine that executes the run restores from the store, and then compares them.
+        # The machine that executes the run compares the two runs when it restores from the store.
         say(f"warning: {error} The run in {paths.root} was not compared with the run in the store.")
     if not is_local:
         say(f"run {paths.run_id} is fetched from {address}")

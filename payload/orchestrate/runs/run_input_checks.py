@@ -87,7 +87,7 @@ def settle_initial(
     """Return the config with `model.init` resolved, for example to a run's newest checkpoint.
 
     The weights must exist, be complete, and match the data and settings. With `download`, the name
-    of a hub model is resolved to its current commit, which the run then keeps, and its config.json
+    of a hub model is resolved to the model's current commit, which the run keeps, and config.json
     is fetched. `say` gets messages about damaged checkpoints. Raises ConfigError.
     """
     source = find_source(
@@ -158,7 +158,7 @@ def rate_warning(config: RunConfig) -> str | None:
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return the GPU memory in bytes for the ranks of a node, for the node that has the least.
+    """Return the GPU memory, in bytes, of the ranks of the node that has the least.
 
     Each of the `ranks` of a node has one GPU. Returns None if the ranks compute on CPUs, or if the
     GPU memory of a node is unknown.

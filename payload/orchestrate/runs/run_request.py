@@ -68,12 +68,12 @@ class RunRequest:
     env: Mapping[str, str]
     talk: Console
     held: ExitStack
-    """Locks and ports of the run; it is closed when other commands may start the run again."""
+    """Locks and ports of the run, released when other commands may start the run again."""
     identity: str = field(default_factory=new_identity)
     """The identity for a run that has no identity yet."""
     named: Mapping[str, str] | None = None
-    """Settings with effects outside the run, such as its store, that the user has approved; None
-    for all such settings of the config."""
+    """Approved settings with effects outside the run, such as its store; None if the user approved
+    all such settings of the config."""
     placed: ResolvedPlacement | None = None
     """Result of `Site.check`; None if the nodes are unknown before the start."""
 

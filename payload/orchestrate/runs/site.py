@@ -186,7 +186,7 @@ class Site(ABC):
         """Keep other commands from starting the run until `held` is closed.
 
         Raises ConfigError if another command has started the run, or if the run is at a different
-        site. `find_active_run` returns the run if its folder has the record of a site.
+        site. `find_active_run` returns the run if the run's folder has the record of a site.
         """
         _refuse_to_resume(paths, find_active_run)
         with room_for(paths):

@@ -21,12 +21,12 @@ class TrashedRun:
     """A run in the trash."""
 
     holder: Path
-    """The run's own folder in the trash."""
+    """The folder in the trash that has only this run and its record."""
     record: HeldRun
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's folder, inside `holder`."""
         return self.holder / self.record.run_id
 
 
@@ -49,7 +49,7 @@ def trashed_runs(runs_dir: Path) -> list[TrashedRun]:
 
 
 def _holders(runs_dir: Path) -> list[TrashedRun]:
-    """Return what has a record in the trash, also without a run: an interrupted move or restore."""
+    """Return each folder in the trash with a record; after an interruption it may have no run."""
     trash, found = runs_dir / TRASH_NAME, []
     if trash.is_symlink() or not trash.is_dir():
         return []

@@ -99,7 +99,7 @@ class Slurm(NamedSite):
         return self.run_of(paths, job, request.env)
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:
-        """Return the run of a job record."""
+        """Return the run that a job record describes."""
         return SlurmRun(paths, job.job_id, env)
 
 
@@ -372,15 +372,15 @@ def _reason(job: Job) -> str:
     return f" ({job.reason})" if job.reason else ""
 
 
-# What Slurm calls the reason of a pending job, and what it means for the user.
+# Slurm's names of the reasons why a job is pending, and what each means for the user.
 PENDING_REASONS = {
     "Resources": "no nodes are free yet",
     "Priority": "other jobs have a higher priority",
-    "BeginTime": "Slurm has requeued it, and waits before it starts",
+    "BeginTime": "Slurm has requeued the job, and will start it later",
     "PartitionConfig": "the partition never allows this size: cancel the job, and request less",
-    "PartitionNodeLimit": "the partition has fewer nodes than that: cancel the job, request fewer",
+    "PartitionNodeLimit": "the partition has too few nodes: cancel the job, and request fewer",
     "PartitionTimeLimit": "the partition never allows this time: cancel the job, lower slurm.time",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "ReqNodeNotAvail": "nodes that the job needs are down, drained or reserved",
 }
 
 

@@ -186,8 +186,8 @@ class Ssh(InventorySite):
     ) -> _Staged:
         """Claim the head until `held` is closed, and upload the files that the nodes lack.
 
-        `name` is the name of the attempt. After a `lost` connection, this can be repeated with a
-        new one. If a run is active, nothing is uploaded.
+        `name` is the name of the attempt. After a `lost` connection, this call can be repeated with
+        a new connection. If a run is active, nothing is uploaded.
         """
         inventory = self._inventory
         answers = inspect_nodes(
@@ -306,7 +306,7 @@ class Ssh(InventorySite):
                 request.confirm(planned)
             _write(planned, request, run, cluster, talk=talk)
         except BaseException:
-            # Even at Ctrl-C, because no later command would remove the key.
+            # Remove the key even at Ctrl-C, because no later command would remove it.
             remove_key(cluster, name, talk)
             raise
         for note in planned.notes():

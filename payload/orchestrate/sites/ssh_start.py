@@ -45,7 +45,7 @@ _KEY_MARGIN_S = 86_400.0
 
 
 class ClusterNotReadyError(TileforgeError):
-    """A run was not started; its exit code comes from the check or program that failed."""
+    """A run was not started; the exit code comes from the check or program that failed."""
 
     def __init__(self, cause: str, code: int) -> None:
         super().__init__(cause)

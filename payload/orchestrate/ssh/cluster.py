@@ -52,7 +52,7 @@ class Cluster:
         self._made: dict[str, Connection | TileforgeError] = {}
 
     def connect(self, node: Node) -> Connection:
-        """Return the connection to the inventory's node of the same name as `node`.
+        """Return the connection to the node that has the name of `node` in the inventory.
 
         A failure is cached and raised again by later calls.
         """

@@ -37,7 +37,7 @@ _KEEPALIVE_S = 15
 _MARGIN_S = 5.0
 _CHUNK_BYTES = 64 * 2**10
 _TIMED_OUT = 124  # exit status of coreutils' timeout
-# paramiko's message for a silent node, whose exception class is also used for other errors.
+# paramiko's message for a silent node; the exception class alone can mean other errors.
 _SILENT = "Timeout opening channel."
 
 

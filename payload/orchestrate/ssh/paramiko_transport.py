@@ -87,7 +87,7 @@ class Transport(paramiko.Transport):
                 transport._send_user_message(data)
 
     def _comes_after_close(self, message: bytes) -> bool:
-        # This thread closes a channel after the peer did and after the channel left the list.
+        # The transport's own thread answers a close after the channel has left the list.
         if message[:1] not in _TO_OPEN_CHANNELS or threading.current_thread() is self:
             return False
         (number,) = struct.unpack_from(">I", message, 1)

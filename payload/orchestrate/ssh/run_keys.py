@@ -53,7 +53,7 @@ def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
     """Create the key on the head, and authorize it on every node.
 
     The private key stays on the head. The nodes accept the key for `lasts_s` seconds, and only from
-    the head's address. Raises NodesError, and raises as connecting does; call `remove_run_key` even
+    the head's address. Raises NodesError, and errors of the connections. Call `remove_run_key` even
     after an error.
     """
     inventory, head = cluster.inventory, cluster.inventory.head
@@ -95,8 +95,8 @@ def remove_run_key(cluster: Cluster, *names: str) -> None:
     """Revoke these keys on every node and delete the key files; idempotent.
 
     The head keeps a key's name until every worker has revoked it, so that `remove_stale_keys` can
-    retry. Call it only for keys of the caller's own attempt, or for stale keys. Raises NodesError
-    that names the nodes where the keys can still be authorized.
+    retry. Pass only names of the caller's own attempt or of stale keys. Raises NodesError that
+    names the nodes where the keys can still be authorized.
     """
 
     def forget(node: Node, *, keeps_names: bool = True) -> None:

@@ -29,7 +29,7 @@ def render_ssh_config(
     known_hosts: PurePath,
     on_head: bool,
 ) -> str:
-    """Return an ssh_config for `ssh -F`, with nodes by name and address and strict host keys.
+    """Return an ssh_config for `ssh -F`: nodes by name and address, with strict host key checks.
 
     With `on_head`, the file is for mpirun on the head, which reaches the other nodes directly.
     Otherwise it is for the operator's machine, which reaches the nodes through the head. Raises

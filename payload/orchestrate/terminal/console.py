@@ -116,9 +116,9 @@ def confirm_by_name(
     name: str,
     otherwise: str = "Answer this question at a terminal; --yes does not answer it.",
 ) -> bool:
-    """Return True if the operator types `name`; --yes does not replace this.
+    """Return True if the operator types `name`; --yes does not suffice.
 
-    Raises UsageError with the alternative `otherwise` without a terminal.
+    Without a terminal, raises UsageError with the alternative `otherwise`.
     """
     if not sys.stdin.isatty():
         raise UsageError(f"{question} {otherwise}")
@@ -131,7 +131,7 @@ def _answer(prompt: str) -> str:
 
 
 _REDRAWS_PER_S = 4
-# Without a terminal: print a status line after this time without output.
+# If there is no terminal, print a status line after this time without output.
 _PLAIN_EVERY_S = 30.0
 _BAR_CELLS = 24
 _ERROR_PREFIX = "error: "
@@ -198,7 +198,7 @@ class LiveLine:
             self._console.print(part)
 
     def log(self, line: str) -> None:
-        """Print a line of rank 0's log; an error line is printed only before the next line.
+        """Print a line of rank 0's log; hold an error line until the next line comes.
 
         The error with which the run ends may repeat that line: see `print_held_error`.
         """

@@ -36,9 +36,9 @@ def table_lines(
     width: int | None = None,
     optional: Sequence[str] = (),
 ) -> list[str]:
-    """Return the lines of a table, or an indented block per row if it is wider than `width`.
+    """Return a table's lines; if the table is wider than `width`, an indented block per row.
 
-    Columns in `optional` are left out of a table that is too wide, the first one first.
+    Columns in `optional` are left out of a table that is too wide, starting with the first.
     """
     for count in range(len(optional) + bool(optional)):
         kept = [place for place, name in enumerate(names) if name not in optional[:count]]

@@ -368,7 +368,7 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
     dev.pulumi.replay(case, status=0)
     code = main(["up", "--yes"], dev.env)
     err = capsys.readouterr().err
-    assert f"firewall rule {name} differs from the program: sources 0.0.0.0/0" in err
+    assert f"firewall rule {name} differs from the cluster program's rule: sources 0.0.0.0/0" in err
     assert dev.cloud.count(f"^DELETE .*/firewalls/{name}$") == 1
     assert dev.cloud.count("^DELETE ") == 1
     assert (
@@ -400,7 +400,7 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
     rules_up(dev)
     assert main(["doctor"], dev.env) != ExitCode.PREFLIGHT
     out = capsys.readouterr().out
-    assert re.search("firewall of dev-network +ok +5 rules equal to the program's", out)
+    assert re.search("firewall of dev-network +ok +5 rules equal to the cluster program's", out)
     # As in the recorded runs, after a successful `up`.
     for name in ("dev-allow-ssh", "dev-allow-nodes"):
         (rule,) = [each for each in dev.cloud.items["firewalls", "global"] if each["name"] == name]
@@ -418,8 +418,8 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
         "dev-allow-nodes": "sources 0.0.0.0/0 instead of none",
         "dev-deny-egress": "it is missing",
     }.items():
-        line = f"error: firewall rule {name}: differs from the program: {how}. Replace it:"
-        assert line in out
+        found = f"differs from the cluster program's rule: {how}. Replace it:"
+        assert f"error: firewall rule {name}: {found}" in out
     assert (
         "warning: firewall rule by-hand: in dev-network, but not created by the cluster program"
         in out

@@ -88,7 +88,7 @@ def check_offers(google: Google, need: CloudRequirements) -> Iterator[Check]:
 
 
 def check_gpus(need: CloudRequirements) -> Iterator[Check]:
-    """Report the machine type's GPUs and driver; nothing for a type without GPUs."""
+    """Report the machine type's GPUs and driver; yield nothing for a type without GPUs."""
     gpus = gpus_of(need.machine_type)
     if gpus is None:
         return
@@ -113,7 +113,7 @@ def check_gpus(need: CloudRequirements) -> Iterator[Check]:
 
 
 def check_own_gpus(facts: NvidiaFacts) -> Iterator[Check]:
-    """Report this machine's GPUs, for local runs; nothing if nvidia-smi is not installed."""
+    """Report this machine's GPUs, for local runs; yield nothing without nvidia-smi."""
     if facts.smi is None:
         return
     node = Node(name="this machine", address="127.0.0.1", physical_cores=1, memory_gib=0.0)

@@ -100,7 +100,7 @@ def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]
 
 
 def _rates(sku: _Sku) -> Iterator[tuple[str, float]]:
-    """Yield each rate key with its dollars; nothing for a SKU that clusters do not use."""
+    """Yield each rate key with its dollars; yield nothing for a SKU that clusters do not use."""
     machine, disk = _MACHINE.match(sku.description), _DISK.fullmatch(sku.description)
     if machine is not None:
         spot = machine["spot"] is not None

@@ -33,8 +33,8 @@ def buckets(google: Google) -> Iterator[Resource]:
         listed = client.list_buckets(
             max_results=PAGE, page_token=token, timeout=REQUEST_S, retry=None
         )
-        # Within the call, because the library parses a bucket's fields on access, and they can be
-        # damaged.
+        # Convert the buckets within the call: the library parses their fields on access, and the
+        # fields can be damaged.
         return [_bucket(each) for each in next(listed.pages)], listed.next_page_token
 
     for _ in range(MOST_PAGES):

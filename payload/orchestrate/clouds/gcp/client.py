@@ -200,7 +200,7 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Yield every page of a list; each request is retried for up to the full retry time."""
+        """Yield every page of a list; the retry time starts again for each page."""
         for _ in range(MOST_PAGES):
             page = self.call(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
@@ -329,7 +329,7 @@ def _import() -> tuple[_Errors, _Errors]:
 
 
 def _attribute(error: Exception, name: str) -> Any:
-    """Return an attribute of an error of Google's libraries; None if the response was damaged.
+    """Return an attribute of an exception from Google's libraries; None for a damaged response.
 
     The libraries compute these attributes on access, from unchecked fields of the response.
     """

@@ -30,9 +30,9 @@ def by_cluster(
 
     The cluster is found in this order:
     1. by the resource's label;
-    2. by the label of its network, which includes firewall rules that a person added;
+    2. by the label of its network, as for firewall rules that a person added;
     3. by its full name, if the cluster program creates that name in the cluster's own network.
-    `known` adds clusters that no label names. A common name prefix alone proves nothing.
+    `known` adds names of clusters that no label has. A common name prefix alone proves nothing.
     """
     labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
     names = labelled | set(known)
@@ -68,7 +68,7 @@ def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:
-    """Return when a cluster expires: the latest of its labels and its machines' time limits.
+    """Return when a cluster expires: the latest time in its labels and its machines' time limits.
 
     A machine that was stopped and restarted runs longer than its label states.
     """

@@ -44,7 +44,7 @@ def wait_for_operation(
             raise CloudError(
                 f"{what}: not finished after {_OPERATION_S:g} s. Repeat the command later."
             )
-        # Polled at least once, because waits for earlier operations can have used up the time.
+        # Poll at least once, because waits for earlier operations can have used up the time.
         is_late = time.monotonic() > ends
         operation = google.call(
             what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)

@@ -69,7 +69,7 @@ class Refusal:
 
     error: type[TileforgeError]
     advice: str
-    """The fix, preceded by the cause if Google's message lacks it."""
+    """The fix. If Google's message lacks the cause, the cause precedes the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def bucket_fix(bucket: str) -> str:
     )
 
 
-# Credentials and permissions: if there are several problems, a problem of this group is reported.
+# Credentials and permissions. If there are several problems, problems of this group come first.
 _ACCESS = (
     _rule(
         r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute",
@@ -329,7 +329,7 @@ _INSTANCE = re.compile(r"instance ([a-z0-9-]{1,63})\b")
 
 
 def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refusal | None:
-    """Return the refusal for credentials, a permission, a policy or the project, or None.
+    """Return a refusal about credentials, permissions, policies or the project; None for others.
 
     `text` is a single line. `project` is inserted into commands; if empty, it is parsed from
     `text`. `login` made the refused request.

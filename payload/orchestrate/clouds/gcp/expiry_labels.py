@@ -1,4 +1,4 @@
-"""Keeps the expiry label of each machine at the time when Google ends the machine."""
+"""Updates each machine's expiry label to the time at which Google will end the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from payload.orchestrate.clouds.gcp.listing import list_machines
 from payload.stack.resource_labels import EXPIRES_LABEL
 
 _SLACK_S = 600.0
-"""Largest difference that a build causes: the label is computed before the machine is created."""
+"""Largest difference between a new machine's label and time limit: the label is computed before
+the machine is created."""
 
 
 def renew_expiry_labels(google: Google, nodes: Sequence[Node], *, talk: Console) -> float | None:

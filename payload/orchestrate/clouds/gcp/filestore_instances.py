@@ -66,7 +66,7 @@ class _Operation:
 
 
 def filestores(google: Google) -> Iterator[Resource]:
-    """Yield the project's Filestore instances; nothing if the API is disabled.
+    """Yield the project's Filestore instances; yield nothing if the API is disabled.
 
     Raises CloudError for unreachable locations, after yielding the instances in all other
     locations.

@@ -47,9 +47,9 @@ class Findings:
 
     network: str
     differing: Mapping[str, str]
-    """For each of the program's rules that changed or is missing, the difference, by name."""
+    """Differences of the cluster program's rules that changed or are missing, by rule name."""
     foreign: tuple[str, ...]
-    """Names of enabled rules in the network that the program did not create."""
+    """Names of the network's enabled rules that the cluster program did not create."""
 
 
 def compare(google: Google, network: str, expected: Mapping[str, Rule]) -> Findings:
@@ -78,7 +78,7 @@ def actual_rules(google: Google, network: str) -> dict[str, Rule]:
 
 
 def foreign_rule_lines(found: Findings) -> list[str]:
-    """Return a line for each rule that the program did not create."""
+    """Return a line for each rule that the cluster program did not create."""
     return [
         f"firewall rule {name} in {found.network} was not created by the cluster program. Check "
         f"what it allows: gcloud compute firewall-rules describe {name}"

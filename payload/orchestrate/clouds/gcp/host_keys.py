@@ -46,7 +46,7 @@ _MOST_CHARS, _MOST_KEYS = 4096, 16
 class _Reader:
     google: Google
     known: Mapping[str, Node]
-    """Nodes with the host keys that were pinned earlier, by name."""
+    """Nodes by name, with the host keys that were pinned earlier."""
     ends: float
     deadline_s: float
     say: Callable[[str], None]
@@ -188,7 +188,7 @@ def pin_node(
 ) -> Node:
     """Return one node with its host keys and instance ID; `cache` is only read.
 
-    Raises MachineGoneError if the machine is gone, and the same other errors as `pin_host_keys`.
+    Raises MachineGoneError if the machine is gone, and other errors as `pin_host_keys` does.
     """
     _check([node])
     reader = _Reader(
@@ -251,7 +251,7 @@ def _check(nodes: Sequence[Node]) -> None:
 
 
 def _read_cache(path: Path) -> dict[str, Node]:
-    """Return the nodes pinned earlier, by name; empty if the file is missing or damaged."""
+    """Return the earlier pinned nodes by name; empty if the file is missing or damaged."""
     inventory = cached_inventory(path)
     return {} if inventory is None else {node.name: node for node in inventory.nodes}
 

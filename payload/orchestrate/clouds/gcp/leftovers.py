@@ -56,8 +56,7 @@ class Sweep:
     left: Mapping[str, Sequence[Resource]]
     """Leftover resources by cluster."""
     owns: Callable[[Resource], bool]
-    """Returns True for a leftover that this folder can remove, because it has the cluster's
-    identity."""
+    """Returns True for a leftover with the cluster's identity, which this folder can remove."""
     others: Sequence[Resource] = ()
     """Resources with the cluster's name or in its network that belong to other users."""
     kept: Sequence[Resource] = ()
@@ -127,7 +126,7 @@ class Sweep:
 
     def _row(self, each: Resource) -> tuple[str, ...]:
         usd, made = self.usd(each), each.created_unix
-        # An account's name is unique in its project, whose name the rest of its address repeats.
+        # The part before @ is unique in the project; the rest of the address repeats the project.
         name = each.name.partition("@")[0] if each.kind == SERVICE_ACCOUNT else each.name
         age = "-" if made is None else _age(self.now_unix - made)
         return each.kind, name, each.location, age, "-" if usd is None else f"{usd:.3f}"
@@ -172,7 +171,7 @@ def find_leftovers(
         check_cluster_name(cluster)
     now_unix = time.time()
     remembered = [each for each in recorded_clusters(folder) if each.project == google.project]
-    # The name of a resource is used only if the cluster was built or is named on the command line.
+    # A resource's name is evidence only if the cluster was built or is named on the command line.
     # If `up` failed because a network of that name existed, the network belongs to another user.
     names = {each.cluster for each in remembered if each.came_up} | (
         {cluster} if cluster else set()
@@ -211,12 +210,12 @@ def find_leftovers(
 def _split(
     group: Sequence[Resource], proof: Ownership, cluster: str
 ) -> tuple[list[Resource], list[Resource]]:
-    """Split the resources of a cluster's name into its own and resources of other clusters."""
+    """Split the resources with a cluster's name into its own and those of other clusters."""
     mine, others = proof.split(group)
     if not proof.is_known:
         mine = [each for each in group if is_made_by_program(each, cluster)]
         others = [each for each in group if each not in mine]
-    # An older version created results buckets without an identity for this cluster.
+    # An older version created this cluster's results buckets without an identity.
     old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
     return [*mine, *old], [each for each in others if each not in old]
 
@@ -266,7 +265,7 @@ def report_leftovers(found: Sweep, *, talk: Console) -> None:
 
 
 def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
-    """Print the commands that remove the cluster's own leftovers, and the owners of the rest."""
+    """Print a removal command for each leftover that this folder owns, and who owns the rest."""
     mine = in_order(filter(found.owns, found.all_left()))
     for each in mine:
         note = _LOSSES.get(each.kind, "")
@@ -284,7 +283,7 @@ def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
 
 
 def folder_ownership(folder: Path, cluster: str) -> Ownership:
-    """Return the folder's stored identity as proof of ownership; no proof from a damaged file."""
+    """Return the folder's stored identity as proof of ownership; a damaged file proves nothing."""
     identity = None
     with suppress(ConfigError):
         identity = known_cluster_identity(folder, cluster)

@@ -33,7 +33,7 @@ _COMPLETE = ("", "NO_RESULTS_ON_PAGE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The resources that were found, and the reasons why others could not be listed."""
+    """The resources that were found, and the reasons why other resources could not be listed."""
 
     resources: Sequence[Resource]
     blind: Sequence[str]

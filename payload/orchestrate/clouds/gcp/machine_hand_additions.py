@@ -56,7 +56,8 @@ def hand_added(
 ) -> list[Additions]:
     """Return the cluster's machines that have additions.
 
-    `labels` are the keys that the config adds. Raises CloudError and CloudAuthError.
+    `labels` are the keys of the config's labels, which are not additions. Raises CloudError and
+    CloudAuthError.
     """
     client = google.compute("Instances")
     request = request_of(

@@ -61,7 +61,7 @@ def check_policies(google: Google, need: CloudRequirements) -> Iterator[Check]:
 
 
 def _listed(project: str, need: CloudRequirements) -> dict[str, Sequence[Sequence[str]]]:
-    """Return the values that list policies must allow, each with the groups that contain it."""
+    """Return what each list policy must allow: values, each with the groups that contain it."""
     cluster, region = need.cluster or "CLUSTER", need.region
     own = f"under:projects/{project}"
     values: dict[str, Sequence[Sequence[str]]] = {
@@ -131,7 +131,7 @@ def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[st
 def _allows(rules: Sequence[_Rule], value: Sequence[str]) -> tuple[str, str]:
     """Return allowed, refused or unknown, and the reason if unknown.
 
-    `value` is followed by the groups that contain it.
+    `value` has the value, followed by the groups that contain it.
     """
     allowed, denied = (
         {

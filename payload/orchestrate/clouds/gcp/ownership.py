@@ -47,8 +47,8 @@ class Ownership:
         """Return whether the cluster owns the resource, so that it can be adopted or removed."""
         identity = identity_in(resource.labels)
         if identity is not None:
-            # This precedes the stack's state: the ID in the state is a name that another cluster
-            # can now use.
+            # The identity precedes the stack's state: an ID in the state is a name, which another
+            # cluster can use now.
             return identity in self.identities
         nameless = NO_IDENTITY in self.identities and is_made_by_program(resource, self.cluster)
         return nameless or self.lists(resource)
@@ -63,7 +63,7 @@ class Ownership:
         return any(matches_id(resource, known, project=self.project) for known in self.known)
 
     def split(self, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
-        """Return the cluster's own resources, and the others."""
+        """Return two lists: the cluster's own resources, and all others."""
         own: list[Resource] = []
         others: list[Resource] = []
         for each in resources:
@@ -80,10 +80,11 @@ def removable(resources: Iterable[Resource]) -> list[Resource]:
 
 
 def matches_id(resource: Resource, known: str, *, project: str) -> bool:
-    """Return whether an ID in Pulumi's state, such as projects/P/zones/Z/instances/N, matches.
+    """Return whether an ID in Pulumi's state identifies the resource.
 
-    `project` is the resource's project. A boot disk has no separate entry in the state, but has the
-    name and zone of its machine. A bucket's ID is its name, which is unique across projects.
+    `known` is the ID, such as projects/P/zones/Z/instances/N. `project` is the resource's
+    project. A boot disk has no separate entry in the state, but has the name and zone of its
+    machine. A bucket's ID is its name, which is unique across projects.
     """
     if resource.kind == BUCKET:
         return known == resource.name

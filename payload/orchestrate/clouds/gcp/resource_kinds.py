@@ -9,7 +9,7 @@ RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
 SAVED = ("snapshot", "image")
-"""Copies of disks. The cluster program makes none, so a person made each to keep data."""
+"""Copies of disks. The cluster program makes no copies, so a person made them to keep data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,7 +226,7 @@ def replacing(urns: Iterable[str]) -> list[str]:
 
 
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
-    """Return failed updates of machines that Google allows only while a machine is stopped."""
+    """Return the failed updates that Google allows only while a machine is stopped."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
     return [
         step
@@ -236,7 +236,7 @@ def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
 
 
 def with_note(error: TileforgeError, words: str) -> TileforgeError:
-    """Return an error with a sentence added and the same exit code."""
+    """Return the error with `words` appended; the exit code stays the same."""
     again = TileforgeError(str(error), fix=words)
     again.exit_code = error.exit_code
     return again

@@ -43,7 +43,7 @@ def _wait(
             on_event(event)
         if ended:
             return
-        # After the process ends, read again: the last events can have been written since.
+        # Read again after the process has ended: it can have written events since the last read.
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_POLL_S)
             ended = True
@@ -160,8 +160,8 @@ class Pulumi:
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
-                    # `timeout` and CI jobs signal some processes of a command once, others twice,
-                    # and at the second interrupt pulumi leaves resources outside its state.
+                    # `timeout` and CI jobs interrupt some processes of a command twice. At the
+                    # second interrupt, pulumi leaves resources outside its state.
                     process_group=0,
                 )
                 events = EventReader(stream)

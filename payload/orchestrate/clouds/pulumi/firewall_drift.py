@@ -95,7 +95,9 @@ def reconcile_firewall(
     found = compare(google, network, expected)
     if found.differing:
         for name, how in found.differing.items():
-            talk.print(f"firewall rule {name} differs from the program: {how}; replacing it")
+            talk.print(
+                f"firewall rule {name} differs from the cluster program's rule: {how}; replacing it"
+            )
         gone = [Resource(kind="firewall rule", name=n, location="global") for n in found.differing]
         failed = remove(google, gone)
         if failed:
@@ -130,7 +132,7 @@ def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
         yield Check(
             name=f"firewall rule {name}",
             outcome="error",
-            found=f"differs from the program: {how}",
+            found=f"differs from the cluster program's rule: {how}",
             fix=f"Replace it: {command('orchestrate', 'up')}",
             exit_code=ExitCode.PREFLIGHT,
         )
@@ -145,7 +147,7 @@ def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
         yield Check(
             name=f"firewall of {network}",
             outcome="ok",
-            found=f"{len(expected)} rules equal to the program's",
+            found=f"{len(expected)} rules equal to the cluster program's",
         )
 
 

@@ -65,7 +65,7 @@ def locks_in(text: str) -> list[Lock]:
 
 
 def are_stale(locks: list[Lock]) -> bool:
-    """Return whether there are locks, all of them stale and taken on this machine."""
+    """Return whether there are locks, and all of them are stale and were taken on this machine."""
     host, boot_unix = socket.gethostname(), _boot_unix()
     return bool(locks) and all(each.is_stale(host=host, boot_unix=boot_unix) for each in locks)
 

@@ -41,8 +41,8 @@ class Operations:
     talk: Console
     assume_yes: bool
     _printed: set[str] = field(default_factory=set, repr=False)
-    """Messages of the cluster program that were printed, because `up` repeats the preview's
-    messages."""
+    """Messages of the cluster program that were printed and must not be printed again: `up` repeats
+    the preview's messages."""
 
     def run(self, *arguments: str) -> Update:
         """Run an operation, show its progress, and return its result.
