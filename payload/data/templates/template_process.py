@@ -115,6 +115,11 @@ class TemplateProcess:
         self._received = None
         return found
 
+    def drop_batch(self) -> None:
+        """Read the results of the batch that is under way, if any, and ignore them."""
+        if self._num_sent or self._received is not None:
+            self.receive()
+
     def note_success(self) -> None:
         """Count a result of `receive` as a conversation that did not end the process."""
         self._consecutive_ends = 0

@@ -221,6 +221,8 @@ class _Row:
         numbers = [number for number, trained in enumerate(conversation.trained) if trained]
         self._numbers = numbers[-1:] if options.train_on == "last" else numbers
         self.has_unmarked = False
+        self._thoughts: dict[int, str | None] = {}
+        self._end_of: dict[int, TurnEnd | None] = {}
         is_marked = template.process.is_marked
         self._first_parts = (
             [(len(self._messages), False)] if is_marked else self._first_added_parts()
@@ -247,12 +249,14 @@ class _Row:
 
         Raises DataError for a row with a mark, which would change what is a special token.
         """
-        given_values = [self._messages, self._tools, self._documents, self._variables]
         # The request is ASCII, so a mark is escaped there; few rows need the slower search.
-        mark = mark_in(given_values) if _ESCAPED_MARK in self.request else None
-        if mark is not None:
-            raise DataError(f"a text has the noncharacter U+{ord(mark):04X}. Remove it.")
+        if _ESCAPED_MARK in self.request:
+            mark = mark_in([self._messages, self._tools, self._documents, self._variables])
+            if mark is not None:
+                raise DataError(f"a text has the noncharacter U+{ord(mark):04X}. Remove it.")
         control = self._template.control_tokens()
+        if not control.may_be_in(self.request):
+            return
         given = [each for each in self._messages if each["role"] != "assistant"]
         if not control.is_in([given, self._tools, self._documents]):
             return
@@ -337,7 +341,7 @@ class _Row:
         content = message.get("content")
         if message.get("tool_calls") or not isinstance(content, str) or not content.strip():
             return False
-        return thought_of(message) is None and first_of(end.stops, content) is None
+        return self._thought(number) is None and first_of(end.stops, content) is None
 
     def _follows(self, number: int, text: str, start: int) -> bool:
         """Return True if the text continues at `start` with the unchanged content of a message."""
@@ -386,7 +390,7 @@ class _Row:
         before the end of its prompt, if the prompt ends with marks of thoughts.
         """
         tail, end = prompt_tail(prompt), self._end(number)
-        has_thought = thought_of(self._messages[number]) is not None
+        has_thought = self._thought(number) is not None
         head = prompt.removesuffix(tail.text if tail else end.prompt_only if end else "")
         if answered.startswith(prompt):
             start = len(prompt)
@@ -430,7 +434,7 @@ class _Row:
         head = head.removesuffix(space)
         message = self._messages[number]
         names = [each.get("function", each).get("name") for each in message.get("tool_calls") or ()]
-        values = [message.get("content"), thought_of(message), *names]
+        values = [message.get("content"), self._thought(number), *names]
         places = [answered.rfind(each.strip()) for each in values if isinstance(each, str)]
         limit = min((each for each in places if each >= 0), default=len(answered))
         same = num_common(head, answered)
@@ -484,9 +488,11 @@ class _Row:
         """
         message = self._messages[number]
         ends = [start]
-        for value in (thought_of(message), message.get("content"), message.get("tool_calls")):
+        for value in (self._thought(number), message.get("content"), message.get("tool_calls")):
+            if not value:
+                continue
             place = start
-            for leaf in leaves(value):
+            for leaf in (value,) if isinstance(value, str) else leaves(value):
                 # Many data sets have the stop token at the end of the content.
                 short = leaf.strip()
                 for stop in self._stops(number):
@@ -496,7 +502,18 @@ class _Row:
             ends.append(place)
         return max(ends)
 
+    def _thought(self, number: int) -> str | None:
+        """Return the thought of a message of the assistant."""
+        if number not in self._thoughts:
+            self._thoughts[number] = thought_of(self._messages[number])
+        return self._thoughts[number]
+
     def _end(self, number: int) -> TurnEnd | None:
+        if number not in self._end_of:
+            self._end_of[number] = self._find_end(number)
+        return self._end_of[number]
+
+    def _find_end(self, number: int) -> TurnEnd | None:
         following = self._messages[number + 1 : number + 2]
         is_tool = (
             following[0]["role"] in _TOOL_ROLES
