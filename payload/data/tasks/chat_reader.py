@@ -40,7 +40,7 @@ _BATCH_CHARS = 2**22
 """Limit of the requests that are sent together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Read:
     """A row that was read, and its rendering or what is wrong with the row."""
 
@@ -51,7 +51,7 @@ class _Read:
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sample:
     """A rendered text of a row."""
 

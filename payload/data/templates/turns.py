@@ -69,7 +69,7 @@ class RenderedSample:
     """True if special tokens of the row are not in `literal`, as marks change the rendered text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Turn:
     text: str
     spans: list[Span]
