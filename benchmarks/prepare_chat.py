@@ -6,11 +6,11 @@ A turn is a question and an answer of 3 to 20 words from the standard library's 
 is a byte-level BPE of 8,192 tokens, trained on this text, with a ChatML template. The time covers
 the whole command: Python's start and imports, reading, rendering, tokenizing, packing, hashing and
 flushing to disk. CPU time is less disturbed by other programs. A load average near 0 at the start
-and about two cores used mean that no other program took part of the processor time. Peak memory is the kernel's
-high-water mark; the worker's includes the memory of the parent when the worker started. A second
-run with up to 20,000 rows measures the parts of the parent's CPU time. Rendering is the worker
-process with the template, and the parent's search for the trained text. A table goes to stderr,
-one JSON object to stdout; the exit status is 1 if a bound is missed.
+and about two cores used mean that no other program took part of the processor time. Peak memory is
+the kernel's high-water mark; the worker's includes the memory of the parent when the worker
+started. A second run with up to 20,000 rows measures the parts of the parent's CPU time. Rendering
+is the worker process with the template, and the parent's search for the trained text. A table goes
+to stderr, one JSON object to stdout; the exit status is 1 if a bound is missed.
 """
 
 from __future__ import annotations

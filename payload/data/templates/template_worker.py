@@ -15,6 +15,7 @@ transformers 5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.p
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import resource
 import secrets
@@ -71,7 +72,7 @@ def main() -> None:
             return {"error": _reason(error)}
 
     # A large buffer, so that the parent seldom wakes up for a part of a batch.
-    output = open(sys.stdout.fileno(), "wb", buffering=_BUFFER_BYTES, closefd=False)
+    output = io.BufferedWriter(io.FileIO(sys.stdout.fileno(), "w", closefd=False), _BUFFER_BYTES)
     for line in sys.stdin.buffer:
         given = json.loads(line)
         for request in given.get("batch", (given,)):
