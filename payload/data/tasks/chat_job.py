@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -260,6 +261,9 @@ class ChatJob:
                 )
             self.reader.report = lambda: reporter.update(store.totals)
             reporter.start(Survey(documents=None, text_bytes=None), store.totals)
+            # Modules and vocabulary stay until the end. Looking at them again in each collection
+            # took 0.026 ms a row.
+            gc.freeze()
             return self.make(store)
         except (WriteFailedError, UnreachableSourceError):
             raise
@@ -268,6 +272,7 @@ class ChatJob:
             store.discard()
             raise
         finally:
+            gc.unfreeze()
             reporter.stop()
             store.close()
             if not store.has_shards:

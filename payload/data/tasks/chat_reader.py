@@ -21,7 +21,7 @@ from payload.data.rows.conversations import (
 )
 from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
 from payload.data.tasks.groups import Groups
-from payload.data.tasks.sample_files import Documents, SampleFiles
+from payload.data.tasks.sample_files import Documents, SampleFiles, split_sample
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.templates.chat_template import ChatTemplate
 from payload.data.templates.turns import RenderedSample, RowRendering, SampleOptions
@@ -97,7 +97,9 @@ class ChatReader:
         self.template.require_stop(self.options.variables)
         self._start = self._cursor(is_read=False)
         is_read = self._restore(store)
-        rows = islice(self.rows.stream(), self._left())
+        limit = self.settings.max_documents
+        left = None if limit is None else max(0, limit - self._num_read)
+        rows = islice(self.rows.stream(), left)
         waiting: list[_Read] = []
         while not is_read or waiting:
             is_due = store is not None and store.is_due(shard_bytes=self.settings.shard_bytes)
@@ -130,11 +132,6 @@ class ChatReader:
         self._fault, self._is_early_checked = None, False
         self._continue(self._start)
         self.groups.forget()
-
-    def _left(self) -> int | None:
-        """Return how many rows may still be read."""
-        limit = self.settings.max_documents
-        return None if limit is None else max(0, limit - self._num_read)
 
     def _cursor(self, *, is_read: bool) -> dict[str, Any]:
         """Return the state with which `_restore` continues."""
@@ -171,8 +168,7 @@ class ChatReader:
 
     def _read_batch(self, rows: Iterator[Row]) -> list[_Read]:
         """Return the next rows; empty at the end of the source, or before a fault of it."""
-        found: list[_Read] = []
-        size = 0
+        found, size = list[_Read](), 0
         while len(found) < _BATCH_SIZE and size < _BATCH_CHARS:
             try:
                 row = next(rows, None)
@@ -300,10 +296,4 @@ class ChatReader:
             self.counts["truncated_tokens"] += len(tokens) - length
             return [(tokens[:length], trained[:length])]
         self.counts["split_conversations"] += 1
-        pieces = []
-        # A piece begins with the last token of the piece before, which predicts the next token.
-        for start in range(0, len(tokens) - 1, length - 1):
-            marks = trained[start : start + length].copy()
-            marks[0] = False
-            pieces.append((tokens[start : start + length], marks))
-        return pieces
+        return split_sample(tokens, trained, length=length)

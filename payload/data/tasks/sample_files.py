@@ -54,7 +54,8 @@ class Documents:
         """Return the number of trained tokens of each sample."""
         sums = np.concatenate(([0], np.cumsum(self.trained)))
         ends = np.cumsum(self.lengths)
-        return sums[ends] - sums[ends - self.lengths]
+        found: npt.NDArray[np.int64] = sums[ends] - sums[ends - self.lengths]
+        return found
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> Documents:
         """Return the chosen samples."""
@@ -64,6 +65,19 @@ class Documents:
         return Documents(
             self.groups[chosen], self.lengths[chosen], self.tokens[of_token], self.trained[of_token]
         )
+
+
+def split_sample(
+    tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_], *, length: int
+) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+    """Return a sample in pieces of at most `length` tokens."""
+    pieces = []
+    # A piece begins with the last token of the piece before, which predicts the next token.
+    for start in range(0, len(tokens) - 1, length - 1):
+        marks = trained[start : start + length].copy()
+        marks[0] = False
+        pieces.append((tokens[start : start + length], marks))
+    return pieces
 
 
 class SampleFiles:
