@@ -113,7 +113,7 @@ class SampleFiles:
         return self._parts[0]
 
     def temporary_bytes(self) -> int:
-        """Return the size of the files that the run removes at its end."""
+        """Return the size of the files that the run removes when it is complete."""
         index = self.index()
         return int(index["length"].sum(dtype=np.int64)) * _VALUE.itemsize + index.nbytes
 

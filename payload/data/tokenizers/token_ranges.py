@@ -67,7 +67,7 @@ class TokenRanges:
     ) -> tuple[Numbers, Numbers]:
         """Return the first character of each token and the end (exclusive), within its text.
 
-        None of the texts is `inexact`.
+        The caller leaves out texts that are `inexact`.
         """
         ends = np.cumsum(self._widths[tokens])
         starts = ends - self._widths[tokens]
