@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.data.__main__ import main
+from payload.data.__main__ import main, parser
 from payload.data.rows.rows import Row, Rows
 from payload.data.sources.documents import UnreachableSourceError
+from payload.data.tasks.chat_job import chat_job
 from payload.data.tasks.sample_files import SampleFiles
+from payload.data.tasks.whole_folder_writer import estimate_whole
 from payload.data.templates import template_process
+from payload.data.writing.encoder_choice import (
+    Encoded,
+    EncoderMismatchError,
+    GigatokenEncoder,
+)
 from payload.data.writing.resumable_token_files import JOURNAL_NAME, ResumableTokenFiles
 from payload.formats.data_folder import load_meta
 from tests.data.running import REPOSITORY, contents, data_command, environment
@@ -209,19 +217,8 @@ def test_a_damaged_file_of_samples_is_named(
     assert main([*words, "--force"]) == ExitCode.OK
 
 
-def test_another_version_of_the_tokenizer_starts_from_scratch(
-    tokenizer: Path, tmp_path: Path
-) -> None:
-    source = write_mixed(tmp_path / "in", "best-fit")
-    whole = prepare(tokenizer, source, tmp_path / "whole", *FLAGS)
-    out = tmp_path / "out"
-    words = prepare_words(tokenizer, source, out, *FLAGS)
-
-    kill_before_packing(words)
-    journal = out / JOURNAL_NAME
-    head, *shards = journal.read_text(encoding="utf-8").splitlines(keepends=True)
-    head = json.dumps({**json.loads(head), "encoder": "tokenizers 0.0.1"}) + "\n"
-    journal.write_text("".join([head, *shards]), encoding="utf-8")
+def starts_of(words: list[str]) -> int:
+    """Run the command, and return how often its output starts from scratch."""
     started: list[ResumableTokenFiles] = []
     start = ResumableTokenFiles.start
 
@@ -232,7 +229,65 @@ def test_another_version_of_the_tokenizer_starts_from_scratch(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResumableTokenFiles, "start", noted)
         assert main(words) == ExitCode.OK
-    assert len(started) == 1 and contents(out) == contents(whole)
+    return len(started)
+
+
+@pytest.mark.parametrize("package", ["gigatoken", "tokenizers", "jinja2", "rendering"])
+def test_another_version_of_a_program_starts_from_scratch(
+    package: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    source = write_mixed(tmp_path / "in", "best-fit", count=200)
+    whole = prepare(tokenizer, source, tmp_path / "whole", *FLAGS)
+    out = tmp_path / "out"
+    words = prepare_words(tokenizer, source, out, *FLAGS)
+
+    kill_before_packing(words)
+    journal = out / JOURNAL_NAME
+    head, *shards = journal.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = json.loads(head)
+    found["encoder"] = re.sub(rf"{package} [^,]+", f"{package} 0.0.1", found["encoder"])
+    assert found != json.loads(head)
+    journal.write_text("".join([json.dumps(found) + "\n", *shards]), encoding="utf-8")
+    assert starts_of(words) == 1
+    assert contents(out) == contents(whole)
+
+
+def test_a_wrong_gigatoken_is_noticed_and_all_rows_are_tokenized_again(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_mixed(tmp_path / "in", "groups")
+    flags = (*FLAGS, *CASES["groups"])
+    whole = prepare(tokenizer, source, tmp_path / "whole", *flags)
+    assert load_meta(whole).encoder.startswith("gigatoken ")
+    words = prepare_words(tokenizer, source, tmp_path / "out", *flags)
+    words.remove("--quiet")
+    calls = itertools.count()
+    check_sample = GigatokenEncoder.check_sample
+
+    def wrong(self: GigatokenEncoder, texts: Sequence[bytes], encoded: Encoded) -> None:
+        check_sample(self, texts, encoded)
+        if next(calls) == 2:
+            raise EncoderMismatchError("different tokens for b'word'")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GigatokenEncoder, "check_sample", wrong)
+        kill_before_packing(words)
+    assert "gigatoken differs from tokenizers (different tokens" in capsys.readouterr().err
+    # A resumed run has the same encoder.
+    assert starts_of(words) == 0
+    assert load_meta(tmp_path / "out").encoder.startswith("tokenizers ")
+    assert digests(tmp_path / "out") == digests(whole)
+
+
+def test_the_estimate_of_the_disk_includes_the_samples(tokenizer: Path, tmp_path: Path) -> None:
+    source = write_mixed(tmp_path / "in", "best-fit", count=200)
+    out = prepare(tokenizer, source, tmp_path / "out", *FLAGS)
+    args = parser().parse_args(prepare_words(tokenizer, source, tmp_path / "new", *FLAGS))
+    _, found = estimate_whole(chat_job(args))
+    kill_before_packing(prepare_words(tokenizer, source, tmp_path / "new", *FLAGS))
+    samples = sum(each.stat().st_size for each in (tmp_path / "new").glob("samples.*"))
+    assert samples > 0
+    assert found.need_bytes == samples + sum(each.stat().st_size for each in out.glob("*.bin"))
 
 
 def test_a_bad_row_is_named_in_order_and_leaves_nothing(

@@ -82,7 +82,8 @@ def text_message(text: object, where: str, role: str) -> MessageList:
 
 def read_messages(given: object, column: str) -> MessageList:
     """Return the messages of a list. Raises BadConversationError."""
-    if isinstance(given, Mapping):
+    # A check of a built-in type before that of an abstract one, which is slow.
+    if not isinstance(given, list) and isinstance(given, Mapping):
         given = [given]
     if not isinstance(given, (list, Sequence)) or isinstance(given, str) or not given:
         raise BadConversationError(
@@ -223,7 +224,8 @@ def _convert_calls(message: dict[str, Any], where: str) -> None:
         message["role"] = ASSISTANT
         value = parsed(message["content"])
         message |= {"content": "", _CALLS: value if isinstance(value, list) else [value]}
-    if isinstance(message.get("function_call"), Mapping) and _CALLS not in message:
+    call = message.get("function_call")
+    if call is not None and isinstance(call, Mapping) and _CALLS not in message:
         message[_CALLS] = [message.pop("function_call")]
     if _CALLS not in message:
         return

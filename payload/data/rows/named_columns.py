@@ -53,8 +53,8 @@ class NamedColumns:
         """Return JSON for `restore`: what the rows so far had."""
         return {
             "missing": sorted(self._missing),
-            "removed": self._removed,
-            "first": self._first,
+            "removed": dict(self._removed),
+            "first": list(self._first),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

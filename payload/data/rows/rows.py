@@ -104,17 +104,18 @@ class Rows(ABC):
             "first_val": self.first_val,
             "num_skipped": self.num_skipped,
             "skipped": list(zip(self._skipped_at, self.skipped, strict=True)),
-            "metadata": self._metadata,
-            "unread": self._unread,
-            "left_out": self._left_out,
+            "metadata": dict(self._metadata),
+            "unread": dict(self._unread),
+            "left_out": dict(self._left_out),
             "columns": self._columns.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows of an interrupted run; call it before `read` or `stream`.
+        """Continue after the rows of a state; call it before `read` or `stream`.
 
         The rows are read again, but not yielded.
         """
+        self._place = 0
         self.num_rows = self._first_place = state["num_rows"]
         self.next_number, self.first_val = state["next_number"], state["first_val"]
         self.num_skipped = state["num_skipped"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -21,7 +21,7 @@ from payload.data.rows.conversations import (
 )
 from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
 from payload.data.tasks.groups import Groups
-from payload.data.tasks.sample_files import Document, SampleFiles
+from payload.data.tasks.sample_files import Documents, SampleFiles, split_sample
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.templates.chat_template import ChatTemplate
 from payload.data.templates.turns import RenderedSample, RowRendering, SampleOptions
@@ -30,13 +30,17 @@ from payload.data.writing.resumable_token_files import ResumableTokenFiles
 from payload.data.writing.write import EXAMPLES_KEPT
 from payload.formats.data_folder import OnLong
 
+_Tokens = npt.NDArray[np.uint32]
+_Trained = npt.NDArray[np.bool_]
+_Piece = tuple[_Tokens, _Trained]
+
 _BATCH_SIZE = 256
 """Number of rows that are rendered together, and of samples that are tokenized together."""
 _BATCH_CHARS = 2**22
 """Limit of the requests that are sent together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Read:
     """A row that was read, and its rendering or what is wrong with the row."""
 
@@ -47,7 +51,7 @@ class _Read:
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sample:
     """A rendered text of a row."""
 
@@ -81,6 +85,8 @@ class ChatReader:
     _fault: Exception | None = None
     """Fault of the source after the rows that were read."""
     _is_early_checked: bool = False
+    _start: dict[str, Any] = field(default_factory=dict)
+    """State before the first row."""
 
     def read(self, samples: SampleFiles, store: ResumableTokenFiles | None) -> None:
         """Add every sample with trained tokens, in pieces of at most the block length.
@@ -89,8 +95,11 @@ class ChatReader:
         read. After each shard the state goes to the journal of `store`. Raises DataError.
         """
         self.template.require_stop(self.options.variables)
+        self._start = self._cursor(is_read=False)
         is_read = self._restore(store)
-        rows = islice(self.rows.stream(), self._left())
+        limit = self.settings.max_documents
+        left = None if limit is None else max(0, limit - self._num_read)
+        rows = islice(self.rows.stream(), left)
         waiting: list[_Read] = []
         while not is_read or waiting:
             is_due = store is not None and store.is_due(shard_bytes=self.settings.shard_bytes)
@@ -117,17 +126,19 @@ class ChatReader:
         if store is not None:
             store.commit(self._cursor(is_read=True))
 
-    def _left(self) -> int | None:
-        """Return how many rows may still be read."""
-        limit = self.settings.max_documents
-        return None if limit is None else max(0, limit - self._num_read)
+    def restart(self) -> None:
+        """Forget what `read` has read, so that a second call reads all rows."""
+        self.template.process.drop_batch()
+        self._fault, self._is_early_checked = None, False
+        self._continue(self._start)
+        self.groups.forget()
 
     def _cursor(self, *, is_read: bool) -> dict[str, Any]:
         """Return the state with which `_restore` continues."""
         return {
             "is_read": is_read,
             "num_read": self._num_read,
-            "counts": self.counts,
+            "counts": dict(self.counts),
             "rows": self.rows.state(),
             "tokenizer": self.tokenizer.state(),
             "tokens": self.template.tokens_sha256(),
@@ -145,17 +156,19 @@ class ChatReader:
                 "changed since the interrupted run, whose tokens were removed. Run the same "
                 "command again."
             )
+        self._continue(cursor)
+        self.groups.keep_in(store)
+        return bool(cursor["is_read"])
+
+    def _continue(self, cursor: Mapping[str, Any]) -> None:
         self._num_read = cursor["num_read"]
         self.counts = Counter(cursor["counts"])
         self.rows.restore(cursor["rows"])
         self.tokenizer.restore(cursor["tokenizer"])
-        self.groups.keep_in(store)
-        return bool(cursor["is_read"])
 
     def _read_batch(self, rows: Iterator[Row]) -> list[_Read]:
         """Return the next rows; empty at the end of the source, or before a fault of it."""
-        found: list[_Read] = []
-        size = 0
+        found, size = list[_Read](), 0
         while len(found) < _BATCH_SIZE and size < _BATCH_CHARS:
             try:
                 row = next(rows, None)
@@ -202,7 +215,7 @@ class ChatReader:
             if store is not None:
                 totals = store.totals
                 totals.train_documents += len(found)
-                totals.train_tokens += sum(len(each.tokens) for each in found)
+                totals.train_tokens += len(found.tokens)
                 totals.text_bytes = self.tokenizer.text_bytes
                 self.report()
         self.rows.keep_skipped(EXAMPLES_KEPT)
@@ -230,24 +243,41 @@ class ChatReader:
             for number, each in enumerate(rendered)
         ]
 
-    def _tokenize(self, samples: list[_Sample]) -> list[Document]:
-        found: list[Document] = []
-        tokenized = self.tokenizer.tokens([each.rendered for each in samples])
-        for sample, (tokens, trained) in zip(samples, tokenized, strict=True):
-            if sample.is_added:
-                self.counts["added_samples"] += 1
-                self.counts["added_tokens"] += len(tokens)
+    def _tokenize(self, samples: list[_Sample]) -> Documents:
+        found = self.tokenizer.tokenize([each.rendered for each in samples])
+        lengths = np.diff(found.offsets)
+        is_added = np.fromiter((each.is_added for each in samples), np.bool_, len(samples))
+        if is_added.any():
+            self.counts["added_samples"] += int(is_added.sum())
+            self.counts["added_tokens"] += int(lengths[is_added].sum())
+        groups = np.fromiter((each.group for each in samples), np.int64, len(samples))
+        documents = Documents(groups, lengths, found.tokens, found.trained)
+        if not (lengths > self.length).any():
+            is_trained = documents.num_trained() > 0
+            self.counts["dropped_conversations"] += int((~is_trained).sum())
+            return documents.only(is_trained)
+        return self._all_shortened(samples, documents)
+
+    def _all_shortened(self, samples: list[_Sample], documents: Documents) -> Documents:
+        """Return the samples with trained tokens, in pieces of at most the block length."""
+        kept: list[tuple[int, _Tokens, _Trained]] = []
+        ends = np.cumsum(documents.lengths)[:-1]
+        split = np.split(documents.tokens, ends), np.split(documents.trained, ends)
+        for sample, tokens, trained in zip(samples, *split, strict=True):
             pieces = [(tokens, trained)]
             if len(tokens) > self.length:
                 pieces = self._shortened(sample.row, tokens, trained)
-            kept = [Document(sample.group, *each) for each in pieces if each[1].any()]
-            self.counts["dropped_conversations"] += bool(pieces) and not kept
-            found += kept
-        return found
+            found = [(sample.group, *each) for each in pieces if each[1].any()]
+            self.counts["dropped_conversations"] += bool(pieces) and not found
+            kept += found
+        return Documents(
+            np.array([group for group, _, _ in kept], dtype=np.int64),
+            np.array([len(tokens) for _, tokens, _ in kept], dtype=np.int64),
+            np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens, _ in kept)]),
+            np.concatenate([np.empty(0, np.bool_), *(trained for _, _, trained in kept)]),
+        )
 
-    def _shortened(
-        self, row: Row, tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_]
-    ) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+    def _shortened(self, row: Row, tokens: _Tokens, trained: _Trained) -> list[_Piece]:
         """Return the pieces of a sample that is longer than a block, as --on-long selects."""
         length = self.length
         if self.on_long == "refuse":
@@ -266,10 +296,4 @@ class ChatReader:
             self.counts["truncated_tokens"] += len(tokens) - length
             return [(tokens[:length], trained[:length])]
         self.counts["split_conversations"] += 1
-        pieces = []
-        # A piece begins with the last token of the piece before, which predicts the next token.
-        for start in range(0, len(tokens) - 1, length - 1):
-            marks = trained[start : start + length].copy()
-            marks[0] = False
-            pieces.append((tokens[start : start + length], marks))
-        return pieces
+        return split_sample(tokens, trained, length=length)

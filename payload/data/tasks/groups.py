@@ -32,6 +32,10 @@ class Groups:
             with partial_path(store.folder, GROUPS_NAME).open(encoding="ascii") as file:
                 self._numbers = {json.loads(line): number for number, line in enumerate(file)}
 
+    def forget(self) -> None:
+        """Forget all groups."""
+        self._numbers = {}
+
     def number_of(self, row: Row) -> int:
         """Return the group number of a row; without groups, its row number. Raises DataError."""
         if self._column is None:

@@ -36,13 +36,48 @@ _VALUE = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """The tokens of a sample, each with True if it is trained; the first token is never trained."""
+class Documents:
+    """The tokens of some samples, one after the other."""
 
-    group: int
-    """Key of the split: the group's number, or the row's number without groups."""
+    groups: npt.NDArray[np.int64]
+    """Key of each sample's split: the group's number, or the row's number without groups."""
+    lengths: npt.NDArray[np.int64]
+    """Number of tokens of each sample."""
     tokens: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
+    """True for each token that is trained; the first token of a sample never is."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def num_trained(self) -> npt.NDArray[np.int64]:
+        """Return the number of trained tokens of each sample."""
+        sums = np.concatenate(([0], np.cumsum(self.trained)))
+        ends = np.cumsum(self.lengths)
+        found: npt.NDArray[np.int64] = sums[ends] - sums[ends - self.lengths]
+        return found
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> Documents:
+        """Return the chosen samples."""
+        if chosen.all():
+            return self
+        of_token = np.repeat(chosen, self.lengths)
+        return Documents(
+            self.groups[chosen], self.lengths[chosen], self.tokens[of_token], self.trained[of_token]
+        )
+
+
+def split_sample(
+    tokens: npt.NDArray[np.uint32], trained: npt.NDArray[np.bool_], *, length: int
+) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+    """Return a sample in pieces of at most `length` tokens."""
+    pieces = []
+    # A piece begins with the last token of the piece before, which predicts the next token.
+    for start in range(0, len(tokens) - 1, length - 1):
+        marks = trained[start : start + length].copy()
+        marks[0] = False
+        pieces.append((tokens[start : start + length], marks))
+    return pieces
 
 
 class SampleFiles:
@@ -58,16 +93,17 @@ class SampleFiles:
         if store is not None and store.has_shards:
             self._parts.append(np.fromfile(partial_path(store.folder, INDEX_NAME), dtype=_INDEX))
 
-    def add(self, documents: list[Document]) -> None:
+    def add(self, documents: Documents) -> None:
         """Append samples."""
-        if not documents:
+        if not len(documents):
             return
-        rows = [(each.group, len(each.tokens), int(each.trained.sum())) for each in documents]
-        index = np.array(rows, dtype=_INDEX)
+        index = np.empty(len(documents), dtype=_INDEX)
+        index["group"], index["length"] = documents.groups, documents.lengths
+        index["trained"] = documents.num_trained()
         self._parts.append(index)
         if self._store is not None:
-            values = np.concatenate([each.tokens for each in documents]).astype(_VALUE) << 1
-            values |= np.concatenate([each.trained for each in documents])
+            values = documents.tokens.astype(_VALUE) << 1
+            values |= documents.trained
             self._store.append(SAMPLES_NAME, values)
             self._store.append(INDEX_NAME, index)
 
@@ -75,6 +111,11 @@ class SampleFiles:
         """Return the `group`, `length` and number of `trained` tokens of every sample."""
         self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
         return self._parts[0]
+
+    def temporary_bytes(self) -> int:
+        """Return the size of the files that the run removes when it is complete."""
+        index = self.index()
+        return int(index["length"].sum(dtype=np.int64)) * _VALUE.itemsize + index.nbytes
 
     def packed(
         self,

@@ -57,6 +57,8 @@ class PreparedData:
     """Name of the encoder that made the tokens."""
     notes: tuple[str, ...] = ()
     """Messages about the data, such as duplicates."""
+    temporary_bytes: int = 0
+    """Size of further files, which the run removes when it is complete."""
     tokenizer_files: Mapping[str, bytes] | None = None
     """Tokenizer files that replace the tokenizer's own files, if the task changes them."""
 
@@ -85,7 +87,7 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
         documents=made.fields["train_documents"] + made.fields["val_documents"],
         text_bytes=made.fields["text_bytes"],
         tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
-        need_bytes=sum(values.nbytes for values in made.files.values()),
+        need_bytes=made.temporary_bytes + sum(each.nbytes for each in made.files.values()),
         free_bytes=free_bytes(job.settings.out),
         note="; ".join(
             each.removeprefix("note: ").removesuffix(".")

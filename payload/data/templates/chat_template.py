@@ -163,7 +163,7 @@ class ChatTemplate:
 
     def turn_ends(self, variables: Mapping[str, Any]) -> Mapping[str, TurnEnd]:
         """Return how a turn ends, by the role of the next message. Raises DataError."""
-        key = json.dumps(variables, sort_keys=True, default=str)
+        key = json.dumps(variables, sort_keys=True, default=str) if variables else ""
         if key not in self._found:
 
             def render(parts: Sequence[Part], **given: Any) -> Sequence[str | None]:

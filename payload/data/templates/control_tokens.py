@@ -30,7 +30,12 @@ class ControlTokens:
     def __init__(self, tokens: Sequence[str]) -> None:
         """`tokens` are the texts of the special tokens."""
         longest_first = sorted(filter(None, set(tokens)), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._pattern = _any_of(longest_first)
+        self._in_json = _any_of([json.dumps(each)[1:-1] for each in longest_first])
+
+    def may_be_in(self, request: str) -> bool:
+        """Return False if no text in a JSON text in ASCII has a special token."""
+        return self._in_json.search(request) is not None
 
     def is_in(self, value: object) -> bool:
         """Return True if a text inside a JSON value has a special token."""
@@ -58,6 +63,10 @@ class ControlTokens:
         ]
 
 
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
 def mark_in(value: object) -> str | None:
     """Return the first mark in the texts of a JSON value, or None."""
     found = _MARKS.search(json.dumps(value, ensure_ascii=False, default=str))
@@ -66,7 +75,7 @@ def mark_in(value: object) -> str | None:
 
 def without_marks(text: str) -> str:
     """Return a rendered text without marks."""
-    return _MARKS.sub("", text)
+    return _MARKS.sub("", text) if _BEGIN in text or _END in text else text
 
 
 def take_marks(text: str, spans: Sequence[Span]) -> tuple[str, list[Span], list[Span]]:

@@ -60,6 +60,9 @@ def require_rendered(
         if message["role"] == "assistant" and not is_turn:
             continue
         own = text[start:] if is_turn else text
+        content = message.get("content")
+        if len(message) == 2 and isinstance(content, str) and content.strip() in own:
+            continue  # only a role and a content with all of its thoughts
         thought = thought_of(message) if is_turn else None
         thought_key = next((key for key in THOUGHT_KEYS if key in message), "thought")
         if (

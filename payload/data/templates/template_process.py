@@ -23,6 +23,7 @@ MEMORY_BYTES = 2**30
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
+_BUFFER_BYTES = 2**18
 _PIPE_BYTES = 2**20
 """Buffer for responses that the parent reads later, so that the worker need not wait."""
 
@@ -80,6 +81,7 @@ class TemplateProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=_BUFFER_BYTES,
         )
         self._owner = os.getpid()
         weakref.finalize(self, _end_owned, self._worker, self._owner)
@@ -114,6 +116,11 @@ class TemplateProcess:
         found = self._read_batch() if self._received is None else self._received
         self._received = None
         return found
+
+    def drop_batch(self) -> None:
+        """Read the results of the batch that is under way, if any, and ignore them."""
+        if self._num_sent or self._received is not None:
+            self.receive()
 
     def note_success(self) -> None:
         """Count a result of `receive` as a conversation that did not end the process."""
@@ -188,7 +195,7 @@ class TemplateProcess:
             # Otherwise the next request would read the rest of this response.
             self._discard_worker()
             raise _WorkerEndedError(_describe_exit(worker.returncode))
-        answer = json.loads(content)
+        answer = json.loads(content.decode("ascii"))
         if "error" in answer:
             raise TemplateFailedError(answer["error"])
         return answer["answer"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from payload.data.rows.conversation import Message
@@ -26,6 +27,7 @@ _TAIL = re.compile(rf"(?:(?:(?P<open>{_OPEN})|{_CLOSE})\s*)+\Z", re.IGNORECASE)
 _EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
 _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
 _TAIL_CHARS = 128
+_FIRSTS = "<[\u25c1"
 _FIRST_OF_MARKS = re.compile("[<[\u25c1]")
 """The first characters of the marks, which most texts lack."""
 
@@ -42,12 +44,23 @@ class PromptTail:
 
 def prompt_tail(prompt: str) -> PromptTail | None:
     """Return the marks of thoughts at the end of a prompt, or None without any."""
-    found = _TAIL.search(prompt[-_TAIL_CHARS:])
+    end = prompt[-_TAIL_CHARS:]
+    # Most prompts end with the same mark, which is no mark of thoughts.
+    last = max(map(end.rfind, _FIRSTS))
+    if last < 0 or not _may_end(end[last:]):
+        return None
+    found = _TAIL.search(end)
     if found is None:
         return None
     mark = found["open"]
     is_open = mark is not None and found.group().rstrip().endswith(mark)
     return PromptTail(text=found.group(), closing=_closing(mark) if is_open else None)
+
+
+@lru_cache(maxsize=1024)
+def _may_end(end: str) -> bool:
+    """Return True if a mark of thoughts may end with a text, whose first character begins it."""
+    return end.strip() == "<|sep|>" or _TAIL.search(end) is not None
 
 
 def end_of_empty_thought(text: str, start: int) -> int:

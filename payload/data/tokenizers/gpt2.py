@@ -5,7 +5,6 @@ from __future__ import annotations
 import binascii
 import functools
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import DataError
 from payload.data.tokenizers.base import Agree, FastTokenizer, TextTokenizer, Tokens
 from payload.formats.tokenizer_identity import GPT2_END, GPT2_PIPELINE_SHA256, GPT2_SHA256
+from payload.machines.machine import discover
 
 if TYPE_CHECKING:
     import tiktoken
@@ -94,7 +94,7 @@ class Gpt2Tokenizer(TextTokenizer):
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return tiktoken's tokens of each text, on all cores."""
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(discover().num_cores()) as pool:
             return list(pool.map(self.encode_one, texts))
 
     def encode_one(self, text: bytes) -> Tokens:

@@ -17,6 +17,7 @@ from payload.core.errors import is_failure
 from payload.core.printable_text import one_line
 from payload.data.sources.documents import MIB, last_safe_cut
 from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
+from payload.machines.machine import discover
 
 Offsets = npt.NDArray[np.int64]
 
@@ -111,7 +112,7 @@ class GigatokenEncoder:
         self._random = random.Random(seed)
         self._first_sample_bytes = _FIRST_SAMPLE_BYTES
         # With two cores, reading and writing use the second core: 0.2 s for 31 MB, against 0.3 s.
-        self._is_parallel = (os.cpu_count() or 1) > 2
+        self._is_parallel = discover().num_cores() > 2
         self._memory_at_start = resident_bytes()
         self._bytes_since_renewal = 0
 
