@@ -65,7 +65,9 @@ def test_from_an_empty_debian_to_a_chat_with_a_model_of_one_s_own(machine: Machi
     activate = ". .venv/bin/activate"
     seen = typed(
         machine,
+        # The machine's disk is in memory.
         f"{activate} && tileforge finetune --data ~/own.jsonl --steps 2 "
+        "--set train.keep_checkpoints=1 "
         "--model ~/.cache/tileforge/models/smollm2-135m-instruct-1",
     )
     assert "tileforge chat" in seen
