@@ -4,13 +4,13 @@ For a linear of I inputs and O outputs with G groups, and P = 32 / bits numbers 
 first in the low bits:
 
 - `qweight`, I32 (I / P, O): number i of a column is in row i // P, at bit (i % P) x bits.
-- `qzeros`, I32 (G, O / P): packed along the outputs. The format `gptq` stores zero - 1, the
-  format `gptq_v2` the zero itself.
+- `qzeros`, I32 (G, O / P): packed along the outputs. The format `gptq` stores zero - 1 modulo
+  2 ** bits, as AutoGPTQ's and ExLlama's kernels read it; the format `gptq_v2` the zero itself.
 - `scales`, float (G, O), and `g_idx`, I32 (I,): the group of each input. Without `g_idx`, input i
   is in group i // group_size.
 
 Weight[o, i] = (number[i, o] - zero[g, o]) x scale[g, o], rounded to the dtype of the scales.
-Source: AutoGPTQ, nn_modules/qlinear/qlinear_cuda.py; GPTQModel, nn_modules/qlinear.
+Source: AutoGPTQ 0.7.1, nn_modules/qlinear/qlinear_cuda_old.py; GPTQModel, nn_modules/qlinear.
 """
 
 from __future__ import annotations

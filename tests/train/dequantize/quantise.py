@@ -81,7 +81,7 @@ def integers(
         own = weight[:, groups == group]
         low, high = own.amin(1).clamp(max=0), own.amax(1).clamp(min=0)
         scales[group] = (high - low) / most
-        zeros[group] = (-low / scales[group].float()).round().clamp(1, most)
+        zeros[group] = (-low / scales[group].float()).round().clamp(0, most)
         scale = scales[group].float()[:, None]
         found = ((own / scale).round() + zeros[group][:, None]).clamp(0, most)
         numbers[:, groups == group] = found.long()
@@ -116,7 +116,7 @@ def gptq(
     numbers, scales, zeros, value = integers(weight, bits=bits, groups=groups)
     return {
         f"{name}.qweight": packed(numbers, bits=bits).t().contiguous(),
-        f"{name}.qzeros": packed(zeros if is_second else zeros - 1, bits=bits),
+        f"{name}.qzeros": packed(zeros if is_second else (zeros - 1) % 2**bits, bits=bits),
         f"{name}.scales": scales,
         f"{name}.g_idx": groups.int(),
     }, value

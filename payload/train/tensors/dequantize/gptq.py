@@ -12,7 +12,8 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
     """Return the reader of a weight's rows, which are columns in the file."""
     words, bits = read(weight.parts["values"]), weight.bits
     scales = read_scales(name, weight, read)
-    zeros = unpack(read(weight.parts["zeros"]), bits).flatten(1) + weight.zero_offset
+    zeros = unpack(read(weight.parts["zeros"]), bits).flatten(1)
+    zeros = (zeros + weight.zero_offset) % 2**bits
     groups = read_groups(name, weight, read, groups=len(scales))
 
     def some(first: int, count: int) -> Tensor:
