@@ -250,9 +250,7 @@ class CompressedTensors(Format):
             if total.dtype != "F32" or total.num_elements() != 1:
                 refuse(total, total_name, "must be a single F32")
             parts["total"], size, kinds = total, _NVFP4_GROUP, ("F8_E4M3", "")
-        require_kind(
-            scales, scales_name, dtypes=kinds, shape=(outputs, -(-inputs // size))
-        )
+        require_kind(scales, scales_name, dtypes=kinds, shape=(outputs, -(-inputs // size)))
         return stored(
             name,
             values,
@@ -275,8 +273,8 @@ def _two_integers(header: TensorHeader) -> tuple[int, int]:
             content = file.read(2 * size)
     except OSError as error:
         raise CheckpointError(f"{header.path}: {error.strerror}. {CONFIG_FIX}") from None
-    first, second = content[:size], content[size:]
-    return tuple(int.from_bytes(each, "little", signed=True) for each in (first, second))
+    rows = int.from_bytes(content[:size], "little", signed=True)
+    return rows, int.from_bytes(content[size:], "little", signed=True)
 
 
 def _not_supported(name: str) -> str:

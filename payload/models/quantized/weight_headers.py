@@ -74,9 +74,7 @@ def dequantized_headers(
     return {**plain, **weights}
 
 
-def read_format(
-    config: Mapping[str, Any], *, where: str, has_data: bool = True
-) -> Format | None:
+def read_format(config: Mapping[str, Any], *, where: str, has_data: bool = True) -> Format | None:
     """Return the format that a config.json names, or None if the weights are not quantised.
 
     Raises CheckpointError, naming `where`, for a format that cannot be dequantised.
@@ -101,12 +99,13 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != KEY}
 
 
-def describe_quantization(config: Mapping[str, Any], *, where: str) -> str | None:
-    """Return the format of a model's weights and what they become, or None for plain weights.
+def stored_format(folder: Path) -> str | None:
+    """Return the format of a folder's weights and what they become, or None for plain weights.
 
     Raises CheckpointError.
     """
-    found = read_format(config, where=where)
+    config = read_config(folder)
+    found = read_format(config, where=str(folder / CONFIG_FILE))
     if found is None:
         return None
     return f"{found.describe()}, dequantised to {_NAMES[_target(config)]} while loading"
@@ -119,4 +118,3 @@ def _target(config: Mapping[str, Any]) -> str:
     if name is None and isinstance(text, Mapping):
         return _target(text)
     return _DTYPES.get(name, "BF16") if isinstance(name, str) else "BF16"
-

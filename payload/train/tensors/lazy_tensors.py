@@ -190,6 +190,18 @@ class LazyTensors(Mapping[str, Tensor]):
             ) from None
 
 
+class DeferredTensor:
+    """A tensor of a mapping that is only read when it is indexed, as transformers' loader does."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        self._tensors = tensors
+        self._name = name
+
+    def __getitem__(self, place: Any) -> Tensor:
+        """Read the tensor and return the part at `place`."""
+        return self._tensors[self._name][place]
+
+
 class PlannedTensors(LazyTensors):
     """Tensors that are not read: `copy_in` only records where each would be copied."""
 

@@ -66,9 +66,7 @@ def mxfp4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, value
 
 
-def integers(
-    weight: Tensor, *, bits: int, groups: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def integers(weight: Tensor, *, bits: int, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return numbers (O, I), scales and zeros (G, O) in asymmetric groups of inputs; the value.
 
     `groups` is the group of each input.
@@ -191,6 +189,15 @@ GPT_OSS = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
     "pad_token_id": None,
+}
+QWEN3_MOE = {
+    **CASES["qwen3"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 _LINEARS = ("_proj.weight",)
 

@@ -197,5 +197,5 @@ def test_a_quantised_file_without_its_config_is_still_refused(
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     change_config(tmp_path, quantization_config=None)
-    with pytest.raises(CheckpointError, match="is F8_E4M3|unknown"):
+    with pytest.raises(CheckpointError, match="14 unknown"):
         load(tmp_path)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.architecture_cases import make_folder
 from payload.models.quantized.weight_headers import dequantized_headers, weight_headers
 from payload.models.registry import read_spec
 from payload.models.tensor_headers import file_headers
@@ -17,12 +18,14 @@ from payload.train.models.loading import load
 from payload.train.tensors.lazy_tensors import LazyTensors, Part
 from tests.train.dequantize.quantise import (
     CONFIGS,
+    QWEN3_MOE,
     Stored,
     change_config,
     fp8,
     gptq,
     make_checkpoint,
     mxfp4,
+    quantise_folder,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,9 +47,7 @@ def opened(
 
 
 @pytest.mark.parametrize("method", CONFIGS)
-def test_a_checkpoint_loads_with_the_values_of_its_description(
-    method: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_loads_with_the_values_of_its_description(method: str, tmp_path: Path) -> None:
     wanted = make_checkpoint(method, tmp_path)
     tensors = LazyTensors(tmp_path)
     assert set(tensors) == set(wanted)
@@ -201,6 +202,26 @@ def test_a_whole_fp8_model_has_the_weights_that_transformers_loads(tmp_path: Pat
     ).state_dict()
     for name, value in load(tmp_path).hf_tensors().items():
         assert torch.equal(value, theirs[name].float()), name
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq"])
+def test_experts_are_dequantised_before_transformers_merges_them(
+    method: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_folder(QWEN3_MOE, tmp_path / "quantised")
+    values = quantise_folder(method, tmp_path / "quantised")
+    assert any(".experts.3.down_proj." in name for name in values)
+    make_folder(QWEN3_MOE, tmp_path / "plain")
+    save_file(values, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    model = load(tmp_path / "quantised")
+    for name, value in theirs.named_parameters():
+        assert torch.equal(model.get_parameter(f"module.{name}"), value), name
+    assert read_spec(tmp_path / "quantised").num_params() == sum(
+        each.numel() for each in theirs.parameters()
+    )
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
