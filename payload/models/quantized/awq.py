@@ -19,6 +19,7 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
+from payload.formats.tensor_headers import TensorHeader
 from payload.models.quantized.packed_linear import (
     describe_groups,
     grouped_linear,
@@ -26,7 +27,6 @@ from payload.models.quantized.packed_linear import (
     read_settings,
 )
 from payload.models.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
-from payload.models.tensor_headers import TensorHeader
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs in a word, from its low bits on."""

@@ -22,6 +22,7 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
+from payload.formats.tensor_headers import TensorHeader
 from payload.models.quantized.packed_linear import (
     describe_groups,
     grouped_linear,
@@ -29,10 +30,9 @@ from payload.models.quantized.packed_linear import (
     read_settings,
 )
 from payload.models.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
-from payload.models.tensor_headers import TensorHeader
 
 _FORMATS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
-"""What is added to a stored zero."""
+"""The number to add to a stored zero, by format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

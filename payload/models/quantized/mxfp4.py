@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from payload.formats.tensor_headers import TensorHeader
 from payload.models.quantized.stored_weight import (
     Format,
     StoredWeight,
@@ -21,7 +22,6 @@ from payload.models.quantized.stored_weight import (
     require_kind,
     stored,
 )
-from payload.models.tensor_headers import TensorHeader
 
 GROUP_BYTES = 16
 _VALUES, _SCALES = "_blocks", "_scales"

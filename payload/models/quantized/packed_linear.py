@@ -1,4 +1,4 @@
-"""What GPTQ and AWQ share: linears of packed integers with a scale and a zero for each group."""
+"""Linears of packed integers with a scale and a zero for each group, as in GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from payload.core.errors import CheckpointError
 from payload.core.validation.records import build
+from payload.formats.tensor_headers import FLOAT_DTYPES, TensorHeader
 from payload.models.quantized.stored_weight import (
     CONFIG_FIX,
     INT32_BITS,
@@ -18,7 +19,6 @@ from payload.models.quantized.stored_weight import (
     require_kind,
     stored,
 )
-from payload.models.tensor_headers import FLOAT_DTYPES, TensorHeader
 
 _VALUES = "qweight"
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.models.tensor_headers import TensorHeader
+from payload.formats.tensor_headers import TensorHeader
 
 FIX = "Download the model again, or use the model in bf16."
 CONFIG_FIX = "Use the model in bf16 or fp32."

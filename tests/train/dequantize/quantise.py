@@ -214,7 +214,9 @@ def make_checkpoint(method: str, folder: Path, **sizes: Any) -> Stored:
 
 def quantise_folder(method: str, folder: Path) -> Stored:
     """Replace the linears (or experts) of a model's folder; return the dequantised tensors."""
-    path, values, stored = folder / "model.safetensors", {}, {}
+    path = folder / "model.safetensors"
+    values: Stored = {}
+    stored: Stored = {}
     for name, tensor in load_file(path).items():
         if method == "mxfp4" and tensor.dim() == 3:
             found, value = mxfp4(name, tensor)

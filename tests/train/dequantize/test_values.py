@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.architecture_cases import make_folder
+from payload.formats.tensor_headers import file_headers
 from payload.models.quantized.weight_headers import dequantized_headers, weight_headers
 from payload.models.registry import read_spec
-from payload.models.tensor_headers import file_headers
 from payload.train.models.loading import load
 from payload.train.tensors.lazy_tensors import LazyTensors, Part
 from tests.train.dequantize.quantise import (
@@ -36,7 +37,7 @@ def random(*shape: int) -> Tensor:
 
 
 def opened(
-    folder: Path, stored: Stored, quantization: dict[str, Any], *, dtype: str = "bfloat16"
+    folder: Path, stored: Stored, quantization: Mapping[str, Any], *, dtype: str = "bfloat16"
 ) -> LazyTensors:
     """Return the tensors of a folder with these stored tensors and this quantization_config."""
     folder.mkdir(exist_ok=True)
@@ -181,7 +182,8 @@ def test_mxfp4_has_the_bits_of_transformers(tmp_path: Path) -> None:
 
 
 def test_a_whole_mxfp4_model_has_the_weights_that_transformers_loads(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     make_checkpoint("mxfp4", tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(

@@ -22,7 +22,8 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
         end = -(-(first + count) // len(ORDER))
         numbers = _unpacked(words[:, begin:end], weight.bits)
         numbers = numbers.narrow(1, first - begin * len(ORDER), count)
-        return ((numbers - zeros[:, own][groups]) * scales[:, own][groups]).t()
+        centred: Tensor = numbers - zeros[:, own][groups]
+        return (centred * scales[:, own][groups]).t()
 
     return some
 

@@ -19,6 +19,7 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
     def some(first: int, count: int) -> Tensor:
         own = slice(first, first + count)
         numbers = unpack(words[:, own], bits).transpose(1, 2).flatten(0, 1)
-        return ((numbers - zeros[:, own][groups]) * scales[:, own][groups]).t()
+        centred: Tensor = numbers - zeros[:, own][groups]
+        return (centred * scales[:, own][groups]).t()
 
     return some

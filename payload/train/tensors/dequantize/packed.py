@@ -24,6 +24,7 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
     def some(first: int, count: int) -> Tensor:
         words, own = read(weight.parts["values"], first, count), slice(first, first + count)
         numbers = unpack(words, weight.bits).flatten(1)[:, :inputs] - offset
-        return (numbers - zeros[own][:, groups]) * scales[own][:, groups]
+        centred: Tensor = numbers - zeros[own][:, groups]
+        return centred * scales[own][:, groups]
 
     return some

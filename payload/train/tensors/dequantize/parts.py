@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from payload.formats.tensor_headers import TensorHeader
 from payload.models.quantized.stored_weight import INT32_BITS, StoredWeight, refuse
-from payload.models.tensor_headers import TensorHeader
 
 Rows = Callable[[int, int], Tensor]
 """Returns `count` rows of a weight from row `first` on."""
@@ -61,7 +61,8 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the integers of int32 words in a new last dimension, the lowest bits first."""
     shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
-    return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    found: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return found
 
 
 def floats_of_bytes(packed: Tensor) -> Tensor:
