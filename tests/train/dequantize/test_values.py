@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.architecture_cases import make_folder
+from payload.config.run_config import parse_run_config
 from payload.formats.tensor_headers import file_headers
 from payload.models.quantized.weight_headers import dequantized_headers, weight_headers
 from payload.models.registry import read_spec
+from payload.orchestrate.runs.run_input_checks import settle_initial
 from payload.train.models.loading import load
 from payload.train.tensors.lazy_tensors import LazyTensors, Part
 from tests.train.dequantize.quantise import (
@@ -69,6 +71,15 @@ def test_the_plan_counts_the_dequantised_model(method: str, tmp_path: Path) -> N
     assert {name: each.shape for name, each in remote.items()} == {
         name: tuple(each.shape) for name, each in wanted.items()
     }
+
+
+def test_the_plan_reports_the_format(tmp_path: Path) -> None:
+    make_checkpoint("gptq", tmp_path)
+    text = f'[data]\nsequence_length = 32\n[model]\ninit = "{tmp_path}"\n'
+    lines: list[str] = []
+    config = parse_run_config(text, where="run.toml")
+    settle_initial(config, vocab_size=None, say=lines.append, download=False)
+    assert lines == ["weights   GPTQ (4 bits, groups of 32), dequantised to bf16 while loading"]
 
 
 @pytest.mark.parametrize("method", CONFIGS)
