@@ -8,8 +8,8 @@ from payload.config.run_config import RunConfig
 from payload.config.training_sections import ModelSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.hf_folder import CONFIG_FILE
+from payload.models.quantized.weight_headers import weight_headers
 from payload.models.spec import ModelSpec
-from payload.models.tensor_headers import tensor_headers
 
 SIZES = ("n_layer", "n_head", "n_embd")
 
@@ -70,7 +70,7 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
 
     Only the files' headers are read.
     """
-    headers = tensor_headers(folder)
+    headers = weight_headers(folder)
     for name, shape in spec.tensor_shapes():
         # Some GPT-2 files were saved from the module without the head, so their names lack the
         # prefix.

@@ -11,6 +11,7 @@ from payload.core.errors import CheckpointError
 from payload.core.regular_files import read_bytes
 from payload.export.hf_weight_reader import WeightFiles, atomic_path, rounded
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
+from payload.models.quantized.weight_headers import without_quantization
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}
@@ -54,5 +55,6 @@ def write_hf(
 def _with_dtype(config: Mapping[str, Any], name: str) -> str:
     from payload.train.models.hf_layout import without_code
 
-    kept = {key: value for key, value in without_code(config).items() if key != "torch_dtype"}
+    plain = without_quantization(without_code(config))
+    kept = {key: value for key, value in plain.items() if key != "torch_dtype"}
     return json.dumps({**kept, "dtype": name}, indent=2) + "\n"

@@ -12,6 +12,7 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
 from payload.models.family import Family
+from payload.models.quantized.weight_headers import read_format, without_quantization
 from payload.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, str] = {
@@ -63,6 +64,7 @@ def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:
     Raises CheckpointError for an unknown family, and for models that the family rejects.
     """
     _require_language_model(raw, where=where)
+    raw = without_quantization(raw)
     return family_of(raw, where=where).read(raw, where=where)
 
 
@@ -70,16 +72,13 @@ def read_spec(folder: Path) -> ModelSpec:
     """Return the spec of the model in `folder`. Raises CheckpointError."""
     raw, where = read_config(folder), str(folder / CONFIG_FILE)
     _require_language_model(raw, where=where)
+    raw = without_quantization(raw)
     return family_of(raw, where=where).read_folder(raw, folder=folder, where=where)
 
 
 def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
     """Raise CheckpointError for weights that cannot be trained, by keys common to all families."""
-    if raw.get("quantization_config") is not None:
-        raise CheckpointError(
-            f"{where}: quantization_config: quantised weights cannot be trained. Use the model "
-            "in bf16 or fp32."
-        )
+    read_format(raw, where=where)
     if raw.get("transformers_weights") is not None:
         raise CheckpointError(
             f"{where}: transformers_weights = {shown(raw['transformers_weights'])}: transformers "

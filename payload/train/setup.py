@@ -29,6 +29,7 @@ from payload.formats.checkpoint_listing import (
 )
 from payload.formats.data_folder import TRAIN_NAME, DataMeta
 from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.models.quantized.weight_headers import stored_format
 from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import RunPaths, require_own_folders
@@ -280,6 +281,8 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             require_enough_weights(LazyTensors(folder), spec, folder)
         else:
             model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
+        if stored := stored_format(described):
+            log.info(f"weights   {stored}")
         if note := unused_settings(spec, config):
             log.info(note)
         if model is not None:

@@ -22,10 +22,12 @@ from payload.formats.hf_folder import (
     INDEX_FILE,
     TOKENIZER_FILES,
     WEIGHTS_FILE,
+    read_config,
     weight_files,
 )
 from payload.formats.hub_names import HubName
-from payload.models.tensor_headers import FLOAT_DTYPES, PICKLE_FILES
+from payload.formats.tensor_headers import PICKLE_FILES, TensorHeader
+from payload.models.quantized.weight_headers import dequantized_headers
 from payload.weights.run_names import near_names
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -161,16 +163,21 @@ class _Hub:
             raise self._refusal(one_line(error).rstrip("."), "Use another model.") from None
         except (OSError, ValueError) as error:
             raise self._explained(error) from None
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in found.files_metadata.values():
+        headers: dict[str, TensorHeader] = {}
+        for path, file in found.files_metadata.items():
             for name, tensor in file.tensors.items():
                 if not all(type(size) is int and 0 <= size < 2**48 for size in tensor.shape):
                     raise self._refusal(
                         f"{shown(name)} has the shape {shown(tensor.shape)}", "Use another model."
                     )
-                if tensor.dtype in FLOAT_DTYPES:
-                    shapes[name] = tuple(tensor.shape)
-        return shapes
+                headers[name] = TensorHeader(
+                    path=Path(path), dtype=tensor.dtype, shape=tuple(tensor.shape), start=0
+                )
+        folder = self.config_folder()
+        weights = dequantized_headers(
+            headers, read_config(folder), where=str(folder / CONFIG_FILE), has_data=False
+        )
+        return {name: each.shape for name, each in weights.items() if each.is_weight()}
 
     def _names(self, commit: str) -> list[str]:
         """Return the names of the commit's files."""

@@ -398,9 +398,10 @@ CASES = {
         is_known_before=False,
     ),
     "quantised": Case(
-        config(quantization_config={"quant_method": "gptq"}),
-        "{model}/config.json: quantization_config: quantised weights cannot be trained. Use the "
-        "model in bf16 or fp32.",
+        config(quantization_config={"quant_method": "hqq"}),
+        "{model}/config.json: quantization_config: quant_method = 'hqq': cannot be dequantised; "
+        "the methods are fp8, fbgemm_fp8, mxfp4, gptq, awq, compressed-tensors. Use the model in "
+        "bf16 or fp32.",
     ),
     "weights of another name": Case(
         config(transformers_weights="other.safetensors"),

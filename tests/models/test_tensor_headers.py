@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from payload.core.errors import CheckpointError
 from payload.formats.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_files
-from payload.models.tensor_headers import tensor_headers
+from payload.formats.tensor_headers import tensor_headers
 from payload.orchestrate.machine_profiles.code_and_data_uploads import local_weights
 
 TENSORS = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}

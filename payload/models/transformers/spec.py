@@ -18,8 +18,8 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
+from payload.models.quantized.weight_headers import weight_headers
 from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
-from payload.models.tensor_headers import tensor_headers
 from payload.models.transformers.causal_types import CAUSAL_TYPES
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
@@ -267,7 +267,7 @@ def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpe
     if not any(folder.glob("*.safetensors*")):
         return spec
     return spec.with_tensors(
-        {name: each.shape for name, each in tensor_headers(folder).items() if each.is_weight()}
+        {name: each.shape for name, each in weight_headers(folder).items() if each.is_weight()}
     )
 
 

@@ -26,10 +26,11 @@ from payload.formats.tokenizer_identity import (
 from payload.launch.ranks import Placement
 from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.inventory import Node
+from payload.models.quantized.weight_headers import stored_format
 from payload.models.spec import ModelSpec
 from payload.weights.adapter_files import has_adapter
-from payload.weights.hub import require_weights_on_hub
-from payload.weights.source import SCRATCH, find_source, pinned_name_of, spec_on_hub
+from payload.weights.hub import fetch_config, require_weights_on_hub
+from payload.weights.source import SCRATCH, Source, find_source, pinned_name_of, spec_on_hub
 
 # 6e-4, nanoGPT's learning rate for GPT-2 from scratch, made the pretrained weights of GPT-2 worse.
 _MOST_FINE_TUNING_RATE = 3e-4
@@ -88,7 +89,8 @@ def settle_initial(
 
     The weights must exist, be complete, and match the data and settings. With `download`, the name
     of a hub model is resolved to the model's current commit, which the run keeps, and config.json
-    is fetched. `say` gets messages about damaged checkpoints. Raises ConfigError.
+    is fetched. `say` gets messages about damaged checkpoints and about quantised weights. Raises
+    ConfigError.
     """
     source = find_source(
         config.model.init,
@@ -112,6 +114,8 @@ def settle_initial(
         require_fit(known, config, vocab_size=vocab_size)
         if source.folder is not None:
             _require_sound(source.folder, known)
+    if stored := _stored_format(source, init):
+        say(f"weights   {stored}")
     return replace(config, model=replace(config.model, init=init))
 
 
@@ -130,6 +134,15 @@ def _spec_on_hub(init: str) -> ModelSpec:
     assert name is not None, "pinned() returns a name on the hub"
     require_weights_on_hub(name, setting="model.init")
     return spec_on_hub(name, setting="model.init")
+
+
+def _stored_format(source: Source, init: str) -> str | None:
+    """Return the format of quantised weights if their config.json is on this machine."""
+    name = HubName.parse(init) if source.kind == "hub" else None
+    if name is not None and name.commit():
+        return stored_format(fetch_config(name, setting="model.init"))
+    is_model = source.folder is not None and not has_adapter(source.folder)
+    return stored_format(source.folder) if source.folder is not None and is_model else None
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from payload.core.errors import CheckpointError
-from payload.models.tensor_headers import FLOAT_DTYPES
+from payload.formats.tensor_headers import FLOAT_DTYPES
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.tensors.lazy_tensors import copy_in, kind_in, shape_in
 

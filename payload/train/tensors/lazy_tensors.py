@@ -17,8 +17,11 @@ from torch import Tensor
 from payload.core.errors import CheckpointError
 from payload.core.regular_files import open_regular, read_bytes
 from payload.formats.checkpoint_listing import MANIFEST_FILE
-from payload.models.tensor_headers import TensorHeader, file_headers, tensor_headers
+from payload.formats.tensor_headers import TensorHeader, file_headers
+from payload.models.quantized.stored_weight import StoredWeight
+from payload.models.quantized.weight_headers import weight_headers
 from payload.train.ranks.world import World
+from payload.train.tensors.dequantize.rows import open_rows
 
 _DTYPES = {
     "F64": torch.float64,
@@ -33,6 +36,13 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+_QUANTIZED_DTYPES = {
+    **_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""The dtypes of the parts of a quantised weight."""
 _TAIL_BYTES = 2**16
 _CHUNK_BYTES = 4 * 2**20
 """Bytes per read when a tensor's dtype is converted."""
@@ -48,13 +58,15 @@ class Part(NamedTuple):
 class LazyTensors(Mapping[str, Tensor]):
     """The tensors of a folder's weights, or of a single file; each tensor is read on access.
 
+    Quantised weights of a folder appear dequantised, in the dtype that config.json gives the model.
+
     Raises CheckpointError for missing, damaged or unsupported files, on construction and when a
     tensor is read.
     """
 
     def __init__(self, path: Path, *, fix: str = "Download the model again.") -> None:
         """Read the headers of `path`; `fix` is the advice in error messages."""
-        self._headers = tensor_headers(path) if path.is_dir() else file_headers(path, fix=fix)
+        self._headers = weight_headers(path) if path.is_dir() else file_headers(path, fix=fix)
         self._fix = fix
         # All reads use one buffer: glibc keeps some freed buffers, so the memory peak would vary.
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -106,6 +118,9 @@ class LazyTensors(Mapping[str, Tensor]):
             return
         first = sum(each.first for each in parts if each.dim == 0)
         others = [each for each in parts if each.dim]
+        if isinstance(header, StoredWeight):
+            self._copy_dequantized(name, header, target.detach(), first=first, parts=others)
+            return
         rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
         shape = header.shape or (1,)
         row_bytes = header.num_bytes() // shape[0]
@@ -131,9 +146,36 @@ class LazyTensors(Mapping[str, Tensor]):
         The index counts elements in file order, whatever the tensor's shape.
         """
         header = self._headers[name]
+        assert not isinstance(header, StoredWeight), "a checkpoint's tensors are not quantised"
         assert target.dtype == _dtype(name, header), "the caller allocates the file's dtype"
         with self._opened(header, at_byte=first * target.element_size()) as file:
             _read(file, target)
+
+    def _copy_dequantized(
+        self, name: str, weight: StoredWeight, target: Tensor, *, first: int, parts: list[Part]
+    ) -> None:
+        """Copy rows of a quantised weight from row `first` on, and of these only `parts`."""
+        read = open_rows(name, weight, self._stored_rows)
+        row_bytes = weight.num_elements() // weight.shape[0] * torch.float32.itemsize
+        at_once = max(1, _CHUNK_BYTES // row_bytes)
+        for start in range(0, target.shape[0], at_once):
+            some = target[start : start + at_once]
+            value = read(first + start, len(some))
+            for each in parts:
+                value = value.narrow(each.dim, each.first, some.shape[each.dim])
+            some.copy_(value)
+
+    def _stored_rows(
+        self, header: TensorHeader, first: int = 0, count: int | None = None
+    ) -> Tensor:
+        """Read a part of a quantised weight, or `count` of its rows from row `first` on."""
+        rows = header.shape[0] if header.shape else 1
+        size = rows - first if count is None else count
+        shape = (size, *header.shape[1:]) if header.shape else ()
+        found = torch.empty(shape, dtype=_QUANTIZED_DTYPES[header.dtype])
+        with self._opened(header, at_byte=first * (header.num_bytes() // max(1, rows))) as file:
+            _read(file, found)
+        return found
 
     @contextmanager
     def _opened(self, header: TensorHeader, *, at_byte: int) -> Iterator[io.BufferedReader]:
@@ -146,6 +188,18 @@ class LazyTensors(Mapping[str, Tensor]):
             raise CheckpointError(
                 f"{header.path}: {error.strerror or error}. {self._fix}"
             ) from None
+
+
+class DeferredTensor:
+    """A tensor of a mapping that is only read when it is indexed, as transformers' loader does."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        self._tensors = tensors
+        self._name = name
+
+    def __getitem__(self, place: Any) -> Tensor:
+        """Read the tensor and return the part at `place`."""
+        return self._tensors[self._name][place]
 
 
 class PlannedTensors(LazyTensors):
@@ -176,7 +230,7 @@ def files_identity(path: Path) -> str:
     model.
     """
     try:
-        headers = tensor_headers(path) if path.is_dir() else file_headers(path)
+        headers = weight_headers(path) if path.is_dir() else file_headers(path)
         digest = hashlib.sha256(repr(sorted(headers.items())).encode())
         with suppress(FileNotFoundError):
             digest.update(read_bytes((path if path.is_dir() else path.parent) / MANIFEST_FILE))

@@ -70,7 +70,7 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
             "the model's own code .auto_map. is never run",
         ),
         (small("bert"), "its tokens attend to later tokens"),
-        (small("olmo2", quantization_config={"quant_method": "gptq"}), "quantised weights"),
+        (small("olmo2", quantization_config={"quant_method": "hqq"}), "cannot be dequantised"),
         ({"model_type": "vit", "vocab_size": 9}, "no causal language model"),
         ({"model_type": "bart", "vocab_size": 9}, "no text-only causal language model"),
         (small("olmo2", pad_token_id="x"), "transformers rejects this config"),

@@ -47,7 +47,7 @@ def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
 def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Config:
     """Return transformers' configuration of a config.json, with every dropout set to `dropout`.
 
-    Raises CheckpointError for a model that needs code from its folder, and for a quantised model.
+    Raises CheckpointError for a model that needs code from its folder.
     """
     from transformers import CONFIG_MAPPING
 
@@ -57,11 +57,6 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
         raise CheckpointError(
             f"{where}: model_type = {shown(name)}: unknown to the installed transformers{remote}. "
             "Use a model that transformers builds from its own code."
-        )
-    if "quantization_config" in raw:
-        raise CheckpointError(
-            f"{where}: quantization_config: quantised weights cannot be trained. Use the "
-            "model in bf16 or fp32."
         )
     try:
         config = CONFIG_MAPPING[name].from_dict(without_code(raw))

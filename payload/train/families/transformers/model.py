@@ -36,7 +36,7 @@ from payload.train.models.hf_layout import (
     saved_config,
 )
 from payload.train.models.quantized import QuantizedLinear, loading_targets
-from payload.train.tensors.lazy_tensors import PlannedTensors
+from payload.train.tensors.lazy_tensors import DeferredTensor, PlannedTensors
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
@@ -283,7 +283,7 @@ class TransformersLM(CausalLM):
                 loaded, found = kind.from_pretrained(
                     None,
                     config=self.module.config,
-                    state_dict=dict(tensors),
+                    state_dict={name: DeferredTensor(tensors, name) for name in tensors},
                     dtype=torch.float32,
                     output_loading_info=True,
                 )

@@ -1,0 +1,126 @@
+"""A weight that a checkpoint stores in several tensors, and the checks of their shapes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from payload.core.errors import CheckpointError
+from payload.formats.tensor_headers import TensorHeader
+
+FIX = "Download the model again, or use the model in bf16."
+CONFIG_FIX = "Use the model in bf16 or fp32."
+INT32_BITS = 32
+
+Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
+"""The arithmetic; each is a module of `payload.train.tensors.dequantize`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight(TensorHeader):
+    """A weight that is dequantised while it is read; `dtype` and `shape` are those of the result.
+
+    `path` is the file of the first part.
+    """
+
+    layout: Layout
+    parts: Mapping[str, TensorHeader]
+    """The stored tensors by their role: values, scales, zeros, groups."""
+    bits: int
+    """Bits of a stored value."""
+    block: tuple[int, int]
+    """Rows and columns of the weight that share a scale."""
+    zero_offset: int = 0
+    """Added to each stored zero point."""
+    rounded_to: str | None = None
+    """The dtype that the product is rounded to before `dtype`; None = only `dtype`."""
+
+
+class Format(ABC):
+    """A format of quantised checkpoints, with the settings that config.json gives."""
+
+    unused: tuple[str, ...] = ()
+    """Ends of the names of tensors that only quantised computation needs."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the format's name and settings for messages."""
+
+    @abstractmethod
+    def weights(
+        self, headers: Mapping[str, TensorHeader], *, dtype: str
+    ) -> Iterator[tuple[str, StoredWeight]]:
+        """Yield the name and the parts of each quantised weight; the result has `dtype`.
+
+        Raises CheckpointError for parts that are missing or do not fit together.
+        """
+
+
+def stored(
+    name: str,
+    values: TensorHeader,
+    *,
+    parts: Mapping[str, TensorHeader],
+    layout: Layout,
+    shape: tuple[int, ...],
+    dtype: str,
+    bits: int,
+    block: tuple[int, int],
+    zero_offset: int = 0,
+    rounded_to: str | None = None,
+) -> tuple[str, StoredWeight]:
+    """Return a weight's name and its parts; `values` is the tensor with the quantised numbers."""
+    return name, StoredWeight(
+        path=values.path,
+        start=values.start,
+        dtype=dtype,
+        shape=shape,
+        layout=layout,
+        parts={"values": values, **parts},
+        bits=bits,
+        block=block,
+        zero_offset=zero_offset,
+        rounded_to=rounded_to,
+    )
+
+
+def part(headers: Mapping[str, TensorHeader], name: str, *, weight: TensorHeader) -> TensorHeader:
+    """Return the tensor `name`, which `weight` needs. Raises CheckpointError if it is missing."""
+    if name not in headers:
+        refuse(weight, name, "the quantised weight lacks this tensor")
+    return headers[name]
+
+
+def require_kind(
+    header: TensorHeader, name: str, *, dtypes: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+    """Raise CheckpointError unless a part has one of the dtypes, and the shape."""
+    if header.dtype not in dtypes:
+        refuse(header, name, f"is {header.dtype}, but must be {' or '.join(dtypes)}")
+    if header.shape != shape:
+        refuse(
+            header,
+            name,
+            f"has the shape {list(header.shape)}, but its weight requires {list(shape)}",
+        )
+
+
+def refuse(header: TensorHeader, name: str, problem: str) -> NoReturn:
+    """Raise CheckpointError with the file, the tensor, the problem and the fix."""
+    raise CheckpointError(f"{header.path}: {name}: {problem}. {FIX}")
+
+
+def group_size(columns: int, groups: int, *, configured: int | None) -> int | None:
+    """Return how many columns share a scale, or None if the groups do not fit the columns.
+
+    `configured` is the size in config.json; None or -1 = all columns. The last group can be
+    shorter.
+    """
+    if groups == 1:
+        return columns
+    size = configured if configured and configured > 0 else None
+    if size is not None and -(-columns // size) == groups:
+        return size
+    return None

@@ -1,0 +1,34 @@
+"""AWQ linears; the layout is in `payload.models.quantized.awq`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from payload.models.quantized.awq import ORDER
+from payload.models.quantized.stored_weight import StoredWeight
+from payload.train.tensors.dequantize.parts import ReadRows, Rows, read_groups, read_scales, unpack
+
+
+def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
+    """Return the reader of a weight's rows, which are columns in the file."""
+    words = read(weight.parts["values"])
+    scales = read_scales(name, weight, read)
+    zeros = _unpacked(read(weight.parts["zeros"]), weight.bits)
+    groups = read_groups(name, weight, read, groups=len(scales))
+
+    def some(first: int, count: int) -> Tensor:
+        begin, own = first // len(ORDER), slice(first, first + count)
+        end = -(-(first + count) // len(ORDER))
+        numbers = _unpacked(words[:, begin:end], weight.bits)
+        numbers = numbers.narrow(1, first - begin * len(ORDER), count)
+        centred: Tensor = numbers - zeros[:, own][groups]
+        return (centred * scales[:, own][groups]).t()
+
+    return some
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the integers of words along the last dimension, in the order of the outputs."""
+    place = torch.tensor(ORDER).argsort()
+    return unpack(words, bits)[..., place].flatten(-2)
