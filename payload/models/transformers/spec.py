@@ -24,7 +24,7 @@ from payload.models.transformers.causal_types import CAUSAL_TYPES
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
-    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias)\Z"
+    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias|\.layer_scalar)\Z"
 )
 _HEAD = re.compile(r"(\A|\.)(lm_head|embed_out)\.weight\Z")
 _EMBEDDING = re.compile(r"(\A|[._])(embed\w*|\w*embeddings?|wte|wpe)(\.\w+)*\.weight\Z")
@@ -71,8 +71,9 @@ class _Config:
     head_dim: int | None = checked(None, low=1, high=2**14)
     value_dim: int | None = checked(None, low=1, high=2**14)
     context: int | None = checked(None, low=1, high=2**30)
-    experts: int | None = checked(None, low=1, high=2**16)
-    active_experts: int | None = checked(None, low=1, high=2**16)
+    # 0 in the config of a dense model of a family that also has mixtures.
+    experts: int | None = checked(None, low=0, high=2**16)
+    active_experts: int | None = checked(None, low=0, high=2**16)
     tie_word_embeddings: bool | None = None
     qk_nope_head_dim: int | None = checked(None, low=0, high=2**14)
     qk_rope_head_dim: int | None = checked(None, low=0, high=2**14)
