@@ -138,6 +138,8 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
+        if note := model.trained_spec().note():
+            log.info(f"note: {note}")
         if checkpoint is not None:
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:

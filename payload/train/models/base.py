@@ -18,7 +18,7 @@ from payload.core.errors import CheckpointError
 from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.kernels import Kernels
 from payload.models.adapter import AdaptedSpec
-from payload.models.spec import ModelSpec, RankSetting
+from payload.models.spec import ModelSpec, ParameterSize, RankSetting
 from payload.train.models import chunked_loss
 from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, SplitHead
 from payload.train.models.quantized import QuantizedLinear
@@ -234,6 +234,13 @@ class CausalLM(SplitModule, ABC):
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Return the paths of the layers' linears, grouped as the kernels join them."""
         return []
+
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the parameters outside the linears that an adapter can target."""
+        return self.spec.parameters_beside_linears()
+
+    def head_changed(self) -> None:
+        """Adjust to an output head that got or lost an adapter."""
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of this model's module `module`."""

@@ -8,6 +8,7 @@ the input, C width, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.models.spec import ModelSpec
+from payload.models.spec import LinearSize, ModelSpec, ParameterSize
+from payload.models.transformers.spec import OtherSpec, is_of_experts
 from payload.train.families.transformers.from_config import (
     build_module,
     raw_config,
@@ -41,6 +43,7 @@ from payload.train.tensors.lazy_tensors import PlannedTensors
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ADAPTER_PARTS = (".lora_A", ".lora_B", ".lora_magnitude_vector")
 # Buffers saved by old releases.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -90,9 +93,15 @@ class TransformersLM(CausalLM):
         self._mixes_documents: bool | None = None
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
+        self.spec = _with_modules(self.spec, self.module)
         self._dropped: tuple[str, ...] = ()
         """The output head's tensors, if it was removed."""
         self._draws = draws_in_training(self.module) if not dropout else True
+
+    def head_changed(self) -> None:
+        """Compute the loss from the logits while the head has an adapter."""
+        if not self._dropped:
+            self._not_plain = why_not_plain(self.module)
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
@@ -335,6 +344,39 @@ def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
     if spec.is_counted():
         return spec
     return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
+
+
+def _with_modules(spec: ModelSpec, module: _Module) -> ModelSpec:
+    """Return the spec with the module's linears, and the other parameters that PEFT can adapt."""
+    if not isinstance(spec, OtherSpec):
+        return spec
+    head, tied = module.get_output_embeddings(), module.all_tied_weights_keys
+    linears, others = [], []
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear) and part is not head:
+            outputs, inputs = part.weight.shape
+            expert = is_of_experts(path, (outputs, inputs), spec.experts)
+            linears.append(LinearSize(f"module.{path}", inputs, outputs, is_expert=expert))
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            shape, full = tuple(parameter.shape), f"{path}.{name}"
+            is_matrix = len(shape) in (2, 3) and not name.endswith("bias")
+            # A change of a tied weight would also change the other weight.
+            if not is_matrix or isinstance(part, _CONVOLUTIONS) or full in {*tied, *tied.values()}:
+                continue
+            # As in PEFT: most stacks of experts are (experts, out, in).
+            is_transposed = len(shape) == 3 and getattr(part, "is_transposed", False)
+            inputs, outputs = shape[-2:] if is_transposed else (shape[-1], shape[-2])
+            others.append(
+                ParameterSize(
+                    f"module.{full}",
+                    inputs,
+                    outputs,
+                    stack=math.prod(shape[:-2]),
+                    is_expert=is_of_experts(full, shape, spec.experts),
+                )
+            )
+    return spec.with_modules(tuple(linears), tuple(others))
 
 
 def _has_key_value_cache(module: _Module) -> bool:
