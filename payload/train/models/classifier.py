@@ -138,6 +138,14 @@ class Classifier(CausalLM):
         """Return the paths of the body's linears."""
         return [tuple(f"{_BODY}{path}" for path in paths) for paths in self.body.joined_linears()]
 
+    def take_expert_tokens(self) -> Tensor:
+        """Return the tokens of each expert of the body."""
+        return self.body.take_expert_tokens()
+
+    def freeze_router(self) -> None:
+        """Do not train the body's routers. Raises ConfigError for a body without routers."""
+        self.body.freeze_router()
+
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
         """Return the body's parameters that an adapter can target; the head is dropped."""
         kept = {name for name, _ in self.body.named_parameters()}

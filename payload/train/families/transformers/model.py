@@ -30,6 +30,7 @@ from payload.train.families.transformers.probes import (
     require_causal,
     why_not_plain,
 )
+from payload.train.families.transformers.router import RouterLoss, TokenCounts, router_parameters
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import (
     load_named,
@@ -37,6 +38,7 @@ from payload.train.models.hf_layout import (
     require_weight,
     saved_config,
 )
+from payload.train.models.lora import LoraParameters
 from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.tensors.lazy_tensors import PlannedTensors
 
@@ -89,7 +91,8 @@ class TransformersLM(CausalLM):
         super().__init__(_counted(spec, module), dropout=dropout)
         self._reason = reason
         self.module = module
-        self._not_plain = why_not_plain(self.module)
+        self._base_not_plain = self._not_plain = why_not_plain(self.module)
+        self._watch_routers()
         self._mixes_documents: bool | None = None
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
@@ -100,8 +103,9 @@ class TransformersLM(CausalLM):
 
     def head_changed(self) -> None:
         """Compute the loss from the logits while the head has an adapter."""
-        if not self._dropped:
-            self._not_plain = why_not_plain(self.module)
+        self._not_plain = self._base_not_plain
+        if not self._dropped and type(self._head()) is LoraParameters:
+            self._not_plain = self._not_plain or "the head has an adapter"
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
@@ -131,10 +135,35 @@ class TransformersLM(CausalLM):
         return self._run(tokens, past_key_values=cache.kept, use_cache=True)
 
     def _run(self, tokens: Tensor, **options: Any) -> Tensor:
-        if self._not_plain is None or self._dropped:
-            made = self.module.base_model(input_ids=tokens, return_dict=True, **options)
-            return cast(Tensor, made.last_hidden_state)
-        return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
+        is_plain = self._not_plain is None or bool(self._dropped)
+        balances = self._router_loss.is_on() and torch.is_grad_enabled() and not self._dropped
+        if balances:
+            options["output_router_logits"] = True
+        called = self.module.base_model if is_plain else self.module
+        made = called(input_ids=tokens, return_dict=True, **options)
+        if balances:
+            self._router_loss.keep(made)
+        return cast(Tensor, made.last_hidden_state if is_plain else made.logits)
+
+    def _watch_routers(self) -> None:
+        self._router_loss = RouterLoss(self.module)
+        self._token_counts = TokenCounts(self.module, experts=_experts(self.spec))
+
+    def router_loss(self) -> Tensor | None:
+        """Return the weighted balancing loss of the last forward pass's routers, or None."""
+        return self._router_loss.take()
+
+    def take_expert_tokens(self) -> Tensor:
+        """Return the tokens of each expert in training since the last call."""
+        return self._token_counts.take()
+
+    def freeze_router(self) -> None:
+        """Do not train the routers. Raises ConfigError for a model without routers."""
+        found = router_parameters(self.module, experts=_experts(self.spec))
+        if not found:
+            super().freeze_router()
+        for parameter in found:
+            parameter.requires_grad_(False)
 
     def draws_masks(self) -> bool:
         """Return whether training draws random numbers: for dropout or in a router."""
@@ -310,6 +339,7 @@ class TransformersLM(CausalLM):
                     "with the model's config.json and all its weight files."
                 )
         self.module = loaded.train(self.module.training)
+        self._watch_routers()
 
     def speed_notes(self) -> list[str]:
         """Return one line for each part that runs without the requested kernels, and why."""
@@ -318,6 +348,11 @@ class TransformersLM(CausalLM):
             notes.append(f"the loss keeps all logits in memory: {self._not_plain}")
         if self._draws and not self.dropout:
             notes.append("training draws random numbers (a sampling router), by model and seed")
+        if self._router_loss.is_on():
+            notes.append(
+                "the loss includes the routers' balancing loss (output_router_logits), times "
+                f"router_aux_loss_coef = {self._router_loss.coefficient():g}"
+            )
         if self._keeps_tokens:
             notes.append("generation recomputes every token: the model has no key-value cache")
         return notes
@@ -377,6 +412,10 @@ def _with_modules(spec: ModelSpec, module: _Module) -> ModelSpec:
                 )
             )
     return spec.with_modules(tuple(linears), tuple(others))
+
+
+def _experts(spec: ModelSpec) -> int:
+    return spec.experts if isinstance(spec, OtherSpec) else 0
 
 
 def _has_key_value_cache(module: _Module) -> bool:
