@@ -100,7 +100,7 @@ test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on P
 	$(PY) -m pytest tests/engine -m engine $(ARGS)
 
 test-seeds: setup  ## every seed and variant: up, down and two operators on a pulumi of the tests, chat templates, a newcomer
-	$(PYTEST) $(LONG_WORKERS) tests/engine tests/train tests/chat_templates tests/real tests/rig tests/first_run -m 'seeds and not engine' $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) tests/engine tests/train tests/model_classes tests/chat_templates tests/real tests/rig tests/first_run -m 'seeds and not engine' $(ARGS)
 
 check: setup  ## everything that CI checks without running the program
 	$(PY) -m ruff check .

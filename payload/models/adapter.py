@@ -48,8 +48,11 @@ def target_names(target: str) -> tuple[str, ...] | None:
 
 
 def is_target(module: str, names: tuple[str, ...] | None) -> bool:
-    """Return whether the linear at the path `module` gets an adapter, matched as in PEFT."""
-    return names is None or ALL_LINEAR in names or _is_named(module, names)
+    """Return whether the linear at the path `module` gets an adapter, matched as in PEFT.
+
+    The name of its weight, as in PEFT's `target_parameters`, also selects a linear.
+    """
+    return names is None or ALL_LINEAR in names or _names_linear(module, names)
 
 
 def parameter_names(
@@ -63,7 +66,7 @@ def parameter_names(
     return tuple(
         name
         for name in names or ()
-        if not any(_is_named(path, (name,)) for path in paths)
+        if not any(_names_linear(path, (name,)) for path in paths)
         and any(_is_named(path, (name,)) for path in others)
     )
 
@@ -72,6 +75,10 @@ def is_parameter_target(parameter: str, names: tuple[str, ...]) -> bool:
     """Return whether the parameter at this path gets an adapter; `names` from
     `parameter_names`."""
     return _is_named(parameter, names)
+
+
+def _names_linear(path: str, names: tuple[str, ...]) -> bool:
+    return _is_named(path, names) or _is_named(f"{path}.weight", names)
 
 
 def _is_named(path: str, names: tuple[str, ...]) -> bool:
@@ -114,8 +121,8 @@ class AdaptedSpec(WrappedSpec):
         names = target_names(target)
         known, others = base.linears(), base.parameters_beside_linears()
         for name in names or ():
-            paths = [each.name for each in (*known, *others)]
-            is_known = name == ALL_LINEAR or any(_is_named(path, (name,)) for path in paths)
+            is_linear = any(is_target(each.name, (name,)) for each in known)
+            is_known = is_linear or any(_is_named(each.name, (name,)) for each in others)
             if not is_known and base.has_known_modules():
                 choices = sorted({each.name.rpartition(".")[2] for each in known} | _short(others))
                 raise ConfigError(

@@ -81,9 +81,7 @@ CASES: Mapping[str, Case] = {
         attention_chunk_size=64,
     ),
     "Mistral": _case("mistral", sliding_window=9),
-    "Ministral3": _case(
-        "ministral3", **_HEAD, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    ),
+    "Ministral3": _case("ministral3", **_HEAD),
     "Mixtral": _case("mixtral", **_LOCAL_EXPERTS),
     "Qwen2": _case("qwen2"),
     "Qwen3": _case("qwen3", **_HEAD),

@@ -51,7 +51,7 @@ class Comparison:
     lora: float
     """Largest relative difference from the losses with PEFT."""
     lora_params: tuple[int, int]
-    """Trained parameters with `all-linear`, here and in PEFT."""
+    """Trained parameters with `all-linear`, counted here and in PEFT's model of the adapter."""
     params: tuple[int, int]
     """Parameters that a plan counts, and those of transformers' module."""
 
@@ -176,16 +176,19 @@ def _gradient_difference(
 def _lora(
     model: Path, folder: Path, tokens: Tensor, targets: Tensor
 ) -> tuple[float, tuple[int, int]]:
-    """Return the largest difference from PEFT's losses, and both numbers of trained weights."""
+    """Return the largest difference from PEFT's losses, and both counts of trained weights."""
     ours = load(model)
     add_adapter(ours, _LORA, seed=1)
     (folder / "adapter").mkdir()
     save_adapter(ours, folder / "adapter", base=(str(model), None))
     theirs = peft().PeftModel.from_pretrained(_theirs(model), folder / "adapter", is_trainable=True)
-    every = peft().LoraConfig(r=_LORA.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    saved = load_file(folder / "adapter" / "adapter_model.safetensors")
+    for name, parameter in theirs.named_parameters():
+        # In some mixtures, PEFT also adds adapters to experts, which begin at zero.
+        parameter.requires_grad_(name.replace(".default", "") in saved)
     counts = (
         ours.trained_spec().num_trainable_params(),
-        peft().get_peft_model(_theirs(model), every).get_nb_trainable_parameters()[0],
+        theirs.get_nb_trainable_parameters()[0],
     )
     first = _adapter_losses(lambda: ours(tokens, targets), dict(trainable(ours)))
     second = _adapter_losses(

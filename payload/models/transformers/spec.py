@@ -45,6 +45,7 @@ _RECURRENT = re.compile(
     r"(\A|[._])(A_log|a_log|ssm\w*|mamba|linear_attn|time_decay|recurrent_block)(\.|\Z)"
 )
 _NUMBER = re.compile(r"\.(\d+)\.")
+_FUSED_OUTPUT = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 _ROUTER = re.compile(r"\.(gate|router|wg)\.weight\Z")
 
 
@@ -383,7 +384,9 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
         linears=tuple(
             LinearSize(name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
             for name, shape in weights.items()
-            if _is_linear(name, shape, spec.experts) and name not in (*heads, *embeddings)
+            if _is_linear(name, shape, spec.experts)
+            and name not in (*heads, *embeddings)
+            and is_adaptable(spec.model_type, name.removesuffix(".weight"))
         ),
     )
 
@@ -409,6 +412,15 @@ def _in_backward_order(
 def is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
     """Return whether a tensor belongs to experts: by its name, or as a stack of matrices."""
     return bool(_EXPERTS.search(name)) or (experts > 1 and len(shape) == 3 and shape[0] == experts)
+
+
+def is_adaptable(model_type: str, linear: str) -> bool:
+    """Return whether an adapter on the linear at this path has an effect, as in PEFT.
+
+    The kernels of some recurrent layers read the weight of `out_proj` without calling the module.
+    Source: PEFT, tuners/tuners_utils.py, `_check_lora_target_modules_mamba`.
+    """
+    return model_type not in _FUSED_OUTPUT or linear.rpartition(".")[2] != "out_proj"
 
 
 def _is_linear(name: str, shape: tuple[int, ...], experts: int) -> bool:

@@ -235,6 +235,11 @@ class CausalLM(SplitModule, ABC):
         """Return the paths of the layers' linears, grouped as the kernels join them."""
         return []
 
+    def is_adaptable(self, linear: str) -> bool:
+        """Return whether the linear at this path can have an adapter, or can have 4 bits."""
+        del linear
+        return True
+
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
         """Return the parameters outside the linears that an adapter can target."""
         return self.spec.parameters_beside_linears()

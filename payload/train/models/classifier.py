@@ -146,6 +146,10 @@ class Classifier(CausalLM):
         """Do not train the body's routers. Raises ConfigError for a body without routers."""
         self.body.freeze_router()
 
+    def is_adaptable(self, linear: str) -> bool:
+        """Return whether the body's linear at this path can have an adapter."""
+        return self.body.is_adaptable(linear)
+
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
         """Return the body's parameters that an adapter can target; the head is dropped."""
         kept = {name for name, _ in self.body.named_parameters()}

@@ -48,6 +48,8 @@ from payload.weights.adapter_files import (
 )
 
 _PEFT_PREFIX = "base_model.model."
+_EXPERT_LINEARS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Source: PEFT, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`."""
 
 
 class LoraLinear(nn.Module):
@@ -339,17 +341,11 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
     config = AdapterConfig(
         settings=model.adapter, base=source, revision=revision, modules_to_save=beside
     )
-    names = target_names(model.adapter.target)
-    others = (each.name for each in model.parameters_beside_linears())
-    linears = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
-    parameters = parameter_names(names, linears, others)
-    modules = tuple(name for name in names or () if name not in parameters)
-    if names is None or ALL_LINEAR in names:
-        modules = tuple(_last_names(model))
+    modules, parameters = _peft_targets(model, model.adapter)
     content = render_adapter_config(
         config,
-        modules=list(modules),
-        parameters=list(parameters),
+        modules=modules,
+        parameters=parameters,
         transposed=model.transposes_linears(),
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
@@ -412,10 +408,62 @@ def merge_adapter(model: CausalLM) -> None:
     model.head_changed()
 
 
-def _last_names(model: CausalLM) -> list[str]:
-    """Return the last path parts of the linears with an adapter, PEFT's `target_modules`."""
-    paths = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
-    return sorted({model.hf_name(path).rpartition(".")[2] for path in paths})
+def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str], list[str]]:
+    """Return PEFT's `target_modules` and `target_parameters` of the model's adapter."""
+    names = target_names(settings.target)
+    others = tuple(each.name for each in model.parameters_beside_linears())
+    linears = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
+    parameters = list(parameter_names(names, linears, others))
+    modules = [each for each in names or () if each not in (ALL_LINEAR, *parameters)]
+    if names is None or ALL_LINEAR in names:
+        modules = _module_names(model)
+    has_fused = any(each.endswith("experts.gate_up_proj") for each in others)
+    for name in modules:
+        # In mixtures, PEFT reads these names as the experts' own, which older releases of
+        # transformers kept in linears. It supports no dropout on a parameter.
+        is_mistaken = has_fused and name.rpartition(".")[2] in _EXPERT_LINEARS
+        if is_mistaken and not settings.dropout and not settings.dora:
+            parameters.append(f"{name}.weight")
+        elif name.endswith(".weight"):
+            parameters.append(name)
+    modules = [each for each in modules if not {each, f"{each}.weight"} & set(parameters)]
+    return modules, parameters
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether the module is a linear, and no subclass that returns more, as some routers."""
+    if isinstance(module, QuantizedLinear):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    if type(module).forward is nn.Linear.forward:
+        return True
+    with torch.no_grad():
+        weight = module.weight
+        zeros = torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device)
+        return isinstance(module(zeros), Tensor)
+
+
+def _module_names(model: CausalLM) -> list[str]:
+    """Return names for the linears with an adapter that fit no other module, for PEFT's
+    `target_modules`.
+
+    A name is the last part of the path, or more parts if necessary: `projections.0` fits no layer.
+    """
+    adapted: list[str] = []
+    others: set[str] = set()
+    for path, module in model.named_modules():
+        parts = model.hf_name(path).split(".")
+        if isinstance(module, LoraLinear):
+            adapted.append(".".join(parts))
+        else:
+            others.update(".".join(parts[first:]) for first in range(len(parts)))
+    names: set[str] = set()
+    for whole in adapted:
+        parts = whole.split(".")
+        endings = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        names.add(next((each for each in endings if each not in others), whole))
+    return sorted(names)
 
 
 def _layer_linears(model: CausalLM) -> list[str]:
@@ -425,6 +473,8 @@ def _layer_linears(model: CausalLM) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | QuantizedLinear)
+        and is_plain_linear(module)
+        and model.is_adaptable(name)
         and module.weight is not head
         and not any(module.weight is each for each in beside)
         and not name.endswith("lm_head")

@@ -21,6 +21,7 @@ from payload.train.models.base import CausalLM, trainable
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.weights.adapter_files import read_adapter_config
+from tests.model_classes.cases import CASES as CLASSES
 from tests.support.slow_imports import peft
 
 SIZES = {
@@ -208,3 +209,40 @@ def test_a_damaged_list_of_parameters_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=r"target_parameters = .* is not a list of names"):
         read_adapter_config(tmp_path)
+
+
+def test_linears_with_names_that_peft_takes_for_experts_are_read_by_peft(tmp_path: Path) -> None:
+    shape = {"shared_expert_intermediate_size": 8, "moe_intermediate_size": 8, "num_experts": 4}
+    make_folder({**SIZES, **shape, "model_type": "qwen2_moe"}, tmp_path / "base")
+    model = adapted(tmp_path / "base", "all-linear")
+    save_adapter(model, tmp_path, base=(str(tmp_path / "base"), None))
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft().PeftModel.from_pretrained(base, tmp_path, is_trainable=True).eval()
+    count = sum(each.numel() for each in theirs.parameters() if each.requires_grad)
+    assert model.trained_spec().num_trainable_params() == count
+    with torch.no_grad():
+        wanted = theirs(tokens()).logits
+    for ours in (model, load(tmp_path).eval()):
+        assert (wanted - logits(ours)).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_a_name_in_the_adapter_s_config_fits_no_other_module(tmp_path: Path) -> None:
+    """Gemma 3n has linears in a list, whose last name is a number, as the layers' names are."""
+    make_folder(CLASSES["Gemma3n, text"].config(), tmp_path / "base")
+    model = adapted(tmp_path / "base", "all-linear")
+    save_adapter(model, tmp_path, base=(str(tmp_path / "base"), None))
+    names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert "q_proj" in names and not any(name.isdigit() for name in names)
+    assert any(name.endswith("projections.0") for name in names)
+
+
+@pytest.mark.parametrize(("name", "absent"), [("Llama4, text", "router"), ("FalconH1", "out_proj")])
+def test_linears_whose_adapter_would_fail_or_have_no_effect_get_none(
+    name: str, absent: str, tmp_path: Path
+) -> None:
+    make_folder(CLASSES[name].config(), tmp_path / "base")
+    model = adapted(tmp_path / "base", "all-linear")
+    assert any(absent in path for path, _ in model.named_modules())
+    assert not any(absent in path for path, _ in trainable(model))
+    planned = AdaptedSpec.of(read_spec(tmp_path / "base"), rank=3, target="all-linear")
+    assert planned.num_trainable_params() == model.trained_spec().num_trainable_params()

@@ -72,7 +72,9 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(name: str, tmp_pat
     assert "times router_aux_loss_coef = 0.5" in " ".join(ours.speed_notes())
 
 
-@pytest.mark.parametrize("changes", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}])
+@pytest.mark.parametrize(
+    "changes", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}]
+)
 def test_without_the_config_s_request_there_is_no_balancing_loss(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:

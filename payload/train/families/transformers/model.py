@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from payload.core.errors import CheckpointError, ConfigError
 from payload.models.spec import LinearSize, ModelSpec, ParameterSize
-from payload.models.transformers.spec import OtherSpec, is_of_experts
+from payload.models.transformers.spec import OtherSpec, is_adaptable, is_of_experts
 from payload.train.families.transformers.from_config import (
     build_module,
     raw_config,
@@ -38,7 +38,7 @@ from payload.train.models.hf_layout import (
     require_weight,
     saved_config,
 )
-from payload.train.models.lora import LoraParameters
+from payload.train.models.lora import LoraParameters, is_plain_linear
 from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.tensors.lazy_tensors import PlannedTensors
 
@@ -246,6 +246,10 @@ class TransformersLM(CausalLM):
         names = set(getattr(self.module, "_no_split_modules", None) or ())
         return [each for each in self.module.modules() if type(each).__name__ in names]
 
+    def is_adaptable(self, linear: str) -> bool:
+        """Return whether the linear at this path can have an adapter."""
+        return is_adaptable(self.spec.model_type, linear)
+
     def is_hidden_matrix(self, name: str) -> bool:
         """Return whether the parameter `name` is a layer's matrix."""
         return name in self._matrices
@@ -389,6 +393,8 @@ def _with_modules(spec: ModelSpec, module: _Module) -> ModelSpec:
     linears, others = [], []
     for path, part in module.named_modules():
         if isinstance(part, nn.Linear) and part is not head:
+            if not is_plain_linear(part) or not is_adaptable(spec.model_type, path):
+                continue
             outputs, inputs = part.weight.shape
             expert = is_of_experts(path, (outputs, inputs), spec.experts)
             linears.append(LinearSize(f"module.{path}", inputs, outputs, is_expert=expert))
