@@ -45,9 +45,9 @@ class Comparison:
     gradients: float
     """Largest difference of a gradient's element."""
     round_trip: bool
-    """Whether saving gives the same tensors, from which transformers computes the same logits."""
+    """True if saving gives the same tensors, from which transformers computes the same logits."""
     generates: bool
-    """Whether greedy decoding gives the same tokens as transformers' `generate`."""
+    """True if greedy decoding gives the same tokens as transformers' `generate`."""
     lora: float
     """Largest relative difference from the losses with PEFT."""
     lora_params: tuple[int, int]

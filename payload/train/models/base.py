@@ -240,6 +240,11 @@ class CausalLM(SplitModule, ABC):
         del linear
         return True
 
+    def peft_reads_as_expert(self, linear: str) -> bool:
+        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        del linear
+        return False
+
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
         """Return the parameters outside the linears that an adapter can target."""
         return self.spec.parameters_beside_linears()

@@ -150,6 +150,10 @@ class Classifier(CausalLM):
         """Return whether the body's linear at this path can have an adapter."""
         return self.body.is_adaptable(linear)
 
+    def peft_reads_as_expert(self, linear: str) -> bool:
+        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        return self.body.peft_reads_as_expert(linear)
+
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
         """Return the body's parameters that an adapter can target; the head is dropped."""
         kept = {name for name, _ in self.body.named_parameters()}

@@ -48,8 +48,6 @@ from payload.weights.adapter_files import (
 )
 
 _PEFT_PREFIX = "base_model.model."
-_EXPERT_LINEARS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Source: PEFT, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`."""
 
 
 class LoraLinear(nn.Module):
@@ -417,12 +415,10 @@ def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str],
     modules = [each for each in names or () if each not in (ALL_LINEAR, *parameters)]
     if names is None or ALL_LINEAR in names:
         modules = _module_names(model)
-    has_fused = any(each.endswith("experts.gate_up_proj") for each in others)
     for name in modules:
-        # In mixtures, PEFT reads these names as the experts' own, which older releases of
-        # transformers kept in linears. It supports no dropout on a parameter.
-        is_mistaken = has_fused and name.rpartition(".")[2] in _EXPERT_LINEARS
-        if is_mistaken and not settings.dropout and not settings.dora:
+        # PEFT supports no dropout on a parameter.
+        is_plain = not settings.dropout and not settings.dora
+        if is_plain and model.peft_reads_as_expert(name):
             parameters.append(f"{name}.weight")
         elif name.endswith(".weight"):
             parameters.append(name)

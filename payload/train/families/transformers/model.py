@@ -45,6 +45,8 @@ from payload.train.tensors.lazy_tensors import PlannedTensors
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 
+_EXPERT_LINEARS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Source: PEFT, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ADAPTER_PARTS = (".lora_A", ".lora_B", ".lora_magnitude_vector")
 # Buffers saved by old releases.
@@ -249,6 +251,15 @@ class TransformersLM(CausalLM):
     def is_adaptable(self, linear: str) -> bool:
         """Return whether the linear at this path can have an adapter."""
         return is_adaptable(self.spec.model_type, linear)
+
+    def peft_reads_as_expert(self, linear: str) -> bool:
+        """Return whether PEFT takes the name of this linear for the linears of experts.
+
+        PEFT converts adapters of older releases of transformers, which had no fused experts.
+        """
+        others = self.parameters_beside_linears()
+        has_fused = any(each.name.endswith("experts.gate_up_proj") for each in others)
+        return has_fused and linear.rpartition(".")[2] in _EXPERT_LINEARS
 
     def is_hidden_matrix(self, name: str) -> bool:
         """Return whether the parameter `name` is a layer's matrix."""
