@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 )
 """All files that a tokenizer can consist of; a folder has only some of them."""
 FLOAT_TAG = "__float__"
-"""The key of an object in config.json that stands for NaN or an infinity.
+"""The key of an object in config.json that represents NaN or an infinity.
 
 Source: transformers, configuration_utils.py, `_encode_special_floats`.
 """

@@ -137,7 +137,10 @@ class AdaptedSpec(WrappedSpec):
                 f"({_last_two(chosen[0].name)}), as in PEFT. Turn adapter.{key} off, or remove "
                 "the parameter."
             )
-        adapted = [*(each for each in known if is_target(each.name, names)), *chosen]
+        adapted: list[LinearSize | ParameterSize] = [
+            *(each for each in known if is_target(each.name, names)),
+            *chosen,
+        ]
         width = max((min(each.inputs, each.outputs) for each in adapted), default=rank)
         if rank > width:
             raise ConfigError(
