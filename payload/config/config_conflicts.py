@@ -277,6 +277,11 @@ def adapter_conflicts(
             f'adapter.kind = "{kind}" needs existing weights, but model.init = "scratch" starts '
             "from random weights. Set model.init to a model."
         )
+    if model.router == "train":
+        found.append(
+            f'adapter.kind = "{kind}" does not run with model.router = "train". Name the router in '
+            "adapter.target, for example mlp.gate.weight."
+        )
     if adapter.dora and model.quantize != "none":
         found.append(
             f'adapter.dora = true does not run with model.quantize = "{model.quantize}". Set '

@@ -42,6 +42,7 @@ _EXAMPLES: tuple[tuple[str, ...], ...] = (
     ("adapter.kind=lora", "model.init=scratch"),
     ("adapter.kind=lora", "engine.kind=ipex"),
     ("adapter.kind=lora", "engine.compile=true"),
+    ("adapter.kind=lora", "model.router=train"),
     ("adapter.dora=true", "model.quantize=nf4"),
     ("adapter.dora=true", "distributed.strategy=shard"),
     ("adapter.kind=none", "model.quantize=nf4"),

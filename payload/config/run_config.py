@@ -58,6 +58,7 @@ FIXED = (
     ("data", "sequence_length"),
     ("model", "preset"),
     ("model", "quantize"),
+    ("model", "router"),
     ("model", "bias"),
     ("model", "n_layer"),
     ("model", "n_head"),

@@ -71,6 +71,9 @@ class ModelSection:
     quantize: Quantize = "none"
     """`nf4`: the linears of the layers are stored in 4 bits; needs an adapter and the extra
     `quant`."""
+    router: Literal["auto", "train", "freeze"] = "auto"
+    """Routers of a mixture of experts. auto: trained in full fine-tuning, frozen beside an adapter,
+    which trains a router only if `adapter.target` names it."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     """Dropout in the model's layers."""
     bias: bool = True

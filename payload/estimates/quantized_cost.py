@@ -117,7 +117,8 @@ def quantized_cost(
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None
-    if base.why_not_quantized() is not None or not base.linears():
+    # Most mixtures of experts are converted while they are loaded, which excludes 4 bits.
+    if base.why_not_quantized() is not None or not base.linears() or base.expert_params():
         return None
     plain = replace(
         config,

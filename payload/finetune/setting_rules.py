@@ -148,7 +148,7 @@ def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
     if method == "full":
         return []
     widths = [min(each.inputs, each.outputs) for each in spec.linears()]
-    rank = min([_RANK, *widths])
+    rank = min(_RANK, max(widths, default=_RANK))  # As AdaptedSpec.of requires.
     found = [
         Choice(
             key="adapter.kind",

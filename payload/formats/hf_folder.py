@@ -7,6 +7,7 @@ interprets the config.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """All files that a tokenizer can consist of; a folder has only some of them."""
+FLOAT_TAG = "__float__"
+"""The key of an object in config.json that represents NaN or an infinity.
+
+Source: transformers, configuration_utils.py, `_encode_special_floats`.
+"""
 
 FIX = "Use a folder in the Hugging Face layout."
 _REPAIR = "Repair the folder, or use another folder."
@@ -50,9 +56,13 @@ def own_file(folder: Path, name: str, *, error: type[TileforgeError] = Checkpoin
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Read config.json of `folder`. Raises CheckpointError if it is missing or damaged."""
+    """Read config.json of `folder`. Raises CheckpointError if it is missing or damaged.
+
+    NaN and infinity, which older releases of transformers wrote as they are, become
+    `{"__float__": "Infinity"}`, as newer releases write them: the result is plain JSON.
+    """
     path = own_file(folder, CONFIG_FILE)
-    raw = _read_json(path)
+    raw = _read_json(path, constants=lambda name: {FLOAT_TAG: name})
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: {shown(raw)} is not a JSON object. {FIX}")
     return raw
@@ -117,9 +127,9 @@ def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[s
     return files
 
 
-def _read_json(path: Path) -> object:
+def _read_json(path: Path, *, constants: Callable[[str], object] | None = None) -> object:
     try:
         content = read_bytes(inside_folder(path))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}. {FIX}") from None
-    return parse_json(content, where=str(path), fix=FIX, error=CheckpointError)
+    return parse_json(content, where=str(path), fix=FIX, error=CheckpointError, constants=constants)

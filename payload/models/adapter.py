@@ -6,6 +6,7 @@ LoRA: https://arxiv.org/abs/2106.09685. rsLoRA's scale: https://arxiv.org/abs/23
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from payload.core.errors import ConfigError
@@ -16,6 +17,7 @@ from payload.models.spec import (
     GradientSize,
     LinearSize,
     ModelSpec,
+    ParameterSize,
     RankSetting,
 )
 from payload.models.wrapper_spec import WrappedSpec
@@ -46,8 +48,41 @@ def target_names(target: str) -> tuple[str, ...] | None:
 
 
 def is_target(module: str, names: tuple[str, ...] | None) -> bool:
-    """Return whether the linear at the path `module` gets an adapter, matched as in PEFT."""
-    return names is None or any(module == name or module.endswith(f".{name}") for name in names)
+    """Return whether the linear at the path `module` gets an adapter, matched as in PEFT.
+
+    The name of its weight, as in PEFT's `target_parameters`, also selects a linear.
+    """
+    return names is None or ALL_LINEAR in names or _names_linear(module, names)
+
+
+def parameter_names(
+    names: tuple[str, ...] | None, linears: Iterable[str], parameters: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the names of an `adapter.target` that are parameters, PEFT's `target_parameters`.
+
+    A name that fits a linear is a linear's.
+    """
+    paths, others = tuple(linears), tuple(parameters)
+    return tuple(
+        name
+        for name in names or ()
+        if not any(_names_linear(path, (name,)) for path in paths)
+        and any(_is_named(path, (name,)) for path in others)
+    )
+
+
+def is_parameter_target(parameter: str, names: tuple[str, ...]) -> bool:
+    """Return whether the parameter at this path gets an adapter; `names` from
+    `parameter_names`."""
+    return _is_named(parameter, names)
+
+
+def _names_linear(path: str, names: tuple[str, ...]) -> bool:
+    return _is_named(path, names) or _is_named(f"{path}.weight", names)
+
+
+def _is_named(path: str, names: tuple[str, ...]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def scale(*, rank: int, alpha: float, rslora: bool) -> float:
@@ -84,15 +119,28 @@ class AdaptedSpec(WrappedSpec):
         Raises ConfigError for an unknown target, and for a rank above the width of all targets.
         """
         names = target_names(target)
-        known = base.linears()
+        known, others = base.linears(), base.parameters_beside_linears()
         for name in names or ():
-            if known and not any(is_target(each.name, (name,)) for each in known):
-                choices = sorted({each.name.rpartition(".")[2] for each in known})
+            is_linear = any(is_target(each.name, (name,)) for each in known)
+            is_known = is_linear or any(_is_named(each.name, (name,)) for each in others)
+            if not is_known and base.has_known_modules():
+                choices = sorted({each.name.rpartition(".")[2] for each in known} | _short(others))
                 raise ConfigError(
                     f"adapter.target = {target!r}: the model has no linear {name!r}. Use "
                     f"{ALL_LINEAR!r} or some of {', '.join(choices)}."
                 )
-        adapted = [each for each in known if is_target(each.name, names)]
+        chosen = _chosen(names, base)
+        if chosen and (dropout or is_dora):
+            key = "dropout" if dropout else "dora"
+            raise ConfigError(
+                f"adapter.{key}: does not run with a parameter in adapter.target "
+                f"({_last_two(chosen[0].name)}), as in PEFT. Turn adapter.{key} off, or remove "
+                "the parameter."
+            )
+        adapted: list[LinearSize | ParameterSize] = [
+            *(each for each in known if is_target(each.name, names)),
+            *chosen,
+        ]
         width = max((min(each.inputs, each.outputs) for each in adapted), default=rank)
         if rank > width:
             raise ConfigError(
@@ -122,6 +170,7 @@ class AdaptedSpec(WrappedSpec):
             self.rank * (each.inputs + each.outputs) + each.outputs * self.is_dora
             for each in self._adapted()
         )
+        adapter += sum(map(self._adapter_size, self._adapted_parameters()))
         return adapter + self.base.task_head_size()
 
     def flops_per_token(self) -> int:
@@ -130,8 +179,7 @@ class AdaptedSpec(WrappedSpec):
         The base's weights get no gradient, so each weight of a matmul costs 4 FLOPs per token
         instead of 6.
         """
-        head = self.base.head_rows() * self.width() - self.base.task_head_size()
-        frozen = sum(each.inputs * each.outputs for each in self.linears()) + head
+        frozen = self.base.matmul_size() - self.base.task_head_size()
         trained = self.num_trainable_params() - self.base.task_head_size()
         return self.base.flops_per_token() - 2 * frozen + 6 * trained
 
@@ -227,6 +275,10 @@ class AdaptedSpec(WrappedSpec):
                 GradientSize(self.rank * each.outputs, "matrix"),
                 GradientSize(self.rank * each.inputs, "matrix"),
             ]
+        sizes += [
+            GradientSize(self._adapter_size(each), "matrix")
+            for each in reversed(self._adapted_parameters())
+        ]
         return tuple(sizes)
 
     def num_saved_params(self) -> int:
@@ -239,10 +291,58 @@ class AdaptedSpec(WrappedSpec):
         share = trained / max(1, self.num_params())
         beside = " on 4-bit linears" if self.is_quantized else ""
         kind = "DoRA" if self.is_dora else "LoRA"
+        experts = self.frozen_experts()
+        frozen = f"; {experts:,} parameters of experts stay frozen" if experts else ""
         return (
             f"{self.base.summary()}; {kind} of rank {self.rank} trains {trained:,} of them "
-            f"({share:.2%}){beside}"
+            f"({share:.2%}){beside}{frozen}"
+        )
+
+    def frozen_experts(self) -> int:
+        """Return the number of weights in experts without an adapter."""
+        adapted = [each for each in self._adapted() if each.is_expert]
+        stacks = [each for each in self._adapted_parameters() if each.is_expert]
+        linears = sum(each.inputs * each.outputs for each in adapted)
+        return self.expert_params() - linears - sum(each.elements() for each in stacks)
+
+    def note(self) -> str | None:
+        """Return how to adapt experts that stay frozen, or the base's note."""
+        adapted = self._adapted_parameters()
+        stacks = [
+            each
+            for each in self.parameters_beside_linears()
+            if each.is_expert and each not in adapted
+        ]
+        if not stacks:
+            return self.base.note()
+        target = ALL_LINEAR if self.targets is None else ",".join(self.targets)
+        names = ",".join(sorted(_short(stacks)))
+        return (
+            f"the adapter leaves {self.frozen_experts():,} parameters of experts frozen. To adapt "
+            f'them, set adapter.target = "{target},{names}"'
         )
 
     def _adapted(self) -> list[LinearSize]:
         return [each for each in self.linears() if is_target(each.name, self.targets)]
+
+    def _adapted_parameters(self) -> list[ParameterSize]:
+        return _chosen(self.targets, self.base)
+
+    def _adapter_size(self, parameter: ParameterSize) -> int:
+        return self.rank * parameter.stack * (parameter.inputs + parameter.outputs)
+
+
+def _chosen(names: tuple[str, ...] | None, base: ModelSpec) -> list[ParameterSize]:
+    """Return the parameters beside linears that get an adapter."""
+    others = base.parameters_beside_linears()
+    linears = (each.name for each in base.linears())
+    chosen = parameter_names(names, linears, (each.name for each in others))
+    return [each for each in others if is_parameter_target(each.name, chosen)]
+
+
+def _short(parameters: Iterable[ParameterSize]) -> set[str]:
+    return {_last_two(each.name) for each in parameters}
+
+
+def _last_two(path: str) -> str:
+    return ".".join(path.split(".")[-2:])

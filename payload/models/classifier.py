@@ -48,6 +48,10 @@ class ClassifierSpec(WrappedSpec):
         """
         return self.base.flops_per_token() - 6 * self.embedding_size()
 
+    def matmul_size(self) -> int:
+        """Return the weights in the matmuls of each token; the labels' head reads only one."""
+        return self.base.matmul_size() - self.embedding_size() + self.task_head_size()
+
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory: the memory of the base without logits."""
         whole = self.base.memory_bytes(setting)

@@ -58,6 +58,25 @@ class LinearSize:
     """Dotted path of the linear in the model, with this project's module names."""
     inputs: int
     outputs: int
+    is_expert: bool = False
+    """True for a linear of one expert in a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSize:
+    """A matrix outside the linears, or a stack of matrices, that an adapter can target by name."""
+
+    name: str
+    """Dotted path of the parameter in the model, with this project's module names."""
+    inputs: int
+    outputs: int
+    stack: int = 1
+    """Matrices in the stack: the experts of a layer."""
+    is_expert: bool = False
+
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return self.stack * self.inputs * self.outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +297,23 @@ class ModelSpec(ABC):
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the layers' linears in the order of the forward pass; empty if unknown."""
         return ()
+
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the other parameters that an adapter can target; empty if unknown."""
+        return ()
+
+    def expert_params(self) -> int:
+        """Return the number of weights in the experts of a mixture; 0 without experts."""
+        return 0
+
+    def has_known_modules(self) -> bool:
+        """Return whether the names of the modules are known, and not only those in the files."""
+        return bool(self.linears())
+
+    def matmul_size(self) -> int:
+        """Return the weights in the matmuls of each token, the output head included."""
+        linears = sum(each.inputs * each.outputs for each in self.linears())
+        return linears + self.head_rows() * self.width()
 
     def why_not_quantized(self) -> str | None:
         """Return why the layers' linears cannot have 4 bits, or None if they can."""

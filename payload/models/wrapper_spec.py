@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from payload.models.spec import LinearSize, ModelSpec
+from payload.models.spec import LinearSize, ModelSpec, ParameterSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,18 @@ class WrappedSpec(ModelSpec):
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the base's linears."""
         return self.base.linears()
+
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the base's other parameters that an adapter can target."""
+        return self.base.parameters_beside_linears()
+
+    def expert_params(self) -> int:
+        """Return the number of weights in the base's experts."""
+        return self.base.expert_params()
+
+    def has_known_modules(self) -> bool:
+        """Return whether the names of the base's modules are known."""
+        return self.base.has_known_modules()
 
     def why_not_quantized(self) -> str | None:
         """Return why the base's linears cannot have 4 bits, or None if they can."""

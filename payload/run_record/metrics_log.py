@@ -91,6 +91,8 @@ class StepMetrics:
     """End of the step by rank 0's clock."""
     ranks: RankTimes | None = None
     """Times of all ranks; with many ranks, only some rows contain these times."""
+    idle_experts: int | None = None
+    """Experts, over all layers, that received no token in this step; None = not a mixture."""
 
     def describe(self) -> str:
         """Return the text that the task adds to the log line of a step; empty by default."""
@@ -121,7 +123,10 @@ def perplexity(loss: float) -> float | None:
 
 def to_json_line(row: StepMetrics | EvalMetrics) -> str:
     """Return one line of metrics.jsonl with its newline. Raises ValueError for NaN or infinity."""
-    values = {name: value for name, value in asdict(row).items() if name != "ranks" or value}
+    values = asdict(row)
+    for name in ("ranks", "idle_experts"):
+        if values.get(name, 0) is None:
+            del values[name]
     return json.dumps(values, allow_nan=False) + "\n"
 
 

@@ -137,8 +137,12 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     model = _loaded_model(folder, config, task, world=world)
     model = task.adapt_model(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
+    if config.model.router == "freeze":
+        model.freeze_router()
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
+        if note := model.trained_spec().note():
+            log.info(f"note: {note}")
         if checkpoint is not None:
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:

@@ -185,7 +185,7 @@ class Trainer:
         self._report_step(self._accumulation)
         context.observer.before_update(self._step)
         context.optimizers.step()
-        mean_loss, stopping, rank_times, sums = self._agree(passes.loss)
+        mean_loss, stopping, rank_times, sums, experts = self._agree(passes.loss)
         self._step += 1
         self._next_sample += self._batch.global_batch_size
         self._tokens += passes.tokens
@@ -204,6 +204,7 @@ class Trainer:
             sync_time_s=passes.sync_time_s,
             rss_bytes=rss_bytes(),
             ranks=rank_times,
+            idle_experts=int((experts == 0).sum()) if len(experts) else None,
         )
         self._record(context.task.loss.step_row(row, sums, samples=self._batch.global_batch_size))
         return stopping
@@ -322,8 +323,13 @@ class Trainer:
         """Clip the gradients; return their norm before clipping."""
         return self._context.optimizers.clip(self._context.config.optimizer.grad_clip or math.inf)
 
-    def _agree(self, loss: torch.Tensor) -> tuple[float, bool, RankTimes | None, torch.Tensor]:
-        """Return mean loss, whether to stop, rank times and sums, which are equal on all ranks."""
+    def _agree(
+        self, loss: torch.Tensor
+    ) -> tuple[float, bool, RankTimes | None, torch.Tensor, torch.Tensor]:
+        """Return mean loss, whether to stop, rank times, sums and the tokens of each expert.
+
+        They are equal on all ranks.
+        """
         world, strategy = self._context.world, self._context.strategy
         own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(
@@ -331,11 +337,16 @@ class Trainer:
             dtype=torch.float64,
             device=world.device,
         )
-        sums = self._context.task.loss.take_sums().to(world.device)
-        shared = world.sum(torch.cat((shared, sums)))
-        total_loss, stopping, *seconds = shared[: len(shared) - len(sums)].tolist()
+        parts = [
+            shared,
+            self._context.task.loss.take_sums().to(world.device),
+            self._context.model.take_expert_tokens().to(world.device),
+        ]
+        lengths = [len(each) for each in parts]
+        shared, sums, experts = world.sum(torch.cat(parts)).split(lengths)
+        total_loss, stopping, *seconds = shared.tolist()
         mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)
-        return mean, stopping > 0, times, shared[len(shared) - len(sums) :]
+        return mean, stopping > 0, times, sums, experts
 
     def _require_finite(self, **found: float) -> None:
         if all(map(math.isfinite, found.values())):

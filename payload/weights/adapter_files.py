@@ -59,6 +59,7 @@ class _Config:
     bias: str = "none"
     init_lora_weights: bool | str | None = True
     target_modules: Any = None
+    target_parameters: Any = None
     modules_to_save: tuple[str, ...] | None = None
 
 
@@ -167,7 +168,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             rank=found.r,
             alpha=found.lora_alpha,
             dropout=found.lora_dropout,
-            target=_target(found.target_modules, path),
+            target=_target(found.target_modules, found.target_parameters, path),
             rslora=found.use_rslora,
             dora=found.use_dora,
         ),
@@ -178,11 +179,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def render_adapter_config(
-    config: AdapterConfig, *, modules: list[str], transposed: bool
+    config: AdapterConfig, *, modules: list[str], parameters: list[str], transposed: bool
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `modules` are the names of the target linears. `transposed` is True if transformers stores the
+    `modules` are the names of the target linears, and `parameters` those of other targets.
+    `transposed` is True if transformers stores the
     weights of these linears as (in, out).
     """
     settings = config.settings
@@ -195,6 +197,7 @@ def render_adapter_config(
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "target_modules": modules,
+        **({"target_parameters": parameters} if parameters else {}),
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "bias": "none",
@@ -208,14 +211,20 @@ def _is_target_name(name: object) -> bool:
     return isinstance(name, str) and name != ALL_LINEAR and bool(re.fullmatch(r"[\w.-]+", name))
 
 
-def _target(raw: object, path: Path) -> str:
-    """Return the value of `adapter.target` for PEFT's target_modules, a list or `all-linear`."""
-    if raw == ALL_LINEAR:
-        return ALL_LINEAR
+def _target(modules: object, parameters: object, path: Path) -> str:
+    """Return the value of `adapter.target` for PEFT's target_modules, a list or `all-linear`, and
+    its list target_parameters."""
+    names = parameters or []
+    if not isinstance(names, list) or not all(map(_is_target_name, names)):
+        raise CheckpointError(
+            f"{path}: target_parameters = {shown(parameters)} is not a list of names. {_FIX}"
+        )
+    if modules == ALL_LINEAR:
+        return ",".join([ALL_LINEAR, *names])
     # PEFT compares names as they are, but `adapter.target` separates them by commas and blanks.
-    if isinstance(raw, list) and raw and all(map(_is_target_name, raw)):
-        return ",".join(raw)
+    if isinstance(modules, list) and modules + names and all(map(_is_target_name, modules)):
+        return ",".join([*modules, *names])
     raise CheckpointError(
-        f"{path}: target_modules = {shown(raw)} is not a list of names. Patterns are not "
+        f"{path}: target_modules = {shown(modules)} is not a list of names. Patterns are not "
         f"supported. {_FIX}"
     )

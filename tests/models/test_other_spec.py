@@ -77,6 +77,18 @@ def test_head_layers_and_embeddings_are_in_the_order_of_the_backward_pass(tmp_pa
     assert sizes[-1].elements == spec_of(tmp_path).embedding_size() == 200 * 64
 
 
+def test_a_dense_config_of_a_family_of_mixtures_has_no_experts() -> None:
+    raw = {"model_type": "granitemoehybrid", **SIZES}
+    spec = read({**raw, "num_local_experts": 0, "num_experts_per_tok": 0}, where="config.json")
+    assert (spec.experts, spec.active_share) == (0, 1.0)
+
+
+def test_a_saved_buffer_is_no_parameter() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"model.layers.0.layer_scalar": (1,)}
+    spec = read({"model_type": "gemma4_text", **SIZES}, where="config.json").with_tensors(shapes)
+    assert spec.num_params() == 0
+
+
 def test_without_weights_it_says_that_it_does_not_know() -> None:
     spec = read({"model_type": "olmo2", **SIZES}, where="config.json")
     assert (spec.num_layers(), spec.num_heads(), spec.width(), spec.context()) == (2, 4, 64, 300)

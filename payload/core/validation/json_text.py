@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import typing
+from collections.abc import Callable
 from typing import Any
 
 from payload.core.errors import ConfigError, TileforgeError
@@ -21,20 +22,21 @@ def parse_json(
     fix: str = "",
     error: type[TileforgeError] = ConfigError,
     huge_integers: bool = False,
+    constants: Callable[[str], Any] | None = None,
 ) -> Any:
     """Return the JSON value in `text`.
 
     `where` names the origin in messages, `fix` is the sentence with the remedy. With
     `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as an
-    integer). Raises `error` also for NaN and infinity, integers beyond 64 bits, numbers that
-    overflow, deep nesting and lone surrogates. Python's parser accepts these, or raises other
-    exceptions.
+    integer). `constants` maps NaN, Infinity and -Infinity to values; None = they are errors. Raises
+    `error` also for integers beyond 64 bits, numbers that overflow, deep nesting and lone
+    surrogates. Python's parser accepts these, or raises other exceptions.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
             decoded,
-            parse_constant=_refuse_constant,
+            parse_constant=constants or _refuse_constant,
             parse_int=_any_int if huge_integers else _bounded_int,
             parse_float=_finite_float,
         )

@@ -19,12 +19,19 @@ from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
 from payload.models.quantized.weight_headers import weight_headers
-from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
+from payload.models.spec import (
+    PROCESS_BYTES,
+    GradientSize,
+    LinearSize,
+    ModelSpec,
+    ParameterSize,
+    RankSetting,
+)
 from payload.models.transformers.causal_types import CAUSAL_TYPES
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
-    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias)\Z"
+    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias|\.layer_scalar)\Z"
 )
 _HEAD = re.compile(r"(\A|\.)(lm_head|embed_out)\.weight\Z")
 _EMBEDDING = re.compile(r"(\A|[._])(embed\w*|\w*embeddings?|wte|wpe)(\.\w+)*\.weight\Z")
@@ -38,6 +45,8 @@ _RECURRENT = re.compile(
     r"(\A|[._])(A_log|a_log|ssm\w*|mamba|linear_attn|time_decay|recurrent_block)(\.|\Z)"
 )
 _NUMBER = re.compile(r"\.(\d+)\.")
+_FUSED_OUTPUT = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+_ROUTER = re.compile(r"\.(gate|router|wg)\.weight\Z")
 
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -71,8 +80,9 @@ class _Config:
     head_dim: int | None = checked(None, low=1, high=2**14)
     value_dim: int | None = checked(None, low=1, high=2**14)
     context: int | None = checked(None, low=1, high=2**30)
-    experts: int | None = checked(None, low=1, high=2**16)
-    active_experts: int | None = checked(None, low=1, high=2**16)
+    # 0 in the config of a dense model of a family that also has mixtures.
+    experts: int | None = checked(None, low=0, high=2**16)
+    active_experts: int | None = checked(None, low=0, high=2**16)
     tie_word_embeddings: bool | None = None
     qk_nope_head_dim: int | None = checked(None, low=0, high=2**14)
     qk_rope_head_dim: int | None = checked(None, low=0, high=2**14)
@@ -93,6 +103,14 @@ class Counts:
     recurrent: str | None
     """Name of a tensor in a recurrence, whose operations are not counted; None = no recurrence."""
     gradients: tuple[GradientSize, ...]
+    experts: int
+    """Weights of all experts."""
+    linears: tuple[LinearSize, ...]
+    """The layers' linears, by the names in the files or, once it is built, in the module."""
+    others: tuple[ParameterSize, ...] = ()
+    """Other matrices of the module, and stacks of matrices; empty before the module is built."""
+    has_modules: bool = False
+    """True once the module is built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +202,26 @@ class OtherSpec(ModelSpec):
         """Return the elements of the token embedding."""
         return self.counts.embedding if self.counts else self.vocab_size * self.width()
 
+    def linears(self) -> tuple[LinearSize, ...]:
+        """Return the layers' linears; before the module is built, by the names in the files."""
+        return self.counts.linears if self.counts else ()
+
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the other parameters that an adapter can target; empty without the module."""
+        return self.counts.others if self.counts else ()
+
+    def expert_params(self) -> int:
+        """Return the number of weights in the experts."""
+        return self.counts.experts if self.counts else 0
+
+    def has_known_modules(self) -> bool:
+        """Return whether the names are those of the built module."""
+        return self.counts is not None and self.counts.has_modules
+
+    def matmul_size(self) -> int:
+        """Return the weights in the matmuls of each token; of the experts, the active ones."""
+        return self._known().multiplying
+
     def is_counted(self) -> bool:
         """Return whether the tensors are counted."""
         return self.counts is not None
@@ -192,6 +230,13 @@ class OtherSpec(ModelSpec):
         """Return the same model with its tensors counted; `shapes` maps names to shapes."""
         tied = bool(self.tie_word_embeddings)
         return replace(self, counts=_count(shapes, self, tied=tied))
+
+    def with_modules(
+        self, linears: tuple[LinearSize, ...], others: tuple[ParameterSize, ...]
+    ) -> OtherSpec:
+        """Return the same model with the linears and other matrices of its module."""
+        counts = replace(self._known(), linears=linears, others=others, has_modules=True)
+        return replace(self, counts=counts)
 
     def _known(self) -> Counts:
         if self.counts is None:
@@ -316,7 +361,7 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
     for name, shape in weights.items():
         if not _is_matrix(name, shape) or name in embeddings:
             continue
-        share = spec.active_share if _is_of_experts(name, shape, spec.experts) else 1.0
+        share = spec.active_share if is_of_experts(name, shape, spec.experts) else 1.0
         multiplying += math.prod(shape) * share
         if name not in heads:
             stack = math.prod(shape[:-2])
@@ -331,6 +376,18 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
         attention_layers=len({found[1] for found in map(_ATTENTION.search, weights) if found}),
         recurrent=next(filter(_RECURRENT.search, weights), None),
         gradients=_in_backward_order(weights, heads, embeddings),
+        experts=sum(
+            math.prod(shape)
+            for name, shape in weights.items()
+            if is_of_experts(name, shape, spec.experts)
+        ),
+        linears=tuple(
+            LinearSize(name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
+            for name, shape in weights.items()
+            if _is_linear(name, shape, spec.experts)
+            and name not in (*heads, *embeddings)
+            and is_adaptable(spec.model_type, name.removesuffix(".weight"))
+        ),
     )
 
 
@@ -352,9 +409,29 @@ def _in_backward_order(
     return tuple(each for _, _, each in sorted(found, key=lambda each: each[:2]))
 
 
-def _is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
+def is_of_experts(name: str, shape: tuple[int, ...], experts: int) -> bool:
     """Return whether a tensor belongs to experts: by its name, or as a stack of matrices."""
     return bool(_EXPERTS.search(name)) or (experts > 1 and len(shape) == 3 and shape[0] == experts)
+
+
+def is_adaptable(model_type: str, linear: str) -> bool:
+    """Return whether an adapter on the linear at this path has an effect, as in PEFT.
+
+    The kernels of some recurrent layers read the weight of `out_proj` without calling the module.
+    Source: PEFT, tuners/tuners_utils.py, `_check_lora_target_modules_mamba`.
+    """
+    return model_type not in _FUSED_OUTPUT or linear.rpartition(".")[2] != "out_proj"
+
+
+def _is_linear(name: str, shape: tuple[int, ...], experts: int) -> bool:
+    """Return whether a tensor is probably the weight of a layer's linear.
+
+    transformers keeps the experts of a layer in one parameter, and most routers are no linears.
+    """
+    if len(shape) != 2 or not name.endswith(".weight") or not _NUMBER.search(name):
+        return False
+    is_router = bool(_ROUTER.search(name)) and shape[0] == experts
+    return not is_router and not is_of_experts(name, shape, experts)
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:

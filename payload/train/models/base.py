@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from payload.config.training_sections import AdapterSection
-from payload.core.errors import CheckpointError
+from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.kernels import Kernels
 from payload.models.adapter import AdaptedSpec
-from payload.models.spec import ModelSpec, RankSetting
+from payload.models.spec import ModelSpec, ParameterSize, RankSetting
 from payload.train.models import chunked_loss
 from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, SplitHead
 from payload.train.models.quantized import QuantizedLinear
@@ -237,6 +237,41 @@ class CausalLM(SplitModule, ABC):
         """Return the paths of the layers' linears, grouped as the kernels join them."""
         return []
 
+    def is_adaptable(self, linear: str) -> bool:
+        """Return whether the linear at this path can have an adapter, or can have 4 bits."""
+        del linear
+        return True
+
+    def peft_reads_as_expert(self, linear: str) -> bool:
+        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        del linear
+        return False
+
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the parameters outside the linears that an adapter can target."""
+        return self.spec.parameters_beside_linears()
+
+    def head_changed(self) -> None:
+        """Adjust to an output head that got or lost an adapter."""
+
+    def router_loss(self) -> Tensor | None:
+        """Return the balancing loss of a mixture's routers in the last forward pass, or None."""
+        return None
+
+    def take_expert_tokens(self) -> Tensor:
+        """Return the tokens of each expert in training since the last call, float64 on the CPU.
+
+        The result is empty for a model without experts.
+        """
+        return torch.zeros(0, dtype=torch.float64)
+
+    def freeze_router(self) -> None:
+        """Do not train the routers of a mixture. Raises ConfigError for any other model."""
+        raise ConfigError(
+            f'model.router = "freeze": model_type = {self.spec.model_type!r} has no router. Set '
+            'model.router to "auto".'
+        )
+
     def hf_name(self, module: str) -> str:
         """Return transformers' path of this model's module `module`."""
         return module
@@ -307,12 +342,14 @@ class CausalLM(SplitModule, ABC):
     ) -> Tensor:
         """Return the mean cross entropy over the targets, or the result of `objective`, a scalar.
 
+        The result includes the routers' balancing loss, if config.json requests this loss.
         On a pipeline stage before the last one, return the activations for the next stage.
         Tokens and targets are (B, T) int64 within the vocabulary, `starts` as in `hidden`, and
         `more` are further inputs of the objective.
         """
         if self.objective is not None:
-            return self.objective(self._token_losses(tokens, targets, starts), targets, *more)
+            losses = self._token_losses(tokens, targets, starts)
+            return self._balanced(self.objective(losses, targets, *more))
         hidden = self.hidden(tokens, starts=starts)
         if self.stage is not None and not self.stage.is_last():
             return hidden
@@ -320,7 +357,11 @@ class CausalLM(SplitModule, ABC):
             # Only the answers have targets: the head computes only those positions.
             chosen = targets != IGNORED_TARGET
             hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
-        return self._head_loss().mean_loss(hidden, targets)
+        return self._balanced(self._head_loss().mean_loss(hidden, targets))
+
+    def _balanced(self, loss: Tensor) -> Tensor:
+        balance = self.router_loss()
+        return loss if balance is None else loss + balance
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

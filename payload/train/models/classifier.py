@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.models.classifier import ClassifierSpec
+from payload.models.spec import ParameterSize
 from payload.train.losses.classification import Classification
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors
@@ -135,6 +137,28 @@ class Classifier(CausalLM):
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Return the paths of the body's linears."""
         return [tuple(f"{_BODY}{path}" for path in paths) for paths in self.body.joined_linears()]
+
+    def take_expert_tokens(self) -> Tensor:
+        """Return the tokens of each expert of the body."""
+        return self.body.take_expert_tokens()
+
+    def freeze_router(self) -> None:
+        """Do not train the body's routers. Raises ConfigError for a body without routers."""
+        self.body.freeze_router()
+
+    def is_adaptable(self, linear: str) -> bool:
+        """Return whether the body's linear at this path can have an adapter."""
+        return self.body.is_adaptable(linear)
+
+    def peft_reads_as_expert(self, linear: str) -> bool:
+        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        return self.body.peft_reads_as_expert(linear)
+
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the body's parameters that an adapter can target; the head is dropped."""
+        kept = {name for name, _ in self.body.named_parameters()}
+        found = [each for each in self.body.parameters_beside_linears() if each.name in kept]
+        return tuple(replace(each, name=f"{_BODY}{each.name}") for each in found)
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""

@@ -9,17 +9,27 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
 from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.kernels.linears import make_adjacent
-from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
+from payload.models.adapter import (
+    ALL_LINEAR,
+    AdaptedSpec,
+    is_parameter_target,
+    is_target,
+    parameter_names,
+    scale,
+    target_names,
+)
+from payload.models.spec import ParameterSize
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors
 from payload.train.models.quantized import (
@@ -150,19 +160,83 @@ class QuantizedLoraLinear(LoraLinear):
         return self.linear.dequantized(torch.float32), self.linear.bias
 
 
+class LoraParameters(nn.Module):
+    """A module with adapters on parameters that are no linears: `parameter + scale * B A`.
+
+    A stack of matrices, as of a layer's experts, has one adapter for each matrix.
+    """
+
+    def __init__(self, base_layer: nn.Module, settings: AdapterSection) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.rank = settings.rank
+        self.scale = scale(rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
+        self.lora_A = nn.ParameterDict()
+        self.lora_B = nn.ParameterDict()
+
+    def adapt(self, name: str, size: ParameterSize) -> None:
+        """Add an adapter to the parameter `name` of the module, initialised as in PEFT."""
+        first = torch.empty(size.stack * self.rank, size.inputs)
+        nn.init.kaiming_uniform_(first, a=math.sqrt(5))
+        self.lora_A[name] = nn.Parameter(first)
+        self.lora_B[name] = nn.Parameter(torch.zeros(size.outputs, self.rank * size.stack))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module, which its surroundings may read."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_layer"), name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Compute the module with the adapted parameters."""
+        changed = {
+            name: self.base_layer.get_parameter(name) + self.delta(name) for name in self.lora_A
+        }
+        return functional_call(self.base_layer, changed, args, options)
+
+    def delta(self, name: str) -> Tensor:
+        """Return the adapter's change of a parameter, in its shape and dtype.
+
+        Source of the layout: PEFT, tuners/lora/layer.py, `ParamWrapper`.
+        """
+        parameter = self.base_layer.get_parameter(name)
+        with torch.autocast(parameter.device.type, enabled=False):
+            first = self.lora_A[name].unflatten(0, (-1, self.rank))
+            second = self.lora_B[name].unflatten(1, (self.rank, -1)).permute(2, 0, 1)
+            change = self.scale * (second @ first)
+        if parameter.dim() == 3 and getattr(self.base_layer, "is_transposed", False):
+            change = change.transpose(1, 2)
+        return change.reshape(parameter.shape).to(parameter.dtype)
+
+    def merge(self) -> nn.Module:
+        """Return the module with the adapters merged into its parameters."""
+        for name in self.lora_A:
+            with torch.no_grad():
+                self.base_layer.get_parameter(name).add_(self.delta(name))
+        return self.base_layer
+
+
 def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
-    """Freeze `model` and add an adapter to each target linear.
+    """Freeze `model` and add an adapter to each target linear and parameter.
 
     Raises ConfigError for a target that the model lacks.
     """
-    AdaptedSpec.of(model.spec, rank=settings.rank, target=settings.target)
+    AdaptedSpec.of(
+        model.spec,
+        rank=settings.rank,
+        target=settings.target,
+        dropout=settings.dropout,
+        is_dora=settings.dora,
+    )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for parameter in model.trained_beside_adapter().values():
         parameter.requires_grad_(True)
     names = target_names(settings.target)
     torch.manual_seed(seed)
-    for path in _layer_linears(model):
+    linears = _layer_linears(model)
+    for path in linears:
         if is_target(path, names):
             linear = model.get_submodule(path)
             assert isinstance(linear, nn.Linear | QuantizedLinear)
@@ -170,7 +244,18 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
             plain = DoraLinear if settings.dora else LoraLinear
             adapted = (QuantizedLoraLinear if is_quantized else plain)(linear, settings)
             model.set_submodule(path, adapted)
+    others = model.parameters_beside_linears()
+    chosen = parameter_names(names, linears, (each.name for each in others))
+    for each in others:
+        if is_parameter_target(each.name, chosen):
+            path, _, name = each.name.rpartition(".")
+            module = model.get_submodule(path)
+            if not isinstance(module, LoraParameters):
+                module = LoraParameters(module, settings)
+                model.set_submodule(path, module)
+            module.adapt(name, each)
     model.adapter = settings
+    model.head_changed()
 
 
 def quantize_base(model: CausalLM) -> None:
@@ -254,9 +339,12 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
     config = AdapterConfig(
         settings=model.adapter, base=source, revision=revision, modules_to_save=beside
     )
-    names = target_names(model.adapter.target) or tuple(_last_names(model))
+    modules, parameters = _peft_targets(model, model.adapter)
     content = render_adapter_config(
-        config, modules=list(names), transposed=model.transposes_linears()
+        config,
+        modules=modules,
+        parameters=parameters,
+        transposed=model.transposes_linears(),
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if beside:
@@ -308,16 +396,70 @@ def merge_adapter(model: CausalLM) -> None:
         if bias is not None:
             merged.bias = bias
         model.set_submodule(path, merged)
+    for path, each in list(model.named_modules()):
+        if isinstance(each, LoraParameters):
+            model.set_submodule(path, each.merge())
     dequantize(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model.adapter = None
+    model.head_changed()
 
 
-def _last_names(model: CausalLM) -> list[str]:
-    """Return the last path part of each linear with an adapter, for PEFT's `target_modules`."""
-    paths = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
-    return sorted({model.hf_name(path).rpartition(".")[2] for path in paths})
+def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str], list[str]]:
+    """Return PEFT's `target_modules` and `target_parameters` of the model's adapter."""
+    names = target_names(settings.target)
+    others = tuple(each.name for each in model.parameters_beside_linears())
+    linears = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
+    parameters = list(parameter_names(names, linears, others))
+    modules = [each for each in names or () if each not in (ALL_LINEAR, *parameters)]
+    if names is None or ALL_LINEAR in names:
+        modules = _module_names(model)
+    for name in modules:
+        # PEFT supports no dropout on a parameter.
+        is_plain = not settings.dropout and not settings.dora
+        if is_plain and model.peft_reads_as_expert(name):
+            parameters.append(f"{name}.weight")
+        elif name.endswith(".weight"):
+            parameters.append(name)
+    modules = [each for each in modules if not {each, f"{each}.weight"} & set(parameters)]
+    return modules, parameters
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether the module is a linear, and no subclass that returns more, as some routers."""
+    if isinstance(module, QuantizedLinear):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    if type(module).forward is nn.Linear.forward:
+        return True
+    with torch.no_grad():
+        weight = module.weight
+        zeros = torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device)
+        return isinstance(module(zeros), Tensor)
+
+
+def _module_names(model: CausalLM) -> list[str]:
+    """Return names for the linears with an adapter that fit no other module, for PEFT's
+    `target_modules`.
+
+    A name is the last part of the path, or more parts if necessary: `projections.0` fits no layer.
+    """
+    adapted: list[str] = []
+    others: set[str] = set()
+    for path, module in model.named_modules():
+        parts = model.hf_name(path).split(".")
+        if isinstance(module, LoraLinear):
+            adapted.append(".".join(parts))
+        else:
+            others.update(".".join(parts[first:]) for first in range(len(parts)))
+    names: set[str] = set()
+    for whole in adapted:
+        parts = whole.split(".")
+        endings = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        names.add(next((each for each in endings if each not in others), whole))
+    return sorted(names)
 
 
 def _layer_linears(model: CausalLM) -> list[str]:
@@ -327,6 +469,8 @@ def _layer_linears(model: CausalLM) -> list[str]:
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | QuantizedLinear)
+        and is_plain_linear(module)
+        and model.is_adaptable(name)
         and module.weight is not head
         and not any(module.weight is each for each in beside)
         and not name.endswith("lm_head")
@@ -341,6 +485,12 @@ def _adapter_parts(model: CausalLM) -> Iterator[tuple[str, str, Tensor]]:
             yield path, "lora_B.weight", module.lora_B
         if isinstance(module, DoraLinear):
             yield path, "lora_magnitude_vector", module.lora_magnitude_vector
+        if isinstance(module, LoraParameters):
+            # PEFT nests one wrapper for each parameter; the last parameter's is the outermost.
+            for depth, name in enumerate(reversed(list(module.lora_A))):
+                nested = path + ".base_layer" * depth
+                yield nested, "lora_A.weight", module.lora_A[name]
+                yield nested, "lora_B.weight", module.lora_B[name]
 
 
 def _peft_name(model: CausalLM, path: str, part: str) -> str:

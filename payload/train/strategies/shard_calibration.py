@@ -58,7 +58,9 @@ class ShardingSetup:
 def layer_blocks(spec: ModelSpec) -> tuple[int, ...]:
     """Return the number of elements of each matrix of a layer, scaled down to a total limit."""
     linears = spec.linears()
-    blocks = [each.inputs * each.outputs for each in linears[: len(linears) // spec.num_layers()]]
+    blocks = [
+        each.inputs * each.outputs for each in linears[: len(linears) // max(1, spec.num_layers())]
+    ]
     scale = min(1.0, _MOST_ELEMENTS / max(1, sum(blocks)))
     return tuple(int(each * scale) for each in blocks) or _TYPICAL_BLOCKS
 

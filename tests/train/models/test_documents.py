@@ -17,6 +17,7 @@ from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.models.registry import spec_of
 from payload.train.families.transformers.model import TransformersLM
+from payload.train.families.transformers.probes import document_leak, mixes_documents
 from payload.train.models.base import CausalLM
 from payload.train.models.loading import build
 from payload.train.models.lora import add_adapter
@@ -158,6 +159,44 @@ def test_an_adapter_is_trained_on_documents_alike(name: str) -> None:
         torch.testing.assert_close(
             model.token_losses(*batch), one_by_one(model, batch), atol=1e-5, rtol=1e-5
         )
+
+
+MIXTURES = ["mixtral", "qwen2_moe", "granitemoe"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("fast", [False, True], ids=["fp32", "bf16"])
+def test_rounding_in_the_matmuls_of_experts_is_no_leak(name: str, fast: bool) -> None:
+    for seed in range(3):
+        with bf16() if fast else nullcontext():
+            assert not mixes_documents(mixture(name, seed).module)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("name", MIXTURES)
+def test_no_seed_s_rounding_is_a_leak(name: str) -> None:
+    leaks = [document_leak(mixture(name, seed).module) for seed in range(40)]
+    assert max(leaks) < 1e-5
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("fast", [False, True], ids=["fp32", "bf16"])
+def test_a_small_leak_in_one_layer_of_a_mixture_is_found(name: str, fast: bool) -> None:
+    model = mixture(name, seed=0)
+
+    def leak(_: object, __: object, made: Any) -> Any:
+        hidden = made[0] if isinstance(made, tuple) else made
+        hidden += 1e-3 * hidden[:, :1]
+        return made
+
+    model.layers()[1].register_forward_hook(leak)
+    with bf16() if fast else nullcontext():
+        assert mixes_documents(model.module)
+
+
+def mixture(name: str, seed: int) -> TransformersLM:
+    torch.manual_seed(seed)
+    return TransformersLM(spec_of(CASES[name], where="config.json"))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom"])

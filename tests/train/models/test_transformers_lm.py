@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
 from payload.core.errors import CheckpointError
+from payload.formats.hf_folder import read_config
 from payload.models.registry import spec_of
 from payload.train.families.transformers.from_config import module_config
 from payload.train.families.transformers.model import TransformersLM
@@ -135,6 +137,27 @@ def test_code_in_the_models_folder_never_runs(tmp_path: Path) -> None:
     assert type(model).__name__ == "TransformersLM"
     assert "auto_map" not in model.hf_config()
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("infinity", ["Infinity", '{"__float__": "Infinity"}'])
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1"])
+def test_a_config_with_infinity_as_transformers_writes_it_is_read_and_saved(
+    kind: str, infinity: str, tmp_path: Path
+) -> None:
+    raw = small(kind, time_step_limit=[0.0, "LIMIT"], num_hidden_layers=1, num_local_experts=0)
+    raw |= {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 128,
+        "shared_intermediate_size": 8,
+    }
+    text = json.dumps(raw).replace('"LIMIT"', infinity)
+    (tmp_path / "config.json").write_text(text)
+    model = built(read_config(tmp_path))
+    assert model.module.config.time_step_limit == (0.0, math.inf)
+    written = json.dumps(model.hf_config(), allow_nan=False)
+    (tmp_path / "config.json").write_text(written)
+    assert AutoConfig.from_pretrained(tmp_path).time_step_limit == (0.0, math.inf)
 
 
 def test_a_config_that_our_decoder_does_not_know_falls_back_and_says_so() -> None:

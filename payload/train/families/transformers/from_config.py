@@ -11,6 +11,7 @@ import torch
 
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
+from payload.formats.hf_folder import FLOAT_TAG
 from payload.models.spec import ModelSpec
 from payload.train.families.transformers.probes import first_line, require_causal
 from payload.train.models.hf_layout import without_code
@@ -20,6 +21,8 @@ _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 _Config = Any
 """transformers.PreTrainedConfig."""
+
+_TAGGED = ("NaN", "Infinity", "-Infinity")
 
 
 def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
@@ -59,7 +62,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
             "Use a model that transformers builds from its own code."
         )
     try:
-        config = CONFIG_MAPPING[name].from_dict(without_code(raw))
+        config = CONFIG_MAPPING[name].from_dict(_with_floats(without_code(raw)))
     except Exception as error:  # Each family raises its own errors for invalid fields.
         raise CheckpointError(
             f"{where}: transformers rejects this config ({first_line(error)}). Correct config.json."
@@ -68,6 +71,15 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float):
             setattr(config, key, type(value)(dropout) if value in (True, False) else dropout)
     return config
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of config.json with NaN and infinity instead of their tags."""
+    if isinstance(value, Mapping):
+        if set(value) == {FLOAT_TAG} and value[FLOAT_TAG] in _TAGGED:
+            return float(value[FLOAT_TAG])
+        return {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def module_class(config: _Config) -> Any:

@@ -8,6 +8,7 @@ the input, C width, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.models.spec import ModelSpec
+from payload.models.spec import LinearSize, ModelSpec, ParameterSize
+from payload.models.transformers.spec import OtherSpec, is_adaptable, is_of_experts
 from payload.train.families.transformers.from_config import (
     build_module,
     raw_config,
@@ -28,6 +30,7 @@ from payload.train.families.transformers.probes import (
     require_causal,
     why_not_plain,
 )
+from payload.train.families.transformers.router import RouterLoss, TokenCounts, router_parameters
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import (
     load_named,
@@ -35,12 +38,16 @@ from payload.train.models.hf_layout import (
     require_weight,
     saved_config,
 )
+from payload.train.models.lora import LoraParameters, is_plain_linear
 from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.tensors.lazy_tensors import DeferredTensor, PlannedTensors
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 
+_EXPERT_LINEARS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Source: PEFT, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`."""
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ADAPTER_PARTS = (".lora_A", ".lora_B", ".lora_magnitude_vector")
 # Buffers saved by old releases.
 _UNUSED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
@@ -86,13 +93,21 @@ class TransformersLM(CausalLM):
         super().__init__(_counted(spec, module), dropout=dropout)
         self._reason = reason
         self.module = module
-        self._not_plain = why_not_plain(self.module)
+        self._base_not_plain = self._not_plain = why_not_plain(self.module)
+        self._watch_routers()
         self._mixes_documents: bool | None = None
         self._keeps_tokens = not _has_key_value_cache(self.module)
         self._matrices = frozenset(_hidden_matrices(self.module))
+        self.spec = _with_modules(self.spec, self.module)
         self._dropped: tuple[str, ...] = ()
         """The output head's tensors, if it was removed."""
         self._draws = draws_in_training(self.module) if not dropout else True
+
+    def head_changed(self) -> None:
+        """Compute the loss from the logits while the head has an adapter."""
+        self._not_plain = self._base_not_plain
+        if not self._dropped and type(self._head()) is LoraParameters:
+            self._not_plain = self._not_plain or "the head has an adapter"
 
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
@@ -122,10 +137,35 @@ class TransformersLM(CausalLM):
         return self._run(tokens, past_key_values=cache.kept, use_cache=True)
 
     def _run(self, tokens: Tensor, **options: Any) -> Tensor:
-        if self._not_plain is None or self._dropped:
-            made = self.module.base_model(input_ids=tokens, return_dict=True, **options)
-            return cast(Tensor, made.last_hidden_state)
-        return cast(Tensor, self.module(input_ids=tokens, return_dict=True, **options).logits)
+        is_plain = self._not_plain is None or bool(self._dropped)
+        balances = self._router_loss.is_on() and torch.is_grad_enabled() and not self._dropped
+        if balances:
+            options["output_router_logits"] = True
+        called = self.module.base_model if is_plain else self.module
+        made = called(input_ids=tokens, return_dict=True, **options)
+        if balances:
+            self._router_loss.keep(made)
+        return cast(Tensor, made.last_hidden_state if is_plain else made.logits)
+
+    def _watch_routers(self) -> None:
+        self._router_loss = RouterLoss(self.module)
+        self._token_counts = TokenCounts(self.module, experts=_experts(self.spec))
+
+    def router_loss(self) -> Tensor | None:
+        """Return the weighted balancing loss of the last forward pass's routers, or None."""
+        return self._router_loss.take()
+
+    def take_expert_tokens(self) -> Tensor:
+        """Return the tokens of each expert in training since the last call."""
+        return self._token_counts.take()
+
+    def freeze_router(self) -> None:
+        """Do not train the routers. Raises ConfigError for a model without routers."""
+        found = router_parameters(self.module, experts=_experts(self.spec))
+        if not found:
+            super().freeze_router()
+        for parameter in found:
+            parameter.requires_grad_(False)
 
     def draws_masks(self) -> bool:
         """Return whether training draws random numbers: for dropout or in a router."""
@@ -207,6 +247,19 @@ class TransformersLM(CausalLM):
         """Return the modules of the classes in `_no_split_modules`; the list may be empty."""
         names = set(getattr(self.module, "_no_split_modules", None) or ())
         return [each for each in self.module.modules() if type(each).__name__ in names]
+
+    def is_adaptable(self, linear: str) -> bool:
+        """Return whether the linear at this path can have an adapter."""
+        return is_adaptable(self.spec.model_type, linear)
+
+    def peft_reads_as_expert(self, linear: str) -> bool:
+        """Return whether PEFT takes the name of this linear for the linears of experts.
+
+        PEFT converts adapters of older releases of transformers, which had no fused experts.
+        """
+        others = self.parameters_beside_linears()
+        has_fused = any(each.name.endswith("experts.gate_up_proj") for each in others)
+        return has_fused and linear.rpartition(".")[2] in _EXPERT_LINEARS
 
     def is_hidden_matrix(self, name: str) -> bool:
         """Return whether the parameter `name` is a layer's matrix."""
@@ -301,6 +354,7 @@ class TransformersLM(CausalLM):
                     "with the model's config.json and all its weight files."
                 )
         self.module = loaded.train(self.module.training)
+        self._watch_routers()
 
     def speed_notes(self) -> list[str]:
         """Return one line for each part that runs without the requested kernels, and why."""
@@ -309,6 +363,11 @@ class TransformersLM(CausalLM):
             notes.append(f"the loss keeps all logits in memory: {self._not_plain}")
         if self._draws and not self.dropout:
             notes.append("training draws random numbers (a sampling router), by model and seed")
+        if self._router_loss.is_on():
+            notes.append(
+                "the loss includes the routers' balancing loss (output_router_logits), times "
+                f"router_aux_loss_coef = {self._router_loss.coefficient():g}"
+            )
         if self._keeps_tokens:
             notes.append("generation recomputes every token: the model has no key-value cache")
         return notes
@@ -335,6 +394,45 @@ def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
     if spec.is_counted():
         return spec
     return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
+
+
+def _with_modules(spec: ModelSpec, module: _Module) -> ModelSpec:
+    """Return the spec with the module's linears, and the other parameters that PEFT can adapt."""
+    if not isinstance(spec, OtherSpec):
+        return spec
+    head, tied = module.get_output_embeddings(), module.all_tied_weights_keys
+    linears, others = [], []
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear) and part is not head:
+            if not is_plain_linear(part) or not is_adaptable(spec.model_type, path):
+                continue
+            outputs, inputs = part.weight.shape
+            expert = is_of_experts(path, (outputs, inputs), spec.experts)
+            linears.append(LinearSize(f"module.{path}", inputs, outputs, is_expert=expert))
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            shape, full = tuple(parameter.shape), f"{path}.{name}"
+            is_matrix = len(shape) in (2, 3) and not name.endswith("bias")
+            # A change of a tied weight would also change the other weight.
+            if not is_matrix or isinstance(part, _CONVOLUTIONS) or full in {*tied, *tied.values()}:
+                continue
+            # As in PEFT: most stacks of experts are (experts, out, in).
+            is_transposed = len(shape) == 3 and getattr(part, "is_transposed", False)
+            inputs, outputs = shape[-2:] if is_transposed else (shape[-1], shape[-2])
+            others.append(
+                ParameterSize(
+                    f"module.{full}",
+                    inputs,
+                    outputs,
+                    stack=math.prod(shape[:-2]),
+                    is_expert=is_of_experts(full, shape, spec.experts),
+                )
+            )
+    return spec.with_modules(tuple(linears), tuple(others))
+
+
+def _experts(spec: ModelSpec) -> int:
+    return spec.experts if isinstance(spec, OtherSpec) else 0
 
 
 def _has_key_value_cache(module: _Module) -> bool:

@@ -1,0 +1,109 @@
+"""The routers of a mixture of experts: their parameters, balancing loss and counts of tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+_Module = Any
+"""transformers.PreTrainedModel, most of whose methods have no types."""
+
+_NAMES = ("gate", "router", "wg")
+
+
+def router_parameters(module: _Module, *, experts: int) -> list[nn.Parameter]:
+    """Return the weights and biases that give each token's scores of the experts."""
+    found: list[nn.Parameter] = []
+    for path, part in module.named_modules():
+        is_router = path.rpartition(".")[2] in _NAMES or "router" in type(part).__name__.lower()
+        own = list(part.parameters(recurse=False)) if is_router else []
+        found += [each for each in own if experts > 1 and len(each) == experts]
+    return found
+
+
+class RouterLoss:
+    """The balancing loss that transformers adds if config.json has output_router_logits = true.
+
+    Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961, equations 4 to 6.
+    """
+
+    def __init__(self, module: _Module) -> None:
+        """Find the model's own function, number of experts and coefficient."""
+        code = vars(sys.modules[type(module).__module__])
+        self._function = code.get("load_balancing_loss_func")
+        self._module = module
+        self._logits: tuple[Tensor, ...] | None = None
+
+    def is_on(self) -> bool:
+        """Return whether the config requests the loss, and the model has one."""
+        wants = getattr(self._module.config, "output_router_logits", False)
+        return bool(wants) and self._function is not None and self.coefficient() != 0
+
+    def coefficient(self) -> float:
+        """Return `router_aux_loss_coef`, by which the loss is multiplied."""
+        return float(getattr(self._module, "router_aux_loss_coef", 0.0))
+
+    def keep(self, made: Any) -> None:
+        """Keep the router's logits of a forward pass for `take`."""
+        self._logits = made.router_logits
+
+    def take(self) -> Tensor | None:
+        """Return the weighted loss of the last forward pass, once."""
+        logits, self._logits = self._logits, None
+        if logits is None or self._function is None:
+            return None
+        owner = self._module
+        # The attributes that each model's own forward pass reads; DBRX has other names.
+        experts = getattr(owner, "num_experts", None) or owner.moe_num_experts
+        active = getattr(owner, "num_experts_per_tok", None) or owner.moe_top_k
+        return self.coefficient() * cast(Tensor, self._function(logits, experts, active, None))
+
+
+class TokenCounts:
+    """Counts the tokens of each expert in training, from the indices that the experts receive."""
+
+    def __init__(self, module: _Module, *, experts: int) -> None:
+        """Count in every module that holds the experts of a layer as stacks of matrices."""
+        self._experts = experts
+        self._layers = [part for part in module.modules() if _holds_stacks(part, experts)]
+        self._counts: dict[int, Tensor] = {}
+        for number, part in enumerate(self._layers):
+            part.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+
+    def take(self) -> Tensor:
+        """Return the tokens of each expert since the last call, float64 on the CPU.
+
+        The result is empty for a model without experts, or whose experts receive no indices.
+        """
+        counts, self._counts = self._counts, {}
+        if not self._layers:
+            return torch.zeros(0, dtype=torch.float64)
+        none = torch.zeros(self._experts, dtype=torch.int64)
+        found = [counts.get(number, none).cpu() for number in range(len(self._layers))]
+        return torch.cat(found).double()
+
+    def _hook(self, number: int) -> Any:
+        def count(part: nn.Module, inputs: Sequence[Any], options: dict[str, Any]) -> None:
+            chosen = _indices((*inputs, *options.values()))
+            # Checkpointed layers run again in the backward pass, which counts twice.
+            if not part.training or not torch.is_grad_enabled() or chosen is None:
+                return
+            found = torch.bincount(chosen.detach().flatten(), minlength=self._experts)
+            before = self._counts.get(number)
+            self._counts[number] = found if before is None else before + found
+
+        return count
+
+
+def _indices(inputs: Sequence[Any]) -> Tensor | None:
+    whole = (each for each in inputs if isinstance(each, Tensor) and each.dtype == torch.int64)
+    return next(whole, None)
+
+
+def _holds_stacks(part: nn.Module, experts: int) -> bool:
+    own = part.parameters(recurse=False)
+    return experts > 1 and any(each.dim() == 3 and len(each) == experts for each in own)

@@ -1,0 +1,44 @@
+"""Each class of models equals transformers and PEFT; most of them run in `make test-seeds`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from benchmarks.architecture_cases import make_folder
+from tests.model_classes.cases import CASES
+from tests.model_classes.comparison import compare, is_missing
+from tests.model_classes.plans import plan_codes
+
+NATIVE = {"GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3"}
+SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next")
+"""Classes in `make test`: the other tests of models cover the native ones."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in SOME else pytest.mark.seeds) for name in CASES],
+)
+def test_a_class_equals_transformers_and_peft(name: str, tmp_path: Path) -> None:
+    if is_missing(name):
+        pytest.skip(f"the installed transformers lacks {CASES[name].model_type}")
+    row = compare(name, tmp_path)
+    assert row.problems() == []
+    assert row.path == ("native" if name in NATIVE else "transformers")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("names", [SOME, pytest.param(tuple(CASES), marks=pytest.mark.seeds)])
+def test_every_class_has_a_plan_without_torch(names: tuple[str, ...], tmp_path: Path) -> None:
+    folders = {name: tmp_path / str(number) for number, name in enumerate(names)}
+    for name, folder in folders.items():
+        make_folder(CASES[name].config(), folder)
+    codes = plan_codes(folders, tmp_path / "runs")
+    assert codes == dict.fromkeys(names, 0)
+
+
+def test_the_installed_transformers_has_every_class() -> None:
+    """If a class disappears, its row names it; then this test decides."""
+    assert [name for name, case in CASES.items() if case.model_type not in CONFIG_MAPPING] == []

@@ -1,0 +1,201 @@
+"""Routers of mixtures: their balancing loss is transformers', they can be frozen, and idle experts
+are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from benchmarks.architecture_cases import make_folder, random_tokens
+from payload.core.errors import ConfigError
+from payload.run_record.metrics_log import StepMetrics, to_json_line
+from payload.train.models.base import CausalLM, trainable
+from payload.train.models.loading import load
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import TINY_RUN, losses, train_several
+from tests.train.alone import forget_accelerate, train_alone
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "qwen3_moe": {**SIZES, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
+    "olmoe": {**SIZES, "num_experts": 4},
+    "granitemoe": {**SIZES, "num_local_experts": 4, "logits_scaling": 2.0},
+    "gpt_oss": {
+        **{**SIZES, "num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
+
+
+def made(name: str, folder: Path, **changes: Any) -> Any:
+    """Return transformers' module, also saved in `folder`."""
+    return make_folder({"model_type": name, **MIXTURES[name], **changes}, folder)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_loss_and_its_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    ours = load(tmp_path).train()
+    tokens, _ = random_tokens(97)
+    wanted = theirs(input_ids=tokens, labels=tokens)
+    assert wanted.aux_loss > 0
+    loss = ours(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    # The last token has no target, so transformers' router reads one token more of each row.
+    short = theirs(input_ids=tokens[:, :-1]).aux_loss - wanted.aux_loss
+    torch.testing.assert_close(loss, wanted.loss + 0.5 * short, rtol=1e-6, atol=1e-6)
+    assert ours.router_loss() is None
+    torch.autograd.backward(loss)
+    torch.autograd.backward(wanted.loss + 0.5 * short)
+    found = {name.removeprefix("module."): each for name, each in ours.named_parameters()}
+    for key, each in theirs.named_parameters():
+        torch.testing.assert_close(found[key].grad, each.grad, rtol=1e-4, atol=1e-6, msg=key)
+    assert "times router_aux_loss_coef = 0.5" in " ".join(ours.speed_notes())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}]
+)
+def test_without_the_config_s_request_there_is_no_balancing_loss(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    made("mixtral", tmp_path, **changes)
+    tokens, targets = random_tokens(97)
+    ours = load(tmp_path)
+    torch.testing.assert_close(
+        ours(tokens, targets), ours.token_losses(tokens, targets).mean(), rtol=1e-6, atol=1e-6
+    )
+    assert "balancing" not in " ".join(ours.speed_notes())
+
+
+def routers(model: CausalLM) -> list[nn.Parameter]:
+    return [
+        each for name, each in model.named_parameters() if ".gate." in name or ".router." in name
+    ]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_frozen_routers_are_the_only_frozen_parameters(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    model = load(tmp_path)
+    assert all(each.requires_grad for each in model.parameters())
+    model.freeze_router()
+    assert routers(model) and not any(each.requires_grad for each in routers(model))
+    total = sum(1 for _ in model.parameters())
+    assert sum(1 for _ in trainable(model)) == total - len(routers(model))
+
+
+def test_a_model_without_routers_cannot_freeze_them(tmp_path: Path) -> None:
+    raw = {**SIZES, "model_type": "olmo2"}
+    make_folder(raw, tmp_path)
+    with pytest.raises(ConfigError, match=r'model\.router = "freeze": .*has no router'):
+        load(tmp_path).freeze_router()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_tokens_of_each_expert_are_counted_in_training_alone(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path)
+    model = load(tmp_path).train()
+    tokens, targets = random_tokens(97)
+    with torch.no_grad():
+        model(tokens, targets)
+    assert model.take_expert_tokens().sum() == 0
+    model(tokens, targets)
+    counts = model.take_expert_tokens()
+    assert len(counts) == 2 * 4
+    # Each token goes to two experts in each of two layers.
+    assert counts.sum() == tokens.numel() * 2 * 2
+    assert model.take_expert_tokens().sum() == 0
+
+
+def test_a_row_has_idle_experts_of_a_mixture_alone() -> None:
+    def row(idle: int | None) -> str:
+        values = dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_s", "data_time_s"), 1.0)
+        more = {"step": 1, "tokens": 1, "rss_bytes": 1, "step_time_s": 1.0, "sync_time_s": 0.0}
+        return to_json_line(StepMetrics(mfu=None, idle_experts=idle, **values, **more))  # type: ignore[arg-type]
+
+    assert "idle_experts" not in row(None)
+    assert json.loads(row(0))["idle_experts"] == 0
+
+
+@pytest.fixture(scope="module")
+def run_config(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return a config for a small mixture, and the override that selects the mixture."""
+    folder = tmp_path_factory.mktemp("mixture")
+    data = make_data_folder(folder / "data", vocab_size=97, num_val_tokens=100)
+    made("mixtral", folder / "base", num_local_experts=16)
+    sizes = 'preset = "tiny"\nn_layer = 2\nn_head = 2\nn_embd = 32\n'
+    text = TINY_RUN.format(data=data).replace(sizes, f'init = "{folder / "base"}"\n')
+    (folder / "config.toml").write_text(text, encoding="utf-8")
+    return folder / "config.toml", "train.eval_tokens=64"
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / f"checkpoints/step_{step:08d}/model.safetensors")
+
+
+def test_ten_steps_and_ten_after_a_resume_of_a_mixture_are_twenty(
+    run_config: tuple[Path, str], tmp_path: Path
+) -> None:
+    config, small = run_config
+    train_alone(tmp_path / "whole", config, small)
+    train_alone(tmp_path / "parts", config, small, "train.steps=10")
+    train_alone(tmp_path / "parts", config, small)
+    whole, parts = weights(tmp_path / "whole", 20), weights(tmp_path / "parts", 20)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "whole/metrics.jsonl").read_text().split("\n")
+        if line
+    ]
+    idle = [row["idle_experts"] for row in rows if "loss" in row]
+    assert len(idle) == 20 and all(0 <= each <= 2 * 16 for each in idle)
+
+
+def test_a_run_with_frozen_routers_leaves_them_as_they_are(
+    run_config: tuple[Path, str], tmp_path: Path
+) -> None:
+    config, small = run_config
+    train_alone(tmp_path / "run", config, small, "model.router=freeze", "train.steps=2")
+    before = load_file(config.parent / "base" / "model.safetensors")
+    after = weights(tmp_path / "run", 2)
+    gates = [name for name in before if ".gate." in name]
+    assert gates and all(torch.equal(before[name], after[name]) for name in gates)
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+@pytest.mark.ranks
+def test_one_and_two_ranks_train_a_mixture_with_equal_losses(
+    run_config: tuple[Path, str], tmp_path: Path
+) -> None:
+    config, small = run_config
+    more = (small, "train.steps=6", "schedule.warmup_steps=0")
+    train_alone(tmp_path / "one", config, *more)
+    forget_accelerate()
+    train_several({tmp_path / "two": more}, config, num_ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    one, two = (
+        [json.loads(line).get("idle_experts") for line in path.read_text().splitlines()]
+        for path in (tmp_path / "one/metrics.jsonl", tmp_path / "two/metrics.jsonl")
+    )
+    assert one == two and any(each is not None for each in one)
