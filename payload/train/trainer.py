@@ -343,7 +343,7 @@ class Trainer:
             self._context.model.take_expert_tokens().to(world.device),
         ]
         lengths = [len(each) for each in parts]
-        shared, sums, experts = world.sum(torch.cat(parts)).split(lengths)
+        shared, sums, experts = torch.split(world.sum(torch.cat(parts)), lengths)
         total_loss, stopping, *seconds = shared.tolist()
         mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)
         return mean, stopping > 0, times, sums, experts

@@ -204,7 +204,7 @@ class LoraParameters(nn.Module):
         with torch.autocast(parameter.device.type, enabled=False):
             first = self.lora_A[name].unflatten(0, (-1, self.rank))
             second = self.lora_B[name].unflatten(1, (self.rank, -1)).permute(2, 0, 1)
-            change = self.scale * (second @ first)
+            change: Tensor = self.scale * (second @ first)
         if parameter.dim() == 3 and getattr(self.base_layer, "is_transposed", False):
             change = change.transpose(1, 2)
         return change.reshape(parameter.shape).to(parameter.dtype)

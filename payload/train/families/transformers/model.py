@@ -106,7 +106,8 @@ class TransformersLM(CausalLM):
     def head_changed(self) -> None:
         """Compute the loss from the logits while the head has an adapter."""
         self._not_plain = self._base_not_plain
-        if not self._dropped and type(self._head()) is LoraParameters:
+        head: nn.Module = self._head()
+        if not self._dropped and isinstance(head, LoraParameters):
             self._not_plain = self._not_plain or "the head has an adapter"
 
     def hf_name(self, module: str) -> str:
