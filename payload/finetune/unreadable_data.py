@@ -15,7 +15,7 @@ from payload.run_record.run_files import NAMES
 _OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+))?")
 _VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 """A value in a message. Values come from the data, whose author must not choose an option."""
-_NOT_REPEATED = ("--dry-run", "--force")
+_NOT_REPEATED = ("--dry-run", "--prepare-only", "--force")
 
 
 def lines_without_plan(

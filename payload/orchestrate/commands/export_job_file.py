@@ -40,7 +40,7 @@ def export(options: PlanOptions, access: LocalAccess, *, engine_name: str) -> in
     )
     engine.require(job)
     for note in notes:
-        talk.print(f"note: {note}")
+        print_message(talk, f"note: {note}")
     text, where = engine.render(job), "FILE"
     if options.out is None:
         text_console(stderr=False).print(text.removesuffix("\n"))

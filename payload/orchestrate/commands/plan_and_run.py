@@ -78,20 +78,20 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
         vocab_size = None
-        talk.print(f"note: a run would fail: {error}")
+        print_message(talk, f"note: a run would fail: {error}")
     placed = site.check(config, access.environment())
     try:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)
-        talk.print(f"note: a run would fail: {error}")
+        print_message(talk, f"note: a run would fail: {error}")
     paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
     planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
     if site.uses_this_environment:
         try:
             require_disk(planned)
         except ConfigError as error:
-            talk.print(f"note: a run would fail: {error}")
+            print_message(talk, f"note: a run would fail: {error}")
     for note in planned.notes():
         print_message(talk, note)
     estimated = estimate(
@@ -165,7 +165,7 @@ def _add_samples(paths: RunPaths, talk: Console) -> None:
     talk.print("samples: generating, up to two minutes; Ctrl-C skips them")
     problem = add_samples(paths, say=lambda line: talk.print(f"samples: {printable(line)}"))
     if problem:
-        talk.print(f"note: the report has no samples: {printable(problem)}")
+        print_message(talk, f"note: the report has no samples: {printable(problem)}")
         return
     out = text_console(stderr=False)
     out.print("\n".join(sample_lines(read_samples(paths.samples), width=out.width)))
