@@ -33,8 +33,14 @@ from payload.orchestrate.follow.run_text import (
 )
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
+from payload.orchestrate.inventories.planned_machines import (
+    PLANNED,
+    machines_like,
+    machines_of_type,
+)
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.at_risk import limit_note, run_warning
+from payload.orchestrate.runs.launcher_choice import require_fit_for_job
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
 from payload.orchestrate.runs.run_input_checks import (
@@ -68,11 +74,15 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         return export(options, access, engine_name=options.export)
     require_no_export_options(options)
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen, access = _resolved_inventory(options, access)
+    config = load_config(options)
+    chosen, access = _planned_inventory(options, access, config)
     print_message(talk, chosen.headline())
     site = site_of(chosen, access, talk=talk)
-    config = resolve_results(load_config(options), bucket=chosen.inventory.bucket)
-    _warn_without_store(chosen, config, talk=talk)
+    config = resolve_results(config, bucket=chosen.inventory.bucket)
+    if options.site is not None:
+        print_message(talk, "note: the job decides its nodes, and starts the ranks with srun")
+    elif chosen.inventory.cluster != PLANNED:
+        _warn_without_store(chosen, config, talk=talk)
     try:
         require_choice(options, config)
         vocab_size: int | None = _check_data(config)
@@ -211,6 +221,20 @@ def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: C
     for message in (warning, limit_note(inventory.source, config)):
         if message is not None:
             print_message(talk, message)
+
+
+def _planned_inventory(
+    options: PlanOptions, access: LocalAccess, config: RunConfig
+) -> tuple[ResolvedInventory, LocalAccess]:
+    """Return the inventory to plan for: the selected one, or machines that do not exist yet."""
+    if options.machine_type is not None:
+        return machines_of_type(options.machine_type, nodes=options.nodes or 1), access
+    chosen, access = _resolved_inventory(options, access)
+    nodes = options.nodes
+    if options.site is not None:
+        require_fit_for_job(config)
+        nodes = nodes or config.slurm.nodes
+    return (chosen if nodes is None else machines_like(chosen, nodes=nodes)), access
 
 
 def _resolved_inventory(
