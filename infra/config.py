@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.google_address_ranges import IAP_RANGE
-from infra.machines import MachineType, machine_type
 from payload.core.validation.readers import DeclaredField, fields_of
+from payload.machines.machine_types import MachineType, machine_type
 from payload.stack.stack_settings import StackSettings
 
 PROJECT = "tileforge"

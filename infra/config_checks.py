@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from infra.config import ClusterConfig
-from infra.machines import MachineType
 from payload.core.errors import ConfigError
+from payload.machines.machine_types import MachineType
 from payload.stack.cloud_requirements import key_location_fits
 from payload.stack.google_name_patterns import KMS_KEY, REGION
 from payload.stack.stack_settings import LOGIN

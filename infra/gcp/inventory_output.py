@@ -11,9 +11,9 @@ from infra.cloud_init import NODE_USER
 from infra.config import ClusterConfig
 from infra.gcp.nodes import ClusterNodes
 from infra.gcp.storage import ResultsBucket, bucket_output
-from infra.machines import MachineType
 from infra.node_addresses import node_address, node_name
 from payload.machines.inventory import Access, ClusterInventory, Node
+from payload.machines.machine_types import MachineType
 from payload.pricing.cluster_cost import Cost
 
 

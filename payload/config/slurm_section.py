@@ -52,6 +52,13 @@ class SlurmSection:
     extra: str = ""
     """Further options of sbatch, as on its command line: `"--constraint=amx --mail-type=END"`."""
 
+    def job_options(self) -> list[str]:
+        """Return the options of sbatch for partition, account, QOS, time limit and `extra`."""
+        keys = ("partition", "account", "qos", "time")
+        given = [(key, getattr(self, key)) for key in keys]
+        named = [f"--{key}={value}" for key, value in given if value is not None]
+        return [*named, *shlex.split(self.extra)]
+
     def problems(self) -> list[str]:
         """Return a sentence for each value that sbatch would reject or misread."""
         found = []

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from payload.core.python_processes import code_environment, module_command
 from payload.core.suggested_commands import command
 from payload.core.symlink_safety import inside_folder
 from payload.core.tasks import TASK_KINDS
+from payload.core.wrapped_lines import wrapped
 from payload.data.shared_flags import (
     add_hub_flags,
     add_reading_flags,
@@ -47,6 +49,11 @@ from payload.data.shared_flags import (
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, NAMES
 from payload.weights.model_option import MODEL_HELP
 from payload.weights.run_names import path_of_run
+
+_ANY_WIDTH = 1_000_000
+"""A pipe has no width: a program reads one line for each decision."""
+_HEADLINE_COLUMN = 8
+"""Width of the name of a decision."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,7 +131,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
         raise
     _require_unedited(decided.config, decided.run_toml, force=arguments.force)
     prepare, run = decided.commands()
-    print(printable("\n".join(decided.headlines)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _ANY_WIDTH
+    for line in decided.headlines:
+        print("\n".join(wrapped(printable(line), width=width, indent=_HEADLINE_COLUMN)))
     for sample in decided.example:
         print(f"\n{sample.name}: {sample.num_tokens:,} tokens, {sample.num_trained:,} trained")
         print(sample.render(colour=has_colours(os.environ)))
@@ -140,12 +149,29 @@ def _finetune(arguments: argparse.Namespace) -> int:
     if status != ExitCode.OK:
         return status
     write_whole(decided.config, decided.run_toml)
+    if arguments.prepare_only:
+        print("\n".join(_next_commands(arguments, decided.config, run)))
+        return ExitCode.OK
     more = ["--next", *(["--detach"] if arguments.detach else [])]
     more += ["--yes"] if arguments.yes else []
     more += ["--samples"] if decided.is_sampled else []
     # The run replaces this process, so that it receives the signals and sets the exit code.
     program = module_command("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
+
+
+def _next_commands(arguments: argparse.Namespace, config: Path, run: str) -> list[str]:
+    """Return the commands that start the prepared run, here and as a Slurm job."""
+    lines = [f"nothing was started. To start the run: {run}"]
+    if arguments.inventory in (None, "local"):
+        folder = [] if arguments.runs_dir is None else ["--runs-dir", arguments.runs_dir]
+        words = ["run", "--config", str(config), "--site", "slurm", *folder]
+        lines.append(f"as a Slurm job: {command('orchestrate', *words)}")
+        lines.append(
+            "note: the method is chosen for the memory of this machine. If the job's nodes have "
+            "more, or less: --set adapter.kind=none, or lora"
+        )
+    return lines
 
 
 def _out_folder(arguments: argparse.Namespace) -> Path:
@@ -324,7 +350,14 @@ def parser() -> CommandParser:
         help="start without confirmation, even if the run takes over a day",
     )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
-    add("--dry-run", action="store_true", help="print the choices; write and start nothing")
+    alone = made.add_mutually_exclusive_group().add_argument
+    alone("--dry-run", action="store_true", help="print the choices; write and start nothing")
+    alone(
+        "--prepare-only",
+        action="store_true",
+        help="prepare the data and write run.toml, but start nothing; print the commands that "
+        "start the run here and as a Slurm job",
+    )
     return made
 
 

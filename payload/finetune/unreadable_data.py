@@ -16,7 +16,7 @@ _OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+))?")
 _VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 """A value in a message. Values come from the data. The data's author must not choose an option of
 the suggested command."""
-_NOT_REPEATED = ("--dry-run", "--force")
+_NOT_REPEATED = ("--dry-run", "--prepare-only", "--force")
 
 
 def lines_without_plan(

@@ -31,24 +31,29 @@ log = logging.getLogger(__name__)
 def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
     """Return the path of the run with the id `name`; any other name is returned unchanged.
 
-    A local path of that name takes precedence. A generated run id never means the hub. Any other
-    name means a run only if its folder has a run's files; this is logged, because a cloned project
-    could contain such a folder on purpose.
+    A local path of that name takes precedence. A generated run id and `runs/NAME` never mean the
+    hub. Any other name means a run only if its folder has a run's files; this is logged, because a
+    cloned project could contain such a folder on purpose.
 
     Raises `error` for an unknown run, for a run with the name of a known hub model, and UsageError
     if the default folder of runs is a link.
     """
-    if (name != LATEST and not RUN_ID.fullmatch(name)) or can_see(home_path(name)):
+    parent, _, given = name.rpartition("/")
+    is_in_runs = parent == DEFAULT_RUNS_DIR
+    run_id = given if is_in_runs else name
+    if (run_id != LATEST and not RUN_ID.fullmatch(run_id)) or can_see(home_path(name)):
         return name
+    typed, name = name, run_id
     place = Path(DEFAULT_RUNS_DIR, name)
-    is_made = _MADE_ID.fullmatch(name) is not None
+    is_made = is_in_runs or _MADE_ID.fullmatch(name) is not None
     if name == LATEST or (can_see(place) if is_made else _has_run_files(place)):
         runs = default_runs_dir(option=setting, run=name)
         if name == LATEST:
             newest = latest_folder(runs)
             if newest is None:
                 raise error(
-                    f"{setting} = {name}: no run in {runs} has completed a step. Use a run id."
+                    f"{setting} = {typed}: no run 'latest', as no run in {runs} has completed a "
+                    "step. Start one, or use a run id."
                 )
             return str(newest)
         if preset_of_hub_name(name) is not None:
@@ -61,7 +66,7 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
         return str(place)
     if is_made:
         raise error(
-            f"{setting} = {shown(name)}: no run of this id in {DEFAULT_RUNS_DIR}."
+            f"{setting} = {shown(typed)}: no run of this id in {DEFAULT_RUNS_DIR}."
             f"{did_you_mean(name, run_ids()) or ' tileforge list shows the runs.'}"
         )
     return name

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -102,6 +103,50 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     assert 'micro_batch_size = "auto"' in out
     assert "payload.data prepare --task chat" in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("in_process")
+def test_prepare_only_writes_data_and_config_and_starts_nothing(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "payload.finetune.__main__._run_to_end", lambda words: data(list(words[1:]))
+    )
+    words = command(place, "--data", place / "chats.jsonl", "--prepare-only")[3:]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    config = tmp_path / "finetuned" / "chats" / "run.toml"
+    assert load_run_config(config).data.dir == "finetuned/chats/data"
+    assert (tmp_path / "finetuned" / "chats" / "data" / "train.bin").exists()
+    assert not (tmp_path / "runs").exists()
+    start, submit, note = out.splitlines()[-3:]
+    assert start.startswith("nothing was started. To start the run: ")
+    assert start.endswith("orchestrate run --config finetuned/chats/run.toml --inventory local")
+    assert submit.endswith("orchestrate run --config finetuned/chats/run.toml --site slurm")
+    assert "memory of this machine" in note
+
+
+@pytest.mark.processes
+def test_the_decisions_fit_a_terminal_of_80_columns(place: Path, tmp_path: Path) -> None:
+    words = command(place, "--data", place / "chats.jsonl", "--dry-run")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execve(words[0], words, {**environment(), "COLUMNS": "80", "PYTHONPATH": str(REPO)})
+    printed = b""
+    with contextlib.suppress(OSError):  # the end of a terminal's output
+        while part := os.read(terminal, 4096):
+            printed += part
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0
+    lines = printed.decode().split("\r\n")
+    decisions = lines[: next(i for i, line in enumerate(lines) if "prepare --task" in line)]
+    labels = {line.split()[0] for line in decisions if line[:1].strip()}
+    assert {"data", "model", "method", "memory", "time", "disk"} <= labels
+    # A path or another word longer than a line stays whole.
+    long = [line for line in decisions if len(line) > 80 and str(place) not in line]
+    assert long == []
 
 
 @pytest.mark.usefixtures("in_process")

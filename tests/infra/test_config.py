@@ -14,8 +14,8 @@ import yaml
 
 from infra.config import KEYS, ClusterConfig
 from infra.config_reading import load_config, read_config
-from infra.machines import machine_type, machine_types
 from payload.core.errors import ConfigError
+from payload.machines.machine_types import machine_type, machine_types
 from payload.stack.cloud_requirements import CloudRequirements, requirements_of
 from payload.stack.operator_key_file import make_key
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over

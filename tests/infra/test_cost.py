@@ -15,8 +15,8 @@ import pytest
 from infra.config import ClusterConfig
 from infra.cost import cost_of, describe, price_of_cluster, usd_per_million_tokens
 from infra.last_measured_speed import Speed, last_measured_speed
-from infra.machines import machine_types
 from payload.core.errors import BudgetError
+from payload.machines.machine_types import machine_types
 from payload.pricing import cloud_prices
 from payload.pricing.cloud_prices import disk_price, machine_price, spot_warning
 from tests.infra.stacks import ROOT

@@ -58,6 +58,8 @@ def test_a_run_id_and_latest_mean_the_run_s_newest_checkpoint(
         ("first-run-20261128-153430-0a1b", "tileforge list"),
         ("quickstart-20261128T153430Z-4711", "tileforge list"),
         ("./runs/fiirst", "Did you mean runs/first?"),
+        ("runs/fiirst", "Did you mean first?"),
+        ("runs/new", "no run of this id in runs"),
         ("./nothing.gguf", "the folder does not exist"),
     ],
 )
@@ -114,8 +116,9 @@ def test_a_run_instead_of_a_hub_model_is_logged_once(
 
 def test_latest_without_a_run_and_a_linked_folder_of_runs_are_errors(runs: Path) -> None:
     (runs / "latest").unlink()
-    with pytest.raises(CheckpointError, match="no run in runs has completed a step"):
-        find_source("latest", setting="--model")
+    for name in ("latest", "runs/latest"):
+        with pytest.raises(CheckpointError, match=f"= {name}: no run 'latest', as no run in runs"):
+            find_source(name, setting="--model")
     runs.rename(runs.with_name("elsewhere"))
     runs.symlink_to("elsewhere")
     with pytest.raises(UsageError, match=f"--model .*elsewhere/{MADE}"):

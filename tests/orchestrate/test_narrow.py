@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from payload.core.suggested_commands import command
-from payload.orchestrate.terminal.narrow import fitted_log_line, wrapped
+from payload.core.wrapped_lines import wrapped
+from payload.orchestrate.terminal.narrow import fitted_log_line
 from payload.report.source import Run
 from payload.report.terminal_comparison import comparison
 from payload.run_record.run_files import RunPaths

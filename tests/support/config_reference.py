@@ -10,10 +10,10 @@ from pathlib import Path
 import yaml
 
 from infra.gcp.security_rules import NOT_MET, RULES
-from infra.machines import machine_types
 from payload.config.json_schema import SCHEMAS, schema_file, schema_text
 from payload.config.setting_reference import SectionReference, sections
 from payload.core.errors import ExitCode
+from payload.machines.machine_types import machine_types
 from payload.pricing.cloud_prices import listed_machines, machine_price
 from tests.support import command_reference, comparison
 

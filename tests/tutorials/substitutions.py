@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.tutorials.pages import Reduced
+from tests.tutorials.pages import ROOT, Reduced
 
 _HERE = {"source .venv/bin/activate": "the tests' environment is active"}
 _SET_UP = _HERE | {"make setup": "CI's first command, and tests/test_install_payload.py"}
@@ -102,6 +102,11 @@ TABLE: Mapping[str, Reduced] = {
             # No user confirms.
             "tileforge up": "tileforge up --yes",
             "tileforge down": "tileforge down --yes --without-collect",
+            "pulumi stack rm dev": "pulumi stack rm dev --yes",
+            # 40 of the standard library's files.
+            "--source stdlib": "--source stdlib --max-documents 40",
+            # The folder of the test has no configs.
+            "plan payload": f"plan {ROOT}/payload",
         },
         skip=_SET_UP
         | {
@@ -121,11 +126,21 @@ TABLE: Mapping[str, Reduced] = {
         },
     ),
     "slurm.md": Reduced(
-        replace={"--out data/stdlib": "--out data/stdlib --max-documents 40"},
+        replace={
+            "--out data/stdlib": "--out data/stdlib --max-documents 40",
+            # 200 of 3,501 pairs
+            "benchmarks.docstrings chats.jsonl": "benchmarks.docstrings all.jsonl"
+            " && head -n 200 all.jsonl > chats.jsonl",
+            # The small model, and its context.
+            "./smollm2": "{tiny} --sequence-length 128",
+            # The checks of the settings come first; then `no sbatch on PATH` has this exit code.
+            "--set train.steps=100": "--set train.steps=100 || test $? = 31",
+            "--set slurm.time=02:00:00": "--set slurm.time=02:00:00 || test $? = 31",
+        },
         skip=_SET_UP
         | {
-            "tileforge run payload/configs/quickstart.toml --site slurm --set slurm.nodes=2 "
-            "--set slurm.time=00:30:00 --set train.steps=100": _ON_SLURM,
+            "hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir smollm2": "the network",
+            "tileforge chat runs/latest": _ON_SLURM,
             "tileforge status": _ON_SLURM,
             "tileforge logs": _ON_SLURM,
             "tileforge stop": _ON_SLURM,

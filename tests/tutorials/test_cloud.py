@@ -12,7 +12,7 @@ import pytest
 from tests.engine.engine import Engine
 from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
 from tests.tutorials.conftest import run_script
-from tests.tutorials.pages import ROOT, TUTORIALS, Reduced, read_page, script
+from tests.tutorials.pages import ROOT, TUTORIALS, Reduced, missing_lines, read_page, script
 from tests.tutorials.substitutions import TABLE
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -40,6 +40,9 @@ def test_from_zero_to_destroyed_leaves_nothing(engine: Engine) -> None:
     page = read_page(TUTORIALS / "google_cloud.md")
     printed = run(script(page, TABLE["google_cloud.md"], project=PROJECT), engine)
     assert engine.cloud.count("POST .*/instances$") == 3, printed
+    assert (
+        missing_lines(page, TABLE["google_cloud.md"], printed.replace(PROJECT, "MY-PROJECT")) == []
+    )
     assert engine.left() == {}
 
 

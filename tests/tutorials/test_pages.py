@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from payload.core.errors import ExitCode
+from payload.orchestrate.__main__ import main
 from tests.tutorials.pages import ROOT, TUTORIALS, Reduced, missing_lines, read_page, script
 from tests.tutorials.substitutions import TABLE
 
@@ -75,6 +78,28 @@ def test_every_tutorial_is_in_the_table_and_short() -> None:
     pages = sorted(TUTORIALS.glob("*.md"))
     assert sorted(TABLE) == sorted([*(page.name for page in pages), "README.md"])
     assert [page.name for page in pages if page.stat().st_size > MOST_BYTES] == []
+
+
+def test_the_first_job_of_the_slurm_page_only_lacks_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "payload").symlink_to(ROOT / "payload")
+    lines = [shlex.split(each) for each in read_page(TUTORIALS / "slurm.md").commands]
+    (words,) = [
+        each[1:] for each in lines if each[1:3] == ["run", "payload/configs/quickstart.toml"]
+    ]
+    assert {"--site", "slurm", "slurm.nodes=2"} <= set(words)
+    assert main(words, {"PATH": str(tmp_path)}) == ExitCode.PREFLIGHT
+    assert capsys.readouterr().err.startswith("error: no sbatch on PATH")
+
+
+def test_every_page_names_the_cluster_whose_removal_sweep_checks() -> None:
+    """Without a name, `sweep` finds nothing while the cluster's lifetime lasts."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    lines = [line for page in pages for line in read_page(page).commands]
+    swept = [line for line in lines if "sweep" in line.split()]
+    assert len(swept) >= 3 and [line for line in swept if "--cluster" not in line] == []
 
 
 @pytest.mark.parametrize("name", TABLE)

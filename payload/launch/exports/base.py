@@ -6,9 +6,10 @@ import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from payload.config.slurm_section import SlurmSection
 from payload.core.errors import UsageError
 from payload.core.package_members import file_name
 
@@ -41,6 +42,8 @@ class ExportJob:
     """Environment of every rank."""
     max_restarts: int
     max_hours: float | None
+    slurm: SlurmSection = field(default_factory=SlurmSection)
+    """The section [slurm] of the settings, which only Slurm's job file uses."""
     image: str | None = None
     storage: str | None = None
 

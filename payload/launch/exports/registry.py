@@ -71,6 +71,7 @@ def export_job(
         environment=environment,
         max_restarts=config.limits.max_restarts,
         max_hours=config.limits.max_hours,
+        slurm=config.slurm,
         image=image,
         storage=storage,
     )

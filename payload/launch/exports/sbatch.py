@@ -32,7 +32,7 @@ class Sbatch(Engine):
         )
         return (
             "#!/bin/bash\n"
-            + "".join(f"#SBATCH {option}\n" for option in _options(job))
+            + "".join(f"#SBATCH {shlex.quote(option)}\n" for option in _options(job))
             + "set -euo pipefail\n"
             "checkout=$SLURM_SUBMIT_DIR\n"
             f'cd "{folder}"\n'
@@ -64,9 +64,9 @@ def _options(job: ExportJob) -> list[str]:
         "--requeue",
         f"--signal=TERM@{_NOTICE_S}",
     ]
-    if job.max_hours is not None:
+    if job.max_hours is not None and job.slurm.time is None:
         options.insert(6, f"--time={max(1, math.ceil(job.max_hours * 60))}")
-    return options
+    return [*options, *job.slurm.job_options()]
 
 
 def _requeue(job: ExportJob) -> str:

@@ -15,6 +15,7 @@ from payload.orchestrate.commands.run_commands_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import collect_from_store, find_run
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.approved_settings import unapproved_settings
 from payload.run_record.report_and_samples_process import write_report
 from payload.run_record.run_files import RunPaths, point_latest_at
@@ -68,7 +69,7 @@ def _collect_stored(
         found = collect_from_store(store, paths, say=talk.print)
     problem = write_report(paths)
     if problem is not None:
-        talk.print(f"note: no report was written: {problem}")
+        print_message(talk, f"note: no report was written: {problem}")
     with suppress(OSError):  # the link is a convenience
         point_latest_at(paths)
     talk.print(f"checkpoint: {found or 'none yet'}")

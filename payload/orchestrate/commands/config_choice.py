@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError, DataError
@@ -28,6 +30,7 @@ def load_config(
     """
     if options.config_path is not None:
         config = load_run_config(options.config_path, overrides=options.overrides)
+        _require_settings(options.config_path)
     elif resumed is not None:
         config, warning = config_to_resume(resumed, overrides=options.overrides)
         if warning:
@@ -55,6 +58,20 @@ def require_choice(options: ConfigOptions, config: RunConfig, *, resumed: bool =
         f"no config and no data are named. To fine-tune on your own file: {fine_tune}; for an "
         f"example: make run.\nConfigs in {folder}: {names}. Use one as: "
         f"{command('orchestrate', 'run', str(folder / 'quickstart.toml'))}"
+    )
+
+
+def _require_settings(path: Path) -> None:
+    """Raise ConfigError for a valid config without a setting, such as an empty file.
+
+    The defaults would train GPT-2 on OpenWebText, which is not the purpose of an empty file.
+    """
+    if any(tomllib.loads(path.read_text(encoding="utf-8-sig")).values()):
+        return
+    write = command("finetune", "--model", "MODEL", "--data", "FILE", "--prepare-only")
+    raise ConfigError(
+        f"config {path}: no setting in the file. Set at least data.dir and model.init, or write a "
+        f"run.toml with: {write}"
     )
 
 

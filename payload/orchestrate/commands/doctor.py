@@ -43,8 +43,9 @@ from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, setting
 from payload.orchestrate.commands.cloud_options import DoctorOptions
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.orchestrate.terminal.tables import table
-from payload.pricing.cloud_prices import Catalog, source, spot_warning
+from payload.pricing.cloud_prices import Catalog, read_catalog, source, spot_warning
 from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_requirements import CloudRequirements, requirements_of
 from payload.stack.cluster_files import cluster_path
@@ -93,12 +94,20 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     need = _with_flags(requirements_of(known), options)
     configured = known.get("project")
     given = options.project or (configured if isinstance(configured, str) else None)
-    project = project_of(given or None, None, env, folder=Path.cwd())
-    talk.print(f"project {project}: {need.describe()} ({why})")
-    google = Google(project, endpoints=Endpoints.from_env(env))
-    # Check the stack's firewall only if the command checks the stack's project.
-    own = pulumi if project == configured else None
-    checks = [*check_proxy(env), *examine(google, need, own)]
+    try:
+        project = project_of(given or None, None, env, folder=Path.cwd())
+        print_message(talk, f"project {project}: {need.describe()} ({why})")
+        google = Google(project, endpoints=Endpoints.from_env(env))
+        # Check the stack's firewall only if the command checks the stack's project.
+        own = pulumi if project == configured else None
+        checks = [*check_proxy(env), *examine(google, need, own)]
+    except (CloudAuthError, UsageError) as error:
+        # The price needs neither a project nor a login.
+        price = check_price(need, read_catalog(cluster_path(Path.cwd()), now_unix=time.time()))
+        print_message(talk, f"price of {need.describe()}: {price.found}")
+        if isinstance(error, UsageError) and not known:
+            raise UsageError(f"{error} Settings: {why}") from None
+        raise
     checks += check_gpus(need)
     checks += check_own_gpus(nvidia_here(env))
     checks.append(check_price(need, *fresh_catalog(google, folder=cluster_path(Path.cwd()))))
@@ -169,7 +178,7 @@ def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
     except PulumiError as error:
         if pulumi.stack is not None:
             raise
-        return {}, f"defaults and options; no stack config: {error.trouble}"
+        return {}, f"defaults and options; no stack config: {str(error).rstrip('.')}"
     with suppress(PulumiError):  # only messages about policies use this value
         known["cluster"] = cluster_name(pulumi, known)
     stack = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"

@@ -14,7 +14,7 @@ from payload.orchestrate.runs.export_plan import plan_export
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.narrow import print_message
 
-_EXPORT_ONLY = ("out", "image", "nodes", "storage")
+_EXPORT_ONLY = ("out", "image", "storage")
 
 
 def require_no_export_options(options: PlanOptions) -> None:
@@ -29,18 +29,22 @@ def export(options: PlanOptions, access: LocalAccess, *, engine_name: str) -> in
     talk, engine = text_console(stderr=True), ENGINES[engine_name]
     chosen = load_cluster(options.inventory, env=access.environment())
     print_message(talk, chosen.headline())
+    config = load_config(options)
+    nodes = options.nodes
+    if nodes is None and engine_name == "sbatch" and config.slurm.nodes > 1:
+        nodes = config.slurm.nodes
     job, notes = plan_export(
-        load_config(options),
+        config,
         run_id=options.run_id,
         machines=chosen.inventory.nodes,
         domains=chosen.domains,
-        nodes=options.nodes,
+        nodes=nodes,
         image=options.image,
         storage=options.storage,
     )
     engine.require(job)
     for note in notes:
-        talk.print(f"note: {note}")
+        print_message(talk, f"note: {note}")
     text, where = engine.render(job), "FILE"
     if options.out is None:
         text_console(stderr=False).print(text.removesuffix("\n"))

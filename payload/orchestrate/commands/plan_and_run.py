@@ -33,8 +33,14 @@ from payload.orchestrate.follow.run_text import (
 )
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
+from payload.orchestrate.inventories.planned_machines import (
+    PLANNED,
+    machines_like,
+    machines_of_type,
+)
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.at_risk import limit_note, run_warning
+from payload.orchestrate.runs.launcher_choice import require_fit_for_job
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
 from payload.orchestrate.runs.run_input_checks import (
@@ -68,30 +74,34 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         return export(options, access, engine_name=options.export)
     require_no_export_options(options)
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen, access = _resolved_inventory(options, access)
+    config = load_config(options)
+    chosen, access = _planned_inventory(options, access, config)
     print_message(talk, chosen.headline())
     site = site_of(chosen, access, talk=talk)
-    config = resolve_results(load_config(options), bucket=chosen.inventory.bucket)
-    _warn_without_store(chosen, config, talk=talk)
+    config = resolve_results(config, bucket=chosen.inventory.bucket)
+    if options.site is not None:
+        print_message(talk, "note: the job decides its nodes, and starts the ranks with srun")
+    elif chosen.inventory.cluster != PLANNED:
+        _warn_without_store(chosen, config, talk=talk)
     try:
         require_choice(options, config)
         vocab_size: int | None = _check_data(config)
     except DataError as error:
         vocab_size = None
-        talk.print(f"note: a run would fail: {error}")
+        print_message(talk, f"note: a run would fail: {error}")
     placed = site.check(config, access.environment())
     try:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)
-        talk.print(f"note: a run would fail: {error}")
+        print_message(talk, f"note: a run would fail: {error}")
     paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
     planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
     if site.uses_this_environment:
         try:
             require_disk(planned)
         except ConfigError as error:
-            talk.print(f"note: a run would fail: {error}")
+            print_message(talk, f"note: a run would fail: {error}")
     for note in planned.notes():
         print_message(talk, note)
     estimated = estimate(
@@ -165,7 +175,7 @@ def _add_samples(paths: RunPaths, talk: Console) -> None:
     talk.print("samples: generating, up to two minutes; Ctrl-C skips them")
     problem = add_samples(paths, say=lambda line: talk.print(f"samples: {printable(line)}"))
     if problem:
-        talk.print(f"note: the report has no samples: {printable(problem)}")
+        print_message(talk, f"note: the report has no samples: {printable(problem)}")
         return
     out = text_console(stderr=False)
     out.print("\n".join(sample_lines(read_samples(paths.samples), width=out.width)))
@@ -211,6 +221,20 @@ def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: C
     for message in (warning, limit_note(inventory.source, config)):
         if message is not None:
             print_message(talk, message)
+
+
+def _planned_inventory(
+    options: PlanOptions, access: LocalAccess, config: RunConfig
+) -> tuple[ResolvedInventory, LocalAccess]:
+    """Return the inventory to plan for: the selected one, or machines that do not exist yet."""
+    if options.machine_type is not None:
+        return machines_of_type(options.machine_type, nodes=options.nodes or 1), access
+    chosen, access = _resolved_inventory(options, access)
+    nodes = options.nodes
+    if options.site is not None:
+        require_fit_for_job(config)
+        nodes = nodes or config.slurm.nodes
+    return (chosen if nodes is None else machines_like(chosen, nodes=nodes)), access
 
 
 def _resolved_inventory(

@@ -20,6 +20,7 @@ from payload.orchestrate.commands.rehearsal_page import REQUESTS, page
 from payload.orchestrate.commands.rehearsal_steps import Rehearsal
 from payload.orchestrate.runs.run_input_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console
+from payload.orchestrate.terminal.narrow import print_message
 from payload.pricing.cloud_prices import read_catalog
 from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_requirements import CloudRequirements, requirements_of
@@ -49,14 +50,19 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     usd, minutes = _price_and_lifetime(need, budget_usd=options.budget_usd)
     folder = Path.cwd()
     project = project_of(options.project, None, env, folder=folder)
+    # Checked before the question: without them, the operator would confirm the price in vain.
+    Pulumi(env, folder=folder).ask("whoami")
+    Google(project, endpoints=Endpoints.from_env(env)).check_credentials()
     for name in _leftover_rehearsals(env, folder=folder):
         talk.print(f"{name} was not destroyed, or is still running. {_how_to_take_down(name)}")
-    talk.print(
+    most = f"${usd * minutes / 60:.2f}"
+    print_message(
+        talk,
         f"a rehearsal in project {project}: {need.describe()}, ${usd:.4f} an hour, for at most "
-        f"{minutes} minutes (${usd * minutes / 60:.2f}); Google deletes the machines after this "
-        "time"
+        f"{minutes} minutes ({most}); Google deletes the machines after this time",
     )
-    if not confirm("Build this cluster, and destroy it afterwards?", assume_yes=options.yes):
+    question = f"Build this cluster for at most {most}, and destroy it afterwards?"
+    if not confirm(question, assume_yes=options.yes):
         talk.print("nothing was built")
         return ExitCode.OK
     name = _settle_name(folder)

@@ -159,7 +159,18 @@ class PlanOptions(NewRunOptions):
         "container image that contains Tileforge", metavar="NAME", group=_EXPORT
     )
     nodes: int | None = option(
-        "number of machines like the first node of the inventory", metavar="N", group=_EXPORT
+        "plan for N machines like the first node of the inventory", metavar="N", group=_MACHINES
+    )
+    machine_type: str | None = option(
+        "plan for machines of this type of Google Cloud, with their price (default of --nodes: 1)",
+        metavar="TYPE",
+        group=_MACHINES,
+    )
+    site: str | None = option(
+        "slurm: plan for slurm.nodes nodes like this machine, and check what `run --site slurm` "
+        "checks",
+        choices=_sites,
+        group=_MACHINES,
     )
     storage: str | None = option(
         "storage for data and runs, in the engine's notation", metavar="NAME", group=_EXPORT

@@ -330,7 +330,7 @@ def _finish(
         f"note: Google deletes only the machines at the end of their lifetime; {BILLED_ON}",
     )
     if note := zone_note(update, outputs.inventory.head.zone):
-        talk.print(note)
+        print_message(talk, note)
     builder.settle_firewall(update)
     name = f"stack:{options.stack}" if options.stack else "stack"
     talk.print(

@@ -80,7 +80,7 @@ def print_result(
         log = _log_with_cause(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
     elif summary.error:
-        talk.print(f"note: {printable_line(summary.error)}")
+        print_message(talk, f"note: {printable_line(summary.error)}")
     if summary.status != "finished" and checkpoint is not None:
         more = ["--inventory", options.inventory] if options.inventory else []
         job = last_record(RunJob, paths.job)
@@ -88,8 +88,10 @@ def print_result(
         talk.print(f"continue with: {run_command('run --resume', paths, *more)}")
     problem = write_report(paths, show=options.open)
     for note in send_to_trackers(paths, known_config(paths)):
-        talk.print(note)
-    talk.print(f"note: no report was written: {problem}" if problem else f"report: {paths.report}")
+        print_message(talk, note)
+    print_message(
+        talk, f"note: no report was written: {problem}" if problem else f"report: {paths.report}"
+    )
 
 
 _SHOWN_STRAGGLERS = 5

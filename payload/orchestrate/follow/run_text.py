@@ -19,6 +19,7 @@ from payload.core.errors import ConfigError, DataError
 from payload.core.files import free_bytes
 from payload.core.one_line import printable_line
 from payload.core.regular_files import open_regular
+from payload.core.wrapped_lines import wrapped
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import disk_words, most_checkpoints
 from payload.estimates.network import Network
@@ -34,7 +35,6 @@ from payload.models.registry import family_name
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import RunView
-from payload.orchestrate.terminal.narrow import wrapped
 from payload.orchestrate.terminal.tables import labelled_lines, table_lines
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing

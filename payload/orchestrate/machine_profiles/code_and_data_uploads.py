@@ -31,6 +31,7 @@ from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files
 from payload.orchestrate.ssh.node_code import Code, build_kernels, inspect_node, send_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeState, all_or_raise, on_every_node
+from payload.orchestrate.terminal.narrow import print_message
 from payload.stack.node_paths import VENV
 from payload.storage.store_access import TRY_STORE_S, check_command, require_store_ok
 from payload.weights.source import find_source
@@ -125,7 +126,7 @@ def upload_code(
         talk.print(f"kernels: built on {built}")
     for name, reason in reasons.items():
         if reason is not None:
-            talk.print(f"note: {name} trains without kernels: {reason}")
+            print_message(talk, f"note: {name} trains without kernels: {reason}")
 
 
 def try_store(

@@ -47,6 +47,14 @@ def choose_launcher(setting: str, profile: MachineProfile) -> LauncherChoice:
     raise refused[-1][1]
 
 
+def require_fit_for_job(config: RunConfig) -> None:
+    """Raise ConfigError for settings that would fail in any Slurm job of `slurm.nodes` nodes."""
+    nodes, ranks = config.slurm.nodes, config.launch.ranks_per_node
+    require_launcher_of_jobs(config, nodes=nodes)
+    if ranks is not None:
+        config.require_even(nodes * ranks)
+
+
 def require_launcher_of_jobs(config: RunConfig, *, nodes: int) -> None:
     """Raise ConfigError for a launcher that cannot start ranks in a Slurm job of `nodes` nodes."""
     if config.launch.launcher == AUTO or nodes == 1:

@@ -26,6 +26,7 @@ from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPl
 from payload.orchestrate.runs.run_index import running_here, view_run
 from payload.orchestrate.runs.run_request import PlanRequest, RunRequest
 from payload.orchestrate.runs.site import CollectResult, InventorySite, RunPoll, SiteRun
+from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.run_files import (
     RunPaths,
     RunState,
@@ -116,7 +117,9 @@ class Local(InventorySite):
         paths, talk = request.paths, request.talk
         others = running_here(paths.root.parent)
         if others:
-            talk.print(f"note: {', '.join(others)} is also running here and shares the cores")
+            print_message(
+                talk, f"note: {', '.join(others)} is also running here and shares the cores"
+            )
         port = port_of(request.held.enter_context(self._access.reserve_port()))
         planned = resolve(request.to_plan(), self._target(paths, port=port), placed=request.placed)
         require_disk(planned)
@@ -124,7 +127,7 @@ class Local(InventorySite):
             request.confirm(planned)
             require_new_in_store(request.config, paths.run_id, env=self._access.code_environment())
         for note in planned.notes():
-            talk.print(note)
+            print_message(talk, note)
         with request.folder():
             # The run moves to this machine, from an ended job or from a store.
             paths.job.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
 from payload.core.python_processes import code_environment, module_command
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.runs.launcher_choice import require_launcher_of_jobs
+from payload.orchestrate.runs.launcher_choice import require_fit_for_job
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import CollectResult, NamedSite, RunPoll, SiteRun
@@ -77,9 +77,7 @@ class Slurm(NamedSite):
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
         """Raise ConfigError or PreflightError for settings that would fail in the queued job."""
-        require_launcher_of_jobs(config, nodes=config.slurm.nodes)
-        if config.launch.ranks_per_node is not None:
-            config.require_even(config.slurm.nodes * config.launch.ranks_per_node)
+        require_fit_for_job(config)
         require_program("sbatch", env)
 
     def start(self, request: RunRequest) -> SlurmRun:
@@ -126,11 +124,7 @@ def render_script(
         if slurm.cpus_per_node is None
         else [f"--cpus-per-task={slurm.cpus_per_node}"]
     )
-    for key in ("partition", "account", "qos", "time"):
-        value = getattr(slurm, key)
-        if value is not None:
-            options.append(f"--{key}={value}")
-    options += shlex.split(slurm.extra)
+    options += slurm.job_options()
     arguments = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
     program = module_command(
         "payload.orchestrate.sites.allocation", *arguments, python=access.python

@@ -61,6 +61,7 @@ from payload.orchestrate.ssh.node_code import Code, inspect_node, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login, NodeState
 from payload.orchestrate.ssh.run_keys import RunKey, install_run_key, remove_stale_keys
 from payload.orchestrate.ssh.start_claim import Claim, attempt_name, claimed
+from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import start_lock
@@ -145,7 +146,7 @@ class Ssh(InventorySite):
             try:
                 staged = stage(cluster)
             except (ConnectionLostError, NodesError) as error:
-                talk.print(f"note: {lost_connections(error)}. Reconnecting.")
+                print_message(talk, f"note: {lost_connections(error)}. Reconnecting.")
                 # Uploaded files stay, but the key is removed: the second attempt may fail early.
                 held.close()
                 cluster = held.enter_context(self._connect(key))
@@ -295,7 +296,7 @@ class Ssh(InventorySite):
             try_store(address, cluster.connect(inventory.head), head, code=code, new_run=new_run)
         copies = local.upload(cluster, answers, talk=talk)
         for dead in remove_stale_keys(cluster):
-            talk.print(f"note: the stale key {dead} was removed from the nodes")
+            print_message(talk, f"note: the stale key {dead} was removed from the nodes")
         try:
             lasts_s = key_lasts_s(placed.time_limit)
             run_key = install_run_key(cluster, name=name, lasts_s=lasts_s)
@@ -310,7 +311,7 @@ class Ssh(InventorySite):
             remove_key(cluster, name, talk)
             raise
         for note in planned.notes():
-            talk.print(note)
+            print_message(talk, note)
         talk.print(
             f"run {request.paths.run_id}: {planned.plan.world_size} rank(s) on "
             f"{len(inventory.nodes)} node(s) through {planned.plan.launcher}; files are copied to "

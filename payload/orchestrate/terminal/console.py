@@ -102,12 +102,15 @@ def text_console(*, stderr: bool) -> TextConsole:
 
 
 def confirm(question: str, *, assume_yes: bool) -> bool:
-    """Return True if the operator confirms. Raises UsageError without a terminal."""
+    """Return True if the operator confirms. Raises UsageError without an answer."""
     if assume_yes:
         return True
     if not sys.stdin.isatty():
         raise UsageError(f"{question} No terminal for an answer: repeat with --yes.")
-    return _answer(f"{question} [y/N] ").lower() in ("y", "yes")
+    answer = _answer(f"{question} [y/N] ")
+    if answer is None:
+        raise UsageError(f"{question} The input ended without an answer: repeat with --yes.")
+    return answer.lower() in ("y", "yes")
 
 
 def confirm_by_name(
@@ -118,16 +121,23 @@ def confirm_by_name(
 ) -> bool:
     """Return True if the operator types `name`; --yes does not suffice.
 
-    Without a terminal, raises UsageError with the alternative `otherwise`.
+    Without an answer, raises UsageError with the alternative `otherwise`.
     """
-    if not sys.stdin.isatty():
+    answer = _answer(f"{question} Type {name} to continue: ") if sys.stdin.isatty() else None
+    if answer is None:
         raise UsageError(f"{question} {otherwise}")
-    return _answer(f"{question} Type {name} to continue: ") == name
+    return answer == name
 
 
-def _answer(prompt: str) -> str:
-    text_console(stderr=True).print(prompt, end="")
-    return sys.stdin.readline().strip()
+def _answer(prompt: str) -> str | None:
+    """Return the operator's line; None at the end of the input, which Ctrl-D is."""
+    talk = text_console(stderr=True)
+    talk.print(prompt, end="")
+    line = sys.stdin.readline()
+    if not line:
+        talk.print()
+        return None
+    return line.strip()
 
 
 _REDRAWS_PER_S = 4

@@ -295,6 +295,25 @@ def test_a_time_limit_of_the_run_is_the_engine_s() -> None:
         assert words in text and "scontrol requeue" not in text
 
 
+def test_the_settings_of_slurm_are_options_of_the_batch_script(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = ("nodes=2", "partition=cpu", "account=lab", "time=1-00", "extra=--constraint='a b'")
+    words = [word for each in settings for word in ("--set", f"slurm.{each}")]
+    batch = ("--set", "batch.global_batch_size=96", "--set", "limits.max_hours=1")
+    assert exported("--export", "sbatch", *words, *batch) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert "#SBATCH --nodes=2" in options
+    assert options[-4:] == [
+        "#SBATCH --partition=cpu",
+        "#SBATCH --account=lab",
+        "#SBATCH --time=1-00",
+        "#SBATCH '--constraint=a b'",
+    ]
+    assert len([line for line in options if "--time=" in line]) == 1
+
+
 def test_an_engine_without_what_it_needs_refuses_the_job() -> None:
     with pytest.raises(UsageError, match="Build an image"):
         ENGINES["mpijob"].require(replace(job_for(ENGINES["mpijob"]), image=None))

@@ -12,6 +12,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_config import settings
 from payload.stack.cloud_requirements import requirements_of
@@ -369,10 +370,29 @@ def test_what_cannot_be_looked_at_does_not_hide_the_rest(project: Site, capsys: 
 
 def test_without_a_stack_it_checks_the_defaults(project: Site, capsys: Capture) -> None:
     project.env["PATH"] = "/nowhere"
+    reason = "defaults and options; no stack config: `pulumi` not found on PATH. Install it: http"
     assert doctor(project, "--project", PROJECT) == ExitCode.OK
-    assert "defaults and options; no stack config: not installed" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
     assert doctor(project, "--project", PROJECT, "--stack", "dev") == ExitCode.CONFIG
+    capsys.readouterr()
     assert doctor(project) == ExitCode.USAGE
+    price, error = capsys.readouterr().err.splitlines()
+    assert price.startswith("price of 3 x c3-highmem-8 in us-central1-a") and "$1.63" in price
+    assert error.startswith("error: no project given. Set it with --project") and reason in error
+
+
+def test_the_price_needs_no_login(
+    project: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CLOUDSDK_CONFIG", "HOME"):
+        monkeypatch.setenv(name, str(project.folder))
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    env = {**project.env, "CLOUDSDK_CONFIG": str(project.folder)}
+    del env[VARIABLE]
+    assert main(["doctor"], env) == ExitCode.AUTH
+    *_, price, error = capsys.readouterr().err.splitlines()
+    assert "an hour: 3 x $0.529232 on demand" in price and "Log in: gcloud auth" in error
 
 
 @pytest.mark.parametrize(

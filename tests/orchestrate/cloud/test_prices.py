@@ -13,8 +13,8 @@ import pytest
 
 from infra.config import ClusterConfig
 from infra.cost import cost_of, describe, price_of_cluster
-from infra.machines import machine_types
 from payload.core.errors import BudgetError
+from payload.machines.machine_types import machine_types
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands.doctor import check_price
 from payload.pricing.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog

@@ -18,6 +18,7 @@ import pytest
 from payload.config.training_sections import DataSection
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.stack.cluster_identity import known_cluster_identity
 from payload.stack.stack_settings import CLUSTER_NAME
 from tests.orchestrate.cloud.conftest import Site, inventory_output
@@ -52,7 +53,10 @@ def rehearsal(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
         "payload.orchestrate.commands.rehearse.new_cluster_identity", lambda: CLUSTER
     )
     site.pulumi.on("stack", "--show-name", out=NAME)
-    for command in (("stack", "init"), ("stack", "rm"), ("config", "set"), ("version",)):
+    for command in (
+        *(("stack", "init"), ("stack", "rm"), ("config", "set"), ("version",)),
+        ("whoami",),
+    ):
         site.pulumi.on(*command, out="v3.260.0\n" if command == ("version",) else "")
     site.pulumi.outputs()
     destroys(site)
@@ -67,18 +71,51 @@ def argv(site: Site, *more: str) -> list[str]:
     return ["rehearse", "--project", PROJECT, "--config", config, *more]
 
 
+@pytest.mark.processes
 def test_it_asks_before_it_spends(
     rehearsal: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
+    question = "Build this cluster for at most $0.88, and destroy it afterwards?"
+    assert f"error: {question} No terminal for an answer: repeat with --yes." in (
+        capsys.readouterr().err
+    )
     monkeypatch.setattr("sys.stdin", Answers("n\n"))
     assert main(argv(rehearsal), rehearsal.env) == ExitCode.OK
     err = capsys.readouterr().err
     assert f"a rehearsal in project {PROJECT}: 2 x c3-standard-4 in us-central1-a" in err
-    assert "for at most 120 minutes ($0." in err and "nothing was built" in err
-    assert words(rehearsal) == [] and rehearsal.cloud.requests == []
+    assert "for at most 120 minutes ($0.88" in err and "nothing was built" in err
+    monkeypatch.setattr("sys.stdin", Answers(""))
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
+    assert f"{question} The input ended without an answer" in capsys.readouterr().err
+    assert set(words(rehearsal)) == {"whoami"} and rehearsal.cloud.requests == []
 
 
+@pytest.mark.processes
+def test_pulumi_and_its_login_are_checked_before_the_question(
+    rehearsal: Site, capsys: Capture
+) -> None:
+    message = "error: PULUMI_ACCESS_TOKEN must be set for login during non-interactive CLI sessions"
+    rehearsal.pulumi.on("whoami", err=message, status=255)
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.AUTH
+    err = capsys.readouterr().err
+    assert "Log in: pulumi login" in err and "Build this cluster" not in err
+    rehearsal.env["PATH"] = "/nowhere"
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.CONFIG
+    err = capsys.readouterr().err
+    assert "`pulumi` not found on PATH. Install it" in err and "$" not in err
+
+
+@pytest.mark.processes
+def test_google_s_login_is_checked_before_the_question(rehearsal: Site, capsys: Capture) -> None:
+    del rehearsal.env[VARIABLE]
+    rehearsal.env |= {"CLOUDSDK_CONFIG": str(rehearsal.folder), "NO_GCE_CHECK": "true"}
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.AUTH
+    err = capsys.readouterr().err
+    assert "Log in: gcloud auth" in err and "Build this cluster" not in err
+
+
+@pytest.mark.processes
 def test_data_of_a_bucket_is_looked_for_in_the_cache(
     rehearsal: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

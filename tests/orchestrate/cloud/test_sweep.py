@@ -101,6 +101,7 @@ def test_without_a_name_only_what_has_expired_counts(site: Site, capsys: Capture
     out, err = capsys.readouterr()
     assert "expires in 1 h" in out
     assert "0 resources of expired clusters left" in err
+    assert "only clusters whose lifetime has ended count; --cluster NAME" in err
     site.build(cluster="old", nodes=1, expires_in_s=-7200)
     assert sweep(site) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()

@@ -262,6 +262,11 @@ def report_leftovers(found: Sweep, *, talk: Console) -> None:
         f"0 resources {whose} left in project {found.project}: checked {len(KINDS) + 3} kinds in "
         "all zones and regions"
     )
+    if found.cluster is None:
+        talk.print(
+            "note: only clusters whose lifetime has ended count; --cluster NAME searches for one "
+            "cluster"
+        )
 
 
 def _print_removal_commands(found: Sweep, *, talk: Console) -> None:

@@ -1,0 +1,28 @@
+"""Wraps a line of text for a terminal, without breaking a command that the user may copy."""
+
+from __future__ import annotations
+
+import textwrap
+
+from payload.core.suggested_commands import command
+
+_NO_BREAK = "\x00"
+"""Replaces a space at which a line is not wrapped; printable text does not contain it."""
+
+
+def wrapped(line: str, *, width: int, indent: int) -> list[str]:
+    """Return the line, wrapped at spaces if it is too long; further lines are indented.
+
+    A command of this project stays whole to the end of the line, to be copied.
+    """
+    if len(line) <= width or width < 2 * indent:
+        return [line]
+    text, program, rest = line.partition(command("orchestrate").removesuffix("orchestrate"))
+    parts = textwrap.wrap(
+        text + f"{program}{rest}".replace(" ", _NO_BREAK),
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [part.replace(_NO_BREAK, " ") for part in parts]
