@@ -68,8 +68,8 @@ sources:
   openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text;
                --input FOLDER: a local copy
   text         files or folders, one document a file; a single file is split
-               at form feeds, otherwise at blank lines, or at line ends or
-               spaces if blank lines are far apart
+               at form feeds; without any, at blank lines; if these are rare,
+               at line ends or spaces
   jsonl        files or folders, one JSON object a line (also compressed)
   parquet      files or folders, one document a row
   hf           a dataset of the Hugging Face hub, or a folder in its formats
@@ -145,8 +145,8 @@ def parser() -> CommandParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add the hashes of file ranges, which training verifies, to the meta.json of an "
-        "older release",
+        help="add to the meta.json of an older release the hashes of file ranges, which training "
+        "verifies",
     )
     _add_show_flags(
         commands.add_parser(

@@ -1,4 +1,4 @@
-"""Stored log-probabilities of a preference folder's answers under the model before training.
+"""Stored log-probabilities of the answers in a preference folder, computed before training.
 
 They are stored in the data folder. reference.json names the model. A file for each matmul dtype
 holds two float64 numbers for each pair, the training pairs first. A folder holds the values of one
@@ -93,7 +93,7 @@ def reference_command(
 
 
 def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
-    """Return the stored record; None if the record is missing or for other data.
+    """Return the stored record, or None if there is no record for this data.
 
     Raises DataError for a damaged file.
     """

@@ -20,7 +20,7 @@ _FORWARDED = (
     *("--val-fraction", "--allow-odd-tokenizer"),
 )
 _NOT_FORWARDED = ("--sequence-length", "--label-column")
-"""Options of tasks that `finetune` decides itself."""
+"""Task options that `finetune` sets itself."""
 
 
 def add_reading_flags(more: AddFlag) -> None:
@@ -35,8 +35,8 @@ def add_reading_flags(more: AddFlag) -> None:
         "--columns",
         type=_columns,
         metavar="COLUMN=NAME,...",
-        help="read columns under other names: roles, as in question=user,answer=assistant, or "
-        "known columns, as in dialog=messages; texts with one name are joined",
+        help="other names for columns: roles, as in question=user,answer=assistant, or known "
+        "columns, as in dialog=messages; texts with the same new name are joined",
     )
     more(
         "--ignore-key",
@@ -58,8 +58,8 @@ def add_tokenizer_check_flag(more: AddFlag) -> None:
     more(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue although the tokenizer yields no or unusually many tokens, over 1 %% "
-        "unknown tokens, loses text when decoding, or does not fit the model's vocabulary",
+        help="continue although a check of the tokenizer fails: no or unusually many tokens, over "
+        "1 %% unknown tokens, text lost in decoding, or a vocabulary that does not fit the model",
     )
 
 
@@ -69,9 +69,9 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction of the documents for validation (default: 0.1 up to 1,000 documents, about "
-        "100 documents above that; nanoGPT's 0.0005 from 200,000 documents, for openwebtext, and "
-        "if they cannot be counted; stdlib: 0.02)",
+        help="fraction of the documents for validation (default: 0.1 for up to 1,000 documents; "
+        "about 100 documents for more; nanoGPT's 0.0005 for 200,000 or more, for an unknown "
+        "number, and for openwebtext; 0.02 for stdlib)",
     )
 
 

@@ -65,7 +65,7 @@ def parts_of(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, boo
 
 
 def read_samples(folder: Path, meta: DataMeta, *, split: Split, number: int) -> list[Sample]:
-    """Return conversation `number` of a split, from 0, or both of pair `number`.
+    """Return conversation `number` of a split, or both conversations of pair `number`.
 
     Raises DataError, ConfigError.
     """
@@ -126,7 +126,7 @@ def _conversation(
 
 
 def _locate(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int, int]:
-    """Return the block of a conversation, its first token and the index after its last one."""
+    """Return a conversation's block, and its first token and end (exclusive) in the block."""
     for row in range(blocks.num_blocks()):
         marks = blocks.marks_of(np.array([row], dtype=np.int64))[0]
         firsts = np.flatnonzero((marks & (FIRST | PADDING)) == FIRST)

@@ -316,7 +316,7 @@ def test_files_named_train_and_valid_are_splits_and_test_is_untouched(
             None,
             (),
             "thoughts: the prompt has no block of thoughts, and reasoning_content is rendered; "
-            "--thoughts keep trains the thoughts of the rows that the template renders",
+            "--thoughts keep trains the thoughts that the template renders",
         ),
     ],
 )

@@ -56,7 +56,8 @@ class BlockOrder:
     def _permute(self, positions: Indices, *, epoch: int) -> Indices:
         """Permute positions by a Feistel network on the next power of four, with cycle walking."""
         half_bits = max(1, (max(1, self.num_blocks - 1).bit_length() + 1) // 2)
-        # Mixed one after the other, so that seed 0 in epoch 1 differs from seed 1 in epoch 0.
+        # Seed and epoch are mixed one after the other, so that seed 0 in epoch 1 differs from
+        # seed 1 in epoch 0.
         seeded = _mix(np.full(_FEISTEL_ROUNDS, self.seed, dtype=np.uint64))
         seeded = _mix(seeded ^ np.full(_FEISTEL_ROUNDS, epoch, dtype=np.uint64))
         rounds: _U64 = np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)
@@ -122,7 +123,7 @@ class TokenBlocks:
     sequence_length: int
     vocab_size: int
     check: RangeCheck | None = None
-    """Compares the bytes read with meta.json; None if meta.json has no hashes of ranges."""
+    """Compares each range that is read with meta.json; None if meta.json has no range hashes."""
 
     def num_full_blocks(self) -> int:
         """Return the number of blocks with `sequence_length` targets."""
@@ -172,7 +173,7 @@ class TokenBlocks:
             )
 
     def is_checked(self) -> bool:
-        """Return True if the bytes read are compared with the hashes of meta.json."""
+        """Return True if all data that is read is compared with the hashes in meta.json."""
         return self.check is not None
 
     def expect(self, blocks: Indices) -> None:
@@ -208,7 +209,7 @@ class TokenData:
     val: TokenBlocks
 
     def has_range_hashes(self) -> bool:
-        """Return True if the bytes that training reads are compared with meta.json."""
+        """Return True if all data that training reads is compared with meta.json."""
         return self.train.is_checked() and self.val.is_checked()
 
     @classmethod

@@ -1,7 +1,7 @@
 """Labelled texts of a data folder, in batches padded to the longest text.
 
 A token file holds the texts one after the other. The file of examples holds two numbers for each
-text: the index of the token after its last one, and its label.
+text: the index after the last token of the text, and the label of the text.
 
 In shapes, B is the number of texts and T the length of the longest text of a batch.
 """
@@ -33,7 +33,7 @@ class LabelledTexts:
     tokens: npt.NDArray[np.unsignedinteger]
     starts: Indices
     lengths: Indices
-    """Number of tokens read of each text, from its start: at most `sequence_length`."""
+    """Number of leading tokens of each text that are read: at most `sequence_length`."""
     labels: Indices
     vocab_size: int
     pad_token: int

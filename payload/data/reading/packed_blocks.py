@@ -67,9 +67,9 @@ class PackedBlocks:
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, targets and document starts of these blocks, each (B, T) int64.
 
-        The start of a position is the index in the block of the first token of the position's
-        document. Position numbers restart at that index, and attention does not reach earlier
-        tokens. Raises DataError.
+        For each position, the start is the index in the block at which the document begins.
+        Position numbers restart at that index, and attention does not reach earlier tokens.
+        Raises DataError.
         """
         marks = self.marks_of(blocks)
         tokens = self.tokens.whole(blocks)
@@ -95,7 +95,7 @@ class PackedBlocks:
         self.tokens.expect(blocks)
 
     def is_checked(self) -> bool:
-        """Return True if the bytes read are compared with the hashes of meta.json."""
+        """Return True if all data that is read is compared with the hashes in meta.json."""
         return self.tokens.is_checked() and self.marks_check is not None
 
     def marks_of(self, blocks: Indices) -> Marks:

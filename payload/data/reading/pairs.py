@@ -1,8 +1,8 @@
 """Preference pairs of a data folder, in batches padded to the longest conversation.
 
 A token file holds the two conversations of each pair, the chosen one first. The file of pairs holds
-the end of each conversation, as a token index; the file of marks has a flag for each token: whether
-it belongs to an answer.
+the end of each conversation, as a token index. The file of marks has a flag for each token: whether
+the token belongs to an answer.
 
 In shapes, P is the number of pairs and T the length of the longest conversation of a batch.
 """
@@ -68,14 +68,14 @@ class Pairs:
         return np.asarray(self.lengths[chosen].max(axis=1), dtype=np.int64)
 
     def is_checked(self) -> bool:
-        """Return True if the bytes read are compared with the hashes of meta.json."""
+        """Return True if all data that is read is compared with the hashes in meta.json."""
         return self.check is not None and self.marks_check is not None
 
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, targets and document starts of these pairs, each (2P, T) int64.
 
         The chosen conversations come first, then the rejected conversations in the same order.
-        Targets are the tokens of the answers. Starts have the meaning of `CausalLM.hidden`; each
+        Targets are the tokens of the answers. `CausalLM.hidden` defines document starts; each
         padding token is a separate document. Raises DataError if a file does not match meta.json.
         """
         starts, lengths = self.starts[chosen].T.flatten(), self.lengths[chosen].T.flatten()

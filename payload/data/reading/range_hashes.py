@@ -47,7 +47,7 @@ class RangeCheck:
     def __init__(
         self, path: Path, *, size_bytes: int, hashes: tuple[str, ...], source: str
     ) -> None:
-        """Open the file; messages name `source`, from meta.json. Raises DataError if that fails."""
+        """Open the file. Errors name `source`. Raises DataError if the file cannot be opened."""
         self.path = path
         self._size_bytes = size_bytes
         self._hashes = hashes
@@ -76,7 +76,7 @@ class RangeCheck:
                 self._check(number)
 
     def extended(self, start: int, end: int) -> tuple[int, int]:
-        """Return the byte range that reading (start, end) needs, including the ranges to check."""
+        """Return the bytes to read for (start, end), extended to whole unchecked ranges."""
         numbers = self._unchecked(start, end)
         if not numbers:
             return start, end

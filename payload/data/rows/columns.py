@@ -15,7 +15,7 @@ SYSTEM = ("system", "system_prompt")
 HISTORY = "history"
 """Column with the earlier turns of a question: pairs of question and answer, or messages."""
 CONTEXT = ("input", "context")
-"""Columns with a text that follows the question after an empty line."""
+"""Columns with a text that is appended to the question, after an empty line."""
 TOOLS = ("tools", "functions")
 """Columns with the functions that the assistant can call: a list, or JSON text of a list."""
 DOCUMENTS = "documents"
@@ -24,7 +24,7 @@ VARIABLES = "chat_template_kwargs"
 LABEL = "label"
 """Column of KTO data: false marks a bad answer."""
 TRAIN_KEYS = ("weight", "train")
-"""Keys of a row or message: 0 or false excludes it from training."""
+"""Keys whose value 0 or false excludes a row or a message from training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ OPENAI_PROMPT = "input"
 OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 
 _LEAVES = (str, int, float, type(None))
-"""Types without inner values; this check is faster than one for a mapping."""
+"""Types without inner values. A check for these is faster than a check for a mapping."""
 _MOST_LEVELS = 100
-"""Depth of the values of a row; the schemas of tools have about ten levels."""
+"""Limit on the nesting depth of a row's values; the schemas of tools have about ten levels."""
 METADATA = re.compile(
     r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
     r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip|model)"
@@ -85,7 +85,7 @@ METADATA = re.compile(
 )
 """Keys and columns with metadata or settings of a request, which no template renders.
 
-A key with a part about training, such as `no_train_id`, never matches.
+A key whose name mentions training, such as `no_train_id`, never matches.
 """
 
 

@@ -42,7 +42,7 @@ _KEYS_SHOWN = 6
 
 
 class UntrainedRowError(BadConversationError):
-    """Raised for a row that its own data excludes from training, such as `label` false."""
+    """Raised for a row whose values exclude it from training, such as a false `label`."""
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
@@ -131,7 +131,7 @@ def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the row's non-empty columns that are neither in `read` nor repeat its texts."""
+    """Return the row's non-empty columns outside `read`, except copies of texts in `read`."""
     found = [name for name, value in row.items() if name not in read and not is_absent(value)]
     if not any(isinstance(row[name], str) for name in found):
         return found

@@ -24,7 +24,7 @@ GLOBS: dict[str, tuple[str, ...]] = {
     "parquet": ("*.parquet",),
     "csv": ("*.csv", "*.tsv", "*.csv.*", "*.tsv.*"),
 }
-"""Patterns of the files of a folder for each kind of source."""
+"""For each kind of source, patterns of the files that are read from a folder."""
 _EXAMPLE = '{"COLUMN": ...}'
 _FIELD_BYTES = 2**26
 _DATASETS_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")

@@ -31,12 +31,12 @@ ROLES: Mapping[str, str] = {
     "function_call": "function_call",
     "tool_call": "function_call",
 }
-"""Role that a template knows for each role of a row.
+"""For each role in a row, the role that templates know.
 
 `function_call` becomes a message of the assistant with `tool_calls`.
 """
 _FORMS = (("role", "content"), ("from", "value"))
-"""Keys with the role and the text, of OpenAI and of ShareGPT."""
+"""Keys of the role and the text, in OpenAI's and in ShareGPT's messages."""
 _CALLS = "tool_calls"
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
@@ -61,7 +61,7 @@ class MessageList:
     messages: list[dict[str, Any]] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Functions that a message itself lists, as some data sets do in the system message."""
+    """Functions that a message lists. Some data sets list them in the system message."""
 
     def __iadd__(self, other: MessageList) -> MessageList:
         self.messages += other.messages
@@ -82,7 +82,7 @@ def text_message(text: object, where: str, role: str) -> MessageList:
 
 def read_messages(given: object, column: str) -> MessageList:
     """Return the messages of a list. Raises BadConversationError."""
-    # A check of a built-in type before that of an abstract one, which is slow.
+    # The built-in type is checked first, because the check of an abstract type is slow.
     if not isinstance(given, list) and isinstance(given, Mapping):
         given = [given]
     if not isinstance(given, (list, Sequence)) or isinstance(given, str) or not given:
@@ -127,7 +127,7 @@ def read_messages(given: object, column: str) -> MessageList:
 
 
 def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return a message and True if it is trained; adds its list of functions to `tools`."""
+    """Return a message, and True if it is trained. Adds the message's functions to `tools`."""
     role_key, content_key = _form(given, where)
     assert isinstance(given, Mapping)
     role = ROLES.get(given[role_key]) if isinstance(given[role_key], str) else None
@@ -172,7 +172,7 @@ def _content(value: object, where: str) -> str | None:
     if isinstance(value, str):
         return require_text(value, where)
     if isinstance(value, Mapping):
-        # The result of a function as an object: templates print text.
+        # A function's result can be an object, but templates print only text.
         return json.dumps(clean(value), ensure_ascii=False)
     if not isinstance(value, Sequence):
         return require_text(value, where)
@@ -207,7 +207,7 @@ def _is_trained(key: str, weight: float, where: str, *, role: str, is_trained: b
 
 
 def number_of(value: object) -> float | None:
-    """Return a boolean, a number, or such a value written as text, as a number; otherwise None."""
+    """Return a boolean, a number or a text such as "true" or "1" as a number; otherwise None."""
     if isinstance(value, str):
         value = {"true": 1, "false": 0}.get(value.strip().lower(), value)
     if not isinstance(value, (str, int, float, Decimal)):
@@ -303,7 +303,7 @@ def require_text(value: object, where: str) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Replace lone surrogates, which cannot be encoded, as tokenizers does."""
+    """Replace lone surrogates, which cannot be encoded, like the package tokenizers."""
     if isinstance(value, str):
         try:
             value.encode()

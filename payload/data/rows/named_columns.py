@@ -50,7 +50,7 @@ class NamedColumns:
         return [*named, *([["ignored", sorted(self._ignored)]] if self._ignored else [])]
 
     def state(self) -> dict[str, Any]:
-        """Return JSON for `restore`: what the rows so far had."""
+        """Return JSON for `restore`: the columns and ignored keys found in the rows so far."""
         return {
             "missing": sorted(self._missing),
             "removed": dict(self._removed),
@@ -89,7 +89,7 @@ class NamedColumns:
         return renamed
 
     def _without(self, value: Any, removed: set[str]) -> Any:
-        """Return a list of messages without the ignored keys; another value unchanged."""
+        """Return a list of messages without the ignored keys, and any other value unchanged."""
         if not isinstance(value, list):
             return value
         for each in value:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _AT_ONCE = 2**16
-"""Lengths that are Python numbers at the same time, which need four times the memory."""
+"""Number of lengths that are Python numbers at a time; these need four times the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Blocks:
     documents: Numbers
     """Numbers of all documents, block after block."""
     ends: Numbers
-    """For each block, the number of documents in it and in the blocks before it."""
+    """For each block, the total number of documents up to the end of this block."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -44,7 +44,7 @@ def one_each(count: int) -> Blocks:
 
 
 def best_fit(lengths: Sequence[int] | Numbers, *, capacity: int) -> Blocks:
-    """Return the numbers of the documents in each block; `capacity` must fit the longest.
+    """Return the numbers of the documents in each block; no length exceeds `capacity`.
 
     Documents are placed longest first, each into the fullest block that has room for it. The result
     depends only on the lengths. The time is linear in the number of documents: bit n of one integer

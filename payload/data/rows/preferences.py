@@ -93,7 +93,7 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
 
 
 def _from_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row in the format of OpenAI's preference tuning with our columns' names."""
+    """Return a row with our column names, converted if it has OpenAI's preference format."""
     given = row.get(OPENAI_PROMPT)
     if not isinstance(given, Mapping) or not all(name in row for name in OPENAI_ANSWERS):
         return row

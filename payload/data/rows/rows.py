@@ -41,7 +41,7 @@ class Row:
 
 
 class Rows(ABC):
-    """The rows of one source. A bad row raises DataError, or is only counted with `skip_bad`."""
+    """The rows of one source. A bad row raises DataError; with `skip_bad`, it is only counted."""
 
     label: str
     """Kind and location, for messages and meta.json."""
@@ -127,21 +127,21 @@ class Rows(ABC):
 
     @abstractmethod
     def _read(self) -> Iterator[Row]:
-        """Yield every row of the source, with its own column names."""
+        """Yield every row, with the column names of the source."""
 
     def recognised(self) -> list[str]:
         """Return lines about what was detected; call `identity` first."""
         return []
 
     def survey(self) -> Survey:
-        """Return the number of rows and the split of the files, after all rows were read."""
+        """Return the number of rows and the split of the files; call it after the last row."""
         split = None
         if self.first_val is not None:
             split = FileSplit.of(first_val=self.first_val, documents=self.next_number)
         return Survey(documents=self.next_number, text_bytes=None, split=split)
 
     def skip(self, where: str, complaint: str, *, place: int | None = None) -> None:
-        """Skip a bad row, the newest one without `place`.
+        """Skip the bad row at `place`, by default the newest row.
 
         Raises DataError unless the user allowed skipping.
         """
@@ -159,7 +159,7 @@ class Rows(ABC):
         del self._skipped_at[count:], self.skipped[count:]
 
     def leave_out(self, reason: str) -> None:
-        """Count the newest row, which its own data excludes from training.
+        """Count the newest row as left out, because its values exclude it from training.
 
         The row has no number, so that a small split is not made of such rows.
         """
@@ -172,7 +172,7 @@ class Rows(ABC):
             (self._metadata if METADATA.fullmatch(name) else self._unread)[name] += 1
 
     def require_read(self, num_rows: int | None = None) -> None:
-        """Raise DataError for keys that nothing reads, which training would lose.
+        """Raise DataError for keys that nothing reads: training would lose their values.
 
         `num_rows` is the number of rows whose keys were counted, by default all rows so far.
         """
@@ -243,7 +243,7 @@ class Rows(ABC):
 def in_batches(
     items: Iterable[_T | None], *, count: int, chars: Callable[[_T], int]
 ) -> Iterator[list[_T]]:
-    """Yield the items in lists of at most `count`, without None, to be tokenized together.
+    """Yield the items that are not None, in lists of at most `count` to tokenize together.
 
     `chars` returns the length of an item. The total length of a list is limited, because tokenizing
     needs about 150 bytes per token.

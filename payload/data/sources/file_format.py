@@ -30,7 +30,7 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""Fewest records, header included, for a file without a table's suffix to count as a table."""
+"""A file without a table's suffix needs this many records, with the header, to be a table."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """First line by which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
@@ -129,7 +129,7 @@ def detect_format(path: Path, *, is_table: bool = False) -> FileFormat:
     text = codecs.getincrementaldecoder(encoding)("replace").decode(start)
     kind, delimiter = _kind(path, text, is_table=is_table)
     if kind == "jsonl" and encoding == "utf-16":
-        kind = "json"  # its lines are not lines of bytes
+        kind = "json"  # in UTF-16, bytes cannot be split into lines
     if kind in ("csv", "text"):
         encoding = _encoding_of_all(path, encoding)
     return FileFormat(kind=kind, compression=compression, encoding=encoding, delimiter=delimiter)
@@ -191,7 +191,7 @@ def _is_object(line: str) -> bool:
 
 
 def _spans_lines(text: str) -> bool:
-    """Return True if the text begins with one JSON value of several lines, or with its start."""
+    """Return True if the text begins with a JSON value, or part of one, that spans lines."""
     decoder = json.JSONDecoder()
     place = len(text) - len(text.lstrip())
     try:
@@ -199,7 +199,7 @@ def _spans_lines(text: str) -> bool:
     except RecursionError:
         return False
     except json.JSONDecodeError as error:
-        # The sample may end within the object; a fault before that is a fault of the first line.
+        # The value may continue after the end of the sample, or have a fault in a later line.
         return error.pos >= len(text) - 1 or "\n" in text[place : error.pos]
     return "\n" in text[place:end]
 

@@ -318,7 +318,7 @@ def _load_builder(dataset: str, *, subset: str | None, revision: str | None) -> 
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return True if a connection failed, anywhere in the chain of causes."""
+    """Return True if the error, or one in its chain of causes, is a failed connection."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (ConnectionError, TimeoutError)):

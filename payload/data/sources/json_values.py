@@ -54,7 +54,7 @@ class _Text:
                 return ""
 
     def take(self, expected: str) -> None:
-        """Move behind one of the expected characters. Raises DataError."""
+        """Move past the next character. Raises DataError if the character is not expected."""
         found = self.peek()
         if not found or found not in expected:
             what = f"the character {found!r}" if found else "the end of the file"
@@ -101,7 +101,10 @@ class _Text:
         self._place = place
 
     def _fill(self, least: int = 0) -> bool:
-        """Read as much as is unread, so that the time stays linear. Return False at the end."""
+        """Read more text, at least `least` characters. Return False at the end of the file.
+
+        `value` passes the length of the unread text, so that the time stays linear.
+        """
         try:
             more = self._file.read(max(_READ_CHARS, least))
         except UnicodeDecodeError as error:

@@ -28,7 +28,7 @@ class JsonlSource(ColumnFiles):
         super().__init__("jsonl", given, glob="*.jsonl*", request=request)
 
     def survey(self) -> Survey:
-        """Count the lines, unless a file is compressed and no file's name declares a split."""
+        """Count the lines. If a file is compressed, count only for a split by file name."""
         size = sum(path.stat().st_size for path in self._files)
         if self.splits.valid:
             first_val = sum(map(_count_lines, self.splits.train))
@@ -110,7 +110,7 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     if len(line) > LINE_BYTES:
         return f"longer than {LINE_BYTES // MIB} MiB."
     try:
-        # As json.loads, which makes a decoder for each line.
+        # json.loads would make a decoder for each line.
         line = line.rstrip(b"\r\n")
         value = _DECODER.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=object_of_pairs)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Yield each line and its size in the file; longer lines are cut after LINE_BYTES + 1 bytes."""
+    """Yield each line, cut after LINE_BYTES + 1 bytes, and its whole size in the file."""
     while line := file.readline(LINE_BYTES + 1):
         read = len(line)
         is_whole = read <= LINE_BYTES or line.endswith(b"\n")

@@ -44,7 +44,7 @@ def main() -> None:
 def _survey(request: dict[str, Any]) -> dict[str, Any]:
     """Send the schema; return the number of rows and the uncompressed size of the column.
 
-    For a dictionary column this is less than the size of the text.
+    For a dictionary column, the size is less than the size of the text.
     """
     with _open(request) as file:
         _send_schema(file.schema_arrow)
@@ -64,7 +64,7 @@ def _survey(request: dict[str, Any]) -> dict[str, Any]:
 def _read(request: dict[str, Any]) -> dict[str, Any]:
     """Send the schema, then the column after `skip_rows` rows, with damaged rows reported as lost.
 
-    `column` None reads all columns, and of an Arrow file always all rows.
+    Without `column`, sends all columns. An Arrow file is always sent whole.
     """
     import pyarrow as pa
 
@@ -123,7 +123,7 @@ def _arrow_reader(place: str) -> Any:
 def _send_rows(batch: Any, *, whole: bool) -> None:
     """Send rows with dictionaries decoded; unreadable rows are reported as lost.
 
-    `whole`: all columns, which the parent converts to Python values.
+    `whole` is for all columns, which the parent converts to Python values.
     """
     if batch.num_rows > 1 and _decoded_bytes(batch) > _PIECE_BYTES:
         half = batch.num_rows // 2

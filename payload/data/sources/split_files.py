@@ -21,7 +21,7 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
     "eval": "valid",
     "test": "test",
 }
-"""Split of each word in the name of a file, or the name of its folder."""
+"""Split that each word declares, in the name of a file or of its folder."""
 _SEPARATORS = re.compile(r"[-_. ]+")
 
 

@@ -29,7 +29,7 @@ BACKUPS = (".bak", ".old", ".orig", ".tmp", ".swp", ".part", ".partial", ".incom
 _SHARD = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})(?P<end>[^/]*)", re.S)
 _NAMES_SHOWN = 3
 STDLIB_VAL_FRACTION = 0.02
-"""Share of the standard library's files."""
+"""Share of the standard library's files for validation."""
 
 
 def find_files(
@@ -135,7 +135,7 @@ class ColumnFiles:
         glob: str | Sequence[str],
         request: SourceRequest,
     ) -> None:
-        """Read the files of folders that match `glob`, unless the request has a pattern."""
+        """`glob` selects the files in folders, unless the request has a pattern."""
         self.label = describe_inputs(kind, given)
         self._given = given
         self._glob: str | Sequence[str] = request.glob or glob
@@ -373,7 +373,7 @@ def _read_small(path: str) -> bytes | _NotRead:
 
 
 def _add_large(path: str, batcher: Batcher, *, number: int, offset: int) -> Iterator[int]:
-    """Add pieces from `offset` on; yield the offset reached if the batch is full mid-document."""
+    """Add pieces from `offset` on; yield the offset whenever the batch is full mid-document."""
     with Path(path).open("rb") as file:
         file.seek(offset)
         for piece, is_last in read_pieces(file):

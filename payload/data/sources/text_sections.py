@@ -14,7 +14,7 @@ from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, la
 Cut = Literal["form feed", "blank line", "line end", "space", "size", "end"]
 
 _SECTIONS = 200
-"""Number of sections of which a tenth is enough to measure a loss."""
+"""Intended number of sections: a tenth of these is enough to measure a loss."""
 _LARGEST_TARGET_BYTES = 64 * 1024
 _SMALLEST_LIMIT_BYTES = 4096
 _LIMIT_TARGETS = 8
@@ -27,8 +27,8 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 class Division:
     """Rules for splitting a file; they depend only on the file, so a resume uses the same rules.
 
-    Without form feeds a section ends at the first blank line after `target_bytes`. If there is no
-    blank line before `limit_bytes`, it ends at the last line end, or otherwise at white space.
+    Without form feeds, a section ends at the first blank line after `target_bytes`. A section that
+    reaches `limit_bytes` ends at its last line end, or without line ends at white space.
     """
 
     at_form_feeds: bool

@@ -42,7 +42,7 @@ class ChatTask(Task):
             "--sequence-length",
             type=positive_int,
             metavar="TOKENS",
-            help=f"block length; training uses the same (default: {SEQUENCE_LENGTH})",
+            help=f"block length; training uses the same length (default: {SEQUENCE_LENGTH})",
         )
         add(
             "--packing",
@@ -69,9 +69,9 @@ class ChatTask(Task):
             "--thoughts",
             choices=THOUGHTS,
             metavar="HOW",
-            help="keep: train the thoughts of the rows; drop: without thoughts; empty: where "
-            "a prompt opens a block of thoughts and the row lacks one, train the end of the block, "
-            f"too; refuse: reject such rows (default: {THOUGHTS[0]})",
+            help="keep: train the rows' thoughts; drop: remove them; empty: if the prompt opens a "
+            "block of thoughts but the row has no thought, also train the end of the block; "
+            f"refuse: reject such rows (default: {THOUGHTS[0]})",
         )
         add(
             "--train-on",

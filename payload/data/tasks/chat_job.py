@@ -62,7 +62,7 @@ from payload.formats.data_folder import (
 )
 
 _RENDERING = ("rows", "sources", "tasks", "templates", "tokenizers")
-"""Folders with the programs that make samples from rows."""
+"""Folders with the modules that make samples from rows."""
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
 _COUNTED = (
     *("truncated_conversations", "truncated_tokens", "long_dropped_conversations"),
@@ -210,7 +210,7 @@ class ChatJob:
         encoder.choose_fast(seed=self.settings.seed, log=self.log)
 
     def _read(self, store: ResumableTokenFiles | None) -> SampleFiles:
-        """Return the samples; from scratch with the reference encoder if gigatoken differs."""
+        """Return the samples. If gigatoken differs, start again with the reference encoder."""
         reader, encoder = self.reader, self.reader.tokenizer.encoder
         samples = SampleFiles(store)
         try:
@@ -250,7 +250,7 @@ class ChatJob:
                 encoder.use_reference()
             versions = self._versions(encoder.name)
             if not is_resumed or store.encoder != versions:
-                # Another version may render or tokenize the other rows in another way.
+                # Another version may render or tokenize the remaining rows differently.
                 store.encoder = versions
                 store.start()
             elif not store.is_complete:
@@ -261,7 +261,7 @@ class ChatJob:
                 )
             self.reader.report = lambda: reporter.update(store.totals)
             reporter.start(Survey(documents=None, text_bytes=None), store.totals)
-            # Modules and vocabulary stay until the end. Looking at them again in each collection
+            # Modules and vocabulary stay until the end. Scanning them in each garbage collection
             # took 0.026 ms a row.
             gc.freeze()
             return self.make(store)
@@ -279,7 +279,7 @@ class ChatJob:
                 remove_unfinished(self.settings.out)
 
     def _versions(self, encoder: str) -> str:
-        """Return the versions that decide the samples, of which a resumed run has the same."""
+        """Return the versions that decide the samples; a run resumes only with the same ones."""
         others = (f"{name} {version(name)}" for name in ("tokenizers", "jinja2"))
         return ", ".join((encoder, *others, f"rendering {_rendering_sha256()}"))
 
@@ -290,7 +290,7 @@ class ChatJob:
 
 
 def _rendering_sha256() -> str:
-    """Return a hash of the programs that make samples from rows."""
+    """Return a hash of the modules that make samples from rows."""
     found = hashlib.sha256()
     data = Path(__file__).parents[1]
     for path in sorted(each for name in _RENDERING for each in (data / name).glob("*.py")):

@@ -37,12 +37,12 @@ _Piece = tuple[_Tokens, _Trained]
 _BATCH_SIZE = 256
 """Number of rows that are rendered together, and of samples that are tokenized together."""
 _BATCH_CHARS = 2**22
-"""Limit of the requests that are sent together."""
+"""Limit on the characters of the requests that are sent together."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Read:
-    """A row that was read, and its rendering or what is wrong with the row."""
+    """A row that was read, with its rendering or its fault."""
 
     row: Row
     rendering: RowRendering | None = None
@@ -57,7 +57,7 @@ class _Sample:
 
     row: Row
     group: int
-    """Key of the split: the group's number, or the row's number without groups."""
+    """Key of the split: the group's number or, without groups, the row's number."""
     rendered: RenderedSample
     is_added: bool
     """False for one sample of each row, True for its other samples."""
@@ -167,13 +167,13 @@ class ChatReader:
         self.tokenizer.restore(cursor["tokenizer"])
 
     def _read_batch(self, rows: Iterator[Row]) -> list[_Read]:
-        """Return the next rows; empty at the end of the source, or before a fault of it."""
+        """Return the next rows; empty at the end of the source, or before a fault in it."""
         found, size = list[_Read](), 0
         while len(found) < _BATCH_SIZE and size < _BATCH_CHARS:
             try:
                 row = next(rows, None)
             except Exception as error:
-                # Rows before this one may be faulty, too, and come first.
+                # An earlier row may be faulty, too, and is reported first.
                 self._fault = error
                 row = None
             if row is None:

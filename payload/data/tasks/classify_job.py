@@ -45,7 +45,7 @@ _BATCH_SIZE = 4096
 """Number of texts that are tokenized together."""
 _SHOWN = 8
 _NAME_PREFIX = "label:"
-"""Text before a label's name when its tokens are determined."""
+"""Text that precedes a label's name when the name's tokens are determined."""
 
 
 def classify_job(args: argparse.Namespace) -> _ClassifyJob:
@@ -309,7 +309,7 @@ def with_special_tokens(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
 def label_name_tokens(
     tokenizer: TextTokenizer, labels: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each label's name after a prefix; () if one has no tokens.
+    """Return the tokens of each label's name, encoded after a prefix; () if a name lacks tokens.
 
     Names are cut to `MOST_NAME_TOKENS` tokens.
     """

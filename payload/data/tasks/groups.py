@@ -26,7 +26,7 @@ class Groups:
         self._store: ResumableTokenFiles | None = None
 
     def keep_in(self, store: ResumableTokenFiles | None) -> None:
-        """Write the groups to a run's files, after those that an interrupted run found."""
+        """Read an interrupted run's groups from `store`, and append new groups to it."""
         self._store = store
         if self._column is not None and store is not None and store.has_shards:
             with partial_path(store.folder, GROUPS_NAME).open(encoding="ascii") as file:

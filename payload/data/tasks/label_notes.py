@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 _UNEQUAL = 3
-"""Ratio of the most frequent label to the rarest from which class weights are suggested."""
+"""If the most frequent label is this many times the rarest, class weights are suggested."""
 
 
 def label_notes(

@@ -86,7 +86,7 @@ class _Pair:
     """The tokens of the chosen, then the rejected conversation; `trained` flags answer tokens."""
 
     group: int
-    """Key of the split: the group's number, or the row's number without groups."""
+    """Key of the split: the group's number or, without groups, the row's number."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
     trained: tuple[npt.NDArray[np.bool_], ...]
 

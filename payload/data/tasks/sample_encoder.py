@@ -1,7 +1,7 @@
 """Encodes rendered texts to tokens, with the range of characters of each token.
 
-gigatoken makes the tokens, where these are the bytes of the text. Other texts and tokenizers go to
-the package `tokenizers`, whose tokens and ranges are the reference.
+gigatoken makes the tokens if these are exactly the bytes of the text. Other texts and tokenizers go
+to the package `tokenizers`, whose tokens and ranges are the reference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EncodedTexts:
     offsets: Numbers
 
     def parts(self) -> list[EncodedTexts]:
-        """Return each text by itself."""
+        """Return each text's tokens separately."""
         found = []
         for first, last in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True):
             cut = slice(first, last)
@@ -46,12 +46,12 @@ class EncodedTexts:
         return found
 
     def replaced(self, others: Mapping[int, EncodedTexts]) -> EncodedTexts:
-        """Return the texts with other encodings of some of them, by index."""
+        """Return the texts, with the encodings in `others` for the texts at these indices."""
         return joined([others.get(index, each) for index, each in enumerate(self.parts())])
 
 
 def joined(parts: Sequence[EncodedTexts]) -> EncodedTexts:
-    """Return the encodings of all texts of the parts, which each have one."""
+    """Return the encodings of all texts; each part has one text."""
     if not parts:
         return reference_texts([], [])
     sizes = [len(each.tokens) for each in parts]
@@ -78,7 +78,7 @@ def reference_texts(
 
 
 class SampleEncoder:
-    """The encoder of one prepare run. A gigatoken that differs raises EncoderMismatchError."""
+    """The encoder of one prepare run. Raises EncoderMismatchError if gigatoken differs."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         """Encode with the package `tokenizers`, until `choose_fast`."""

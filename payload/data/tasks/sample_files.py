@@ -1,6 +1,6 @@
 """Tokenized samples: a file that grows while rows are read, and the blocks that are packed from it.
 
-The number of samples in memory does not depend on the number of rows: memory has 16 bytes a sample.
+Memory holds 16 bytes for each sample, and the tokens of a limited number of samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from payload.formats.data_folder import TokenDtype
 
 _INDEX = np.dtype([("group", "<i8"), ("length", "<i4"), ("trained", "<i4")])
 _CHUNK_TOKENS = 2**17
-"""Tokens that are packed at a time, which need about 30 bytes each."""
+"""Number of tokens that are packed at a time; each needs about 30 bytes."""
 _VALUE = np.dtype("<u4")
 """A token and a bit for trained; tokens are below 2**24."""
 
@@ -40,7 +40,7 @@ class Documents:
     """The tokens of some samples, one after the other."""
 
     groups: npt.NDArray[np.int64]
-    """Key of each sample's split: the group's number, or the row's number without groups."""
+    """Key of each sample's split: the group's number or, without groups, the row's number."""
     lengths: npt.NDArray[np.int64]
     """Number of tokens of each sample."""
     tokens: npt.NDArray[np.uint32]
@@ -126,9 +126,9 @@ class SampleFiles:
         dtype: TokenDtype,
         padding: int,
     ) -> tuple[Chunks, Chunks]:
-        """Return the tokens and marks of the blocks of `length` tokens with the chosen samples.
+        """Pack the chosen samples into blocks of `length` tokens; return the tokens and marks.
 
-        `pack` returns the blocks of samples with the given lengths; `padding` fills them up.
+        `pack` returns the blocks for samples with given lengths. `padding` fills each block up.
         """
         numbers = np.flatnonzero(chosen)
         blocks = pack(self.index()["length"][numbers].astype(np.int64))

@@ -105,7 +105,7 @@ class SampleTokenizer:
         trained[offsets[:-1][sizes > 0]] = False
         num_plain = np.concatenate(([0], np.cumsum(~self._is_special[encoded.tokens])))[offsets]
         for index in np.flatnonzero(np.diff(num_plain) == 0).tolist():
-            # Only the template's tokens are there, and not one of the text.
+            # The sample has only special tokens, and no token of its text.
             self.check.require_blank(self._without_special(texts[index]))
         content = [text.encode() for text in texts]
         self.check.add(content, encoded.tokens, offsets)
@@ -129,7 +129,7 @@ class SampleTokenizer:
 
 
 def in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> _Trained:
-    """Return for each token of a text whether one of its characters is in one of the spans.
+    """Return for each token of a text whether a span contains one of its characters.
 
     `offsets` has the range of characters of each token; the spans are in order.
     """
@@ -140,13 +140,13 @@ def in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> _Trained:
 def _in_spans(
     encoded: EncodedTexts, texts: Sequence[str], spans: Sequence[Sequence[Span]]
 ) -> _Trained:
-    """Return for each token whether one of its characters is in one of the spans of its text.
+    """Return for each token whether a span of its text contains one of its characters.
 
     A byte-level tokenizer trims white space from offsets, so a token of only white space has an
     empty range. Such a token starts where the previous token ends.
     """
     sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    # All texts one after the other. The gaps keep a token within its own text.
+    # Positions count through all texts. The gaps keep a token within its own text.
     bases = np.cumsum(sizes + _GAP) - sizes
     of_token = np.repeat(bases, np.diff(encoded.offsets))
     starts, ends = encoded.starts + of_token, encoded.ends + of_token

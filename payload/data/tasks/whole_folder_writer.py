@@ -102,7 +102,7 @@ def prepare_whole(
 ) -> PrepareResult:
     """Make the data folder from rows, unless it already holds this data. Raises DataError.
 
-    `make` gets the fingerprint of the source and settings, for files from which it can resume.
+    `make` gets the fingerprint of the source and settings, to find files to resume from.
     """
     reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()

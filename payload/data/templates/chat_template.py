@@ -200,8 +200,7 @@ class ChatTemplate:
         try:
             return self.process.call(method, **request)
         except TemplateUnusableError as error:
-            # Not a DataError, for which the row would be skipped: the next rows would fail at the
-            # same cost.
+            # A DataError would skip only this row, and the next rows would fail at the same cost.
             raise ConfigError(f"{self.where}: {one_line(error)} {NO_TEMPLATE_FIX}") from None
         except TemplateFailedError as error:
             raise DataError(f"{self.where}: {one_line(error)} {NO_TEMPLATE_FIX}") from None

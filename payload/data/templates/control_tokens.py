@@ -34,7 +34,7 @@ class ControlTokens:
         self._in_json = _any_of([json.dumps(each)[1:-1] for each in longest_first])
 
     def may_be_in(self, request: str) -> bool:
-        """Return False if no text in a JSON text in ASCII has a special token."""
+        """Return False if no string in `request`, which is JSON in ASCII, has a special token."""
         return self._in_json.search(request) is not None
 
     def is_in(self, value: object) -> bool:
@@ -81,7 +81,7 @@ def without_marks(text: str) -> str:
 def take_marks(text: str, spans: Sequence[Span]) -> tuple[str, list[Span], list[Span]]:
     """Remove the marks of a rendered text.
 
-    Returns the text, `spans` of it, and the spans of the special tokens that are text.
+    Returns the text, `spans` adapted to it, and the spans of special tokens that are text.
     """
     if _BEGIN not in text and _END not in text:
         return text, list(spans), []

@@ -1,8 +1,8 @@
 """Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
 
 A value whose text is in the rendered text is not lost. For other values, the conversation is
-rendered again without the value, or with another one: if the text is equal, the template does not
-read it.
+rendered again without the value, or with another value. If the text is equal, the template does not
+read the value.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _texts(value: object) -> list[str]:
 
 
 def leaves(value: object) -> Iterator[str]:
-    """Yield the texts and numbers of a JSON value, without the kinds and numbers of calls."""
+    """Yield the texts and numbers of a JSON value, except the values of `type` and `id`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, Mapping)):
@@ -140,7 +140,7 @@ def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the descriptions of tools, or one text that is nowhere if a tool lacks it."""
+    """Return the tools' descriptions; for a tool without one, a text that occurs nowhere."""
     functions = [each.get("function", each) for each in tools]
     found = [each.get("description") for each in functions if isinstance(each, Mapping)]
     return [str(each) if each else "\0" for each in found]

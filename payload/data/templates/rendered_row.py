@@ -91,7 +91,7 @@ class RenderedRow:
     def _mark_special_tokens(self) -> None:
         """Mark the row's special tokens, unless the marks change the rendered text.
 
-        Raises DataError for a row with a mark, which would change what is a special token.
+        Raises DataError if a text of the row already contains a mark.
         """
         # The request is ASCII, so a mark is escaped there; few rows need the slower search.
         if _ESCAPED_MARK in self.request:
@@ -154,7 +154,7 @@ class RenderedRow:
         return parts
 
     def _is_in_whole(self, number: int) -> bool:
-        """Return True if a turn probably is a part of the whole text, up to its stop token."""
+        """Return True if the whole text probably contains the turn up to the turn's stop token."""
         end = self._ends.get("user")
         if not self._template.process.is_sequential or end is None or not end.is_same:
             return False

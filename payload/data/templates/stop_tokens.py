@@ -54,7 +54,10 @@ def known_tokens(folder: Path) -> KnownTokens:
 
 
 def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, int] | None:
-    """Return the range of the first of `tokens` from `start` on; of several there, the longest."""
+    """Return the range of the first of `tokens` at or after `start`.
+
+    If several begin at the same place, returns the range of the longest.
+    """
     found = [(text.find(token, start), -len(token)) for token in tokens]
     place, size = min(((each, size) for each, size in found if each >= 0), default=(-1, 0))
     return None if place < 0 else (place, place - size)

@@ -1,8 +1,8 @@
 """Worker process that renders one chat template for its parent.
 
 A template is a program from the model's author. Jinja's sandbox blocks access to files and to
-Python's internals, but not an endless loop or a text that fills the memory. So it runs in a
-separate process with limits. This file is run as a script and has no imports from the project.
+Python's internals, but not an endless loop or a text that fills the memory. So the template runs in
+a separate process with limits. This file is run as a script and has no imports from the project.
 
 Requests and responses are JSON lines on stdin and stdout. The first request has the template, and
 every later request has a conversation. A response has `error` if the template failed. A line with
@@ -133,7 +133,7 @@ class Program:
         parts: Sequence[tuple[int, bool]],
         with_blocks: bool,
     ) -> list[dict[str, Any]]:
-        """Return the text of each part: a number of leading messages, and whether it is a prompt.
+        """Return the text of each part: leading messages, with or without the generation prompt.
 
         Each result has `text`, or `error` if the template rejects the messages. `with_blocks` adds
         `blocks`, the ranges of characters of the `{% generation %}` blocks.
@@ -319,9 +319,9 @@ def _num_chars(value: object) -> int:
 def _is_sequential(program: Node) -> bool:
     """Return True if later messages never change the text of a message.
 
-    True only for a program with one loop over the messages. Outside of the loop the program may
-    read only the first message, and inside no attribute of the loop that depends on later messages.
-    For other programs the result is False, even if no text changes.
+    True only for a program with one loop over the messages. Outside of the loop, the program may
+    read only the first message. Inside, it must not read an attribute of `loop` that depends on
+    later messages. For other programs the result is False, even if no text changes.
     """
     from jinja2 import nodes
 

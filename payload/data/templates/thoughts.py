@@ -59,12 +59,12 @@ def prompt_tail(prompt: str) -> PromptTail | None:
 
 @lru_cache(maxsize=1024)
 def _may_end(end: str) -> bool:
-    """Return True if a mark of thoughts may end with a text, whose first character begins it."""
+    """Return True if `end` is a mark of thoughts, or may be the last part of one."""
     return end.strip() == "<|sep|>" or _TAIL.search(end) is not None
 
 
 def end_of_empty_thought(text: str, start: int) -> int:
-    """Return where the text continues behind an empty block of thoughts at `start`, if any."""
+    """Return the index after an empty block of thoughts at `start`, or `start` without one."""
     found = _EMPTY.match(text, start)
     return start if found is None else found.end()
 

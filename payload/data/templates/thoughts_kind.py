@@ -15,7 +15,7 @@ from payload.formats.data_folder import Thoughts
 _QUESTION, _THOUGHT, _ANSWER = "Quxq3z", "Quxt4z", "Quxa5z"
 
 _CHOICES: Mapping[Thoughts, str] = {
-    "keep": "trains the thoughts of the rows that the template renders",
+    "keep": "trains the thoughts that the template renders",
     "drop": "trains only the answers",
     "empty": "trains the end of the block before an answer without a thought",
     "refuse": "refuses rows without a thought if the prompt opens a block",

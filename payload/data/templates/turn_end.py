@@ -28,9 +28,9 @@ class TurnEnd:
     Empty if the template ends no turn before a message of this role.
     """
     last: str
-    """The text that follows the answer of the last turn."""
+    """The text after the answer, if no message follows."""
     next: str
-    """The text that follows the answer up to the stop token, if another message follows."""
+    """The text after the answer, up to the stop token, if another message follows."""
     prompt_only: str = ""
     """End of a generation prompt that is not in the text of an answered turn."""
     opener: str = ""
@@ -163,7 +163,7 @@ def _prompt_only(prompt: str | None, answered: str) -> str:
     if prompt is None or answered.startswith(prompt):
         return ""
     size = num_common(prompt, answered)
-    # Earlier text differs, too, if the header is not reached.
+    # If the texts differ before the end of the question, they differ in more than the prompt.
     return prompt[size:] if _ASKED in prompt[:size] else ""
 
 

@@ -86,7 +86,7 @@ class TurnFinder(RenderedRow):
         self._require_rendered(number, text[:last], start)
         found, end = self._ended(text, start, number)
         if end > last:
-            # The stop token belongs to the turn, although it is behind the block.
+            # The stop token belongs to the turn, although it comes after the block.
             if found == text and text[last:end].strip() not in self._stops(number):
                 raise self._no_stop(number)
             blocks = [*blocks[:-1], (begin, end)]
@@ -114,7 +114,7 @@ class TurnFinder(RenderedRow):
             return answered, start
         after = end_of_empty_thought(answered, start)
         if tail.closing is None and after > start:
-            # The model writes the white space after the marks that the prompt lacks.
+            # If the prompt lacks white space after the marks, the model writes it.
             after = start + len(answered[start:after].rstrip())
             after += _overlap(_white_end(prompt), answered, after)
         if tail.closing is None or self._options.thoughts in ("keep", "drop"):
@@ -191,9 +191,9 @@ class TurnFinder(RenderedRow):
         return found[1]
 
     def _end_of_values(self, text: str, start: int, number: int) -> int:
-        """Return where the values of a message end in its text, or a place before that.
+        """Return where the values of a message end in its text, or an earlier index.
 
-        A value can have a stop token itself.
+        A value can contain a stop token itself.
         """
         message = self._messages[number]
         ends = [start]

@@ -3,8 +3,8 @@
 A turn is a trained message of the assistant. At inference a server renders the messages before the
 turn with the generation prompt, and the model continues this prompt up to a stop token. So the
 trained text of a turn is what the template adds to the prompt when the turn is the last message.
-Turns whose prompt and text begin a longer rendered text share one sample. Templates that render
-earlier turns in another way, for example without thoughts, need several samples.
+Turns share one sample if a longer rendered text begins with the prompt and text of each. Templates
+that render earlier turns in another way, for example without thoughts, need several samples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RenderedSample:
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
     has_unmarked: bool = False
-    """True if special tokens of the row are not in `literal`, as marks change the rendered text."""
+    """True if special tokens of the row are not in `literal`, because marks change the text."""
 
 
 def render_samples(
@@ -98,7 +98,7 @@ class RowRendering:
 
 
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
-    """Return one sample for turns that begin the same text."""
+    """Return the samples; turns whose texts begin the same text share one."""
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):

@@ -40,7 +40,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
-    """Return a tokenizer loaded from its files, and their folder; never the packaged one.
+    """Load a tokenizer from files, never the packaged one; return it and the files' folder.
 
     Raises DataError.
     """

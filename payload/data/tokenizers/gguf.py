@@ -54,9 +54,9 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _set_pipeline(path: Path, values: Mapping[str, Value], *, where: str) -> None:
-    """Set the steps that llama.cpp takes for the file; transformers' reader sets its own defaults.
+    """Set the tokenization steps of llama.cpp; transformers' reader sets its own defaults.
 
-    Raises CheckpointError for a tokenizer with other steps.
+    Raises CheckpointError for an unsupported tokenizer.
     """
     raw = json.loads(path.read_text(encoding="utf-8"))
     kind = values.get("tokenizer.ggml.model")
@@ -117,7 +117,7 @@ def _set_sentencepiece(raw: dict[str, Any], *, adds_space: bool) -> None:
     steps = [PREPEND_SPACE, SPACES] if adds_space else [SPACES]
     raw["normalizer"] = {"type": "Sequence", "normalizers": steps}
     raw["pre_tokenizer"] = None
-    # Decoding restores the text: without the space before it, nothing is stripped.
+    # Decoding strips the added space. If no space is added, nothing is stripped.
     back: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": WORD_START}, "content": " "}
     ]

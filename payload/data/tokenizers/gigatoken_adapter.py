@@ -4,8 +4,8 @@ gigatoken 0.10 reads byte-level BPE with the split patterns of GPT-2, cl100k, o2
 and 3.5, OLMo 3, DeepSeek 3, Nemotron and Kimi, and SentencePiece BPE with byte fallback (Llama 2,
 Gemma, Mistral). Two kinds of file need a change that keeps the tokens:
 
-- A vocabulary that lacks some of the 256 bytes. They get ids after the vocabulary; texts with
-  such a byte go to the reference.
+- A vocabulary that lacks some of the 256 bytes. The missing bytes get ids after the vocabulary;
+  texts with such a byte go to the reference.
 - Digits split before GPT-2's pattern (SmolLM, StarCoder). Each digit becomes an added token,
   which splits a text at the same positions.
 """
@@ -29,7 +29,7 @@ PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _CODE_POINTS = 0x110000
 _DIGITS = "0123456789"
 _PROBES = ("a{}b", " {}", "  {}", "1{}2", "{}{}", "!{}!", "\n{}\n", "{}  a")
-"""Contexts of a character: neighbours that join it or split from it, depending on its class."""
+"""Texts around a character: tokenizers join it to its neighbours, or split it from them."""
 _CHARACTER_BATCH = 4096
 
 
@@ -119,7 +119,7 @@ def _add_missing_bytes(raw: dict[str, Any]) -> bytes:
 
 
 def _replace_digits(raw: dict[str, Any]) -> None:
-    """Replace the step that splits single digits before GPT-2's pattern by added tokens."""
+    """Use added tokens instead of the step that splits single digits before GPT-2's pattern."""
     outer = raw.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers") or []
     if [step.get("type") for step in steps] != ["Digits", "ByteLevel"]:

@@ -47,7 +47,7 @@ class LiteralTextEncoder:
         if isinstance(post, dict) and post.get("type") == "ByteLevel":
             renamed["post_processor"] = post  # only trims offsets
         self._backend = _load(renamed, tokenizer.name)
-        # A token of the model's vocabulary gets a new number under a name that is not in it.
+        # A renamed token that was in the model's vocabulary gets a new number.
         self._ids: dict[int | None, int] = {
             self._backend.token_to_id(each["content"]): int(each["id"]) for each in entries
         }
@@ -58,8 +58,9 @@ class LiteralTextEncoder:
     ) -> tuple[npt.NDArray[np.uint32], list[tuple[int, int]], bool]:
         """Return tokens and their ranges of characters; `literal` are the ranges that are text.
 
-        Also returns False if the tokenizer makes a special token from the text of one, or the text
-        has a character of the renamed tokens. In the second case all special tokens are recognised.
+        The last value is False if the tokenizer makes a special token of a range in `literal`. It
+        is also False if the text has a character of the new names; then the result has all special
+        tokens.
         """
         tokenizer = self._tokenizer
         if any(ord(each) >= _FIRST_NAME for each in text):

@@ -67,7 +67,7 @@ def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str, Any]:
-    """Return tokenizer_config.json, updated with special_tokens_map.json if that is in effect.
+    """Return tokenizer_config.json, updated with special_tokens_map.json if that file is in effect.
 
     `files` are by name, and `folder` appears in messages. Raises DataError for a damaged file.
     """

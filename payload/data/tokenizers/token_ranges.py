@@ -19,7 +19,7 @@ from payload.data.tokenizers.gigatoken_adapter import byte_symbols
 Numbers = npt.NDArray[np.int64]
 
 _NOT_BYTES = -(2**31)
-"""Width of a token that is not part of a text; a sum with it is never the length of a text."""
+"""Width of a token outside the text: a sum that includes it never equals a text's length."""
 _SPACE = "\u0120"
 """Symbol of a space in a byte-level vocabulary."""
 
@@ -51,7 +51,7 @@ class TokenRanges:
     def inexact(
         self, tokens: npt.NDArray[np.uint32], offsets: Numbers, texts: Sequence[bytes]
     ) -> list[int]:
-        """Return the indices of texts whose bytes the tokens are not.
+        """Return the indices of texts whose tokens are not exactly the bytes of the text.
 
         Text i has tokens[offsets[i]:offsets[i + 1]].
         """

@@ -1,11 +1,11 @@
-"""Files that are still written, and the journal from which an interrupted run resumes.
+"""Files that are being written, and the journal from which an interrupted run resumes.
 
 The output is written to *.partial files. After every shard, the files are flushed to disk. Then the
 journal gets a line with the lengths and contents of the files, and the cursor of the source. A
 resumed run truncates the files to the last complete line of the journal and continues, so the
 result is the same as without interruption. Finally the files are renamed, and meta.json is written
-last. Conversations are packed after the last one was tokenized, so their run has files with the
-samples, which are removed at the end.
+last. Conversations are packed after all are tokenized. Until then, the samples are in other files,
+which are removed at the end.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ResumableTokenFiles:
         self.has_shards = False
         """True if a later run can resume from the disk."""
         self.encoder = encoder
-        """Encoder of the run; a run that fell back to `tiktoken` keeps it when it resumes."""
+        """Encoder of the run; a run that fell back to `tiktoken` also resumes with `tiktoken`."""
         self._fingerprint = fingerprint
         self._names = names
         self._files: dict[str, GrowingFile] = {}
@@ -341,7 +341,7 @@ def _open(path: Path, mode: Literal["wb", "r+b"]) -> BinaryIO:
 
 
 def partial_path(folder: Path, name: str) -> Path:
-    """Return the path of a file that is still written."""
+    """Return the path of a file that is still being written."""
     return folder / f"{name}.partial"
 
 
