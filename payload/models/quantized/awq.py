@@ -3,7 +3,7 @@
 For a linear of I inputs and O outputs with G groups of inputs, eight numbers in an int32:
 
 - `qweight`, I32 (I, O / 8), and `qzeros`, I32 (G, O / 8), packed along the outputs. From the low
-  bits on, a word has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
+  bits on, an int32 has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
 - `scales`, float (G, O). Input i is in group i // group_size.
 
 Weight[o, i] = (number[i, o] - zero[g, o]) x scale[g, o], rounded to the dtype of the scales.
@@ -29,7 +29,7 @@ from payload.models.quantized.packed_linear import (
 from payload.models.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The outputs in a word, from its low bits on."""
+"""The outputs in an int32, from its low bits on."""
 BITS = 4
 _PER_WORD = INT32_BITS // BITS
 

@@ -54,7 +54,7 @@ def dequantized_headers(
 ) -> dict[str, TensorHeader]:
     """Return the weights that the tensors of a checkpoint with this config.json make.
 
-    `has_data` tells whether the tensors' files can be read. Raises CheckpointError, naming `where`.
+    `has_data` is True if the tensors' files can be read. Raises CheckpointError, naming `where`.
     """
     found = read_format(config, where=where, has_data=has_data)
     if found is None:

@@ -20,7 +20,7 @@ Stored = dict[str, Tensor]
 FP8_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output of each place of a word, from the low bits on, in AutoAWQ's layout `gemm`."""
+"""The output of each place of an int32, from the low bits on, in AutoAWQ's layout `gemm`."""
 
 
 def fp8(
@@ -89,7 +89,7 @@ def integers(weight: Tensor, *, bits: int, groups: Tensor) -> tuple[Tensor, Tens
 
 
 def packed(numbers: Tensor, *, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Return int32 words of the numbers of each row; place p of a word has its number order[p]."""
+    """Return the numbers of each row in int32s. Place p of an int32 has its number order[p]."""
     per_word = 32 // bits
     words = torch.zeros(numbers.shape[0], numbers.shape[1] // per_word, dtype=torch.int64)
     for place, number in enumerate(order or range(per_word)):
