@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _AFTER_S = 2.0
@@ -15,10 +15,10 @@ _CLEAR = "\r\033[K"
 
 
 @contextmanager
-def elapsed_line(what: str) -> Iterator[None]:
+def elapsed_line(what: str | Callable[[], str]) -> Iterator[None]:
     """During the context, show `what` and the elapsed seconds on a terminal; nothing in a pipe.
 
-    Code in the context must not print, because its text would land in the line.
+    A function is called for each update of the line. Code in the context must not print, because its text would land in the line.
     """
     if not sys.stderr.isatty():
         yield
@@ -33,10 +33,11 @@ def elapsed_line(what: str) -> Iterator[None]:
         thread.join()
 
 
-def _show(what: str, ended: threading.Event) -> None:
+def _show(what: str | Callable[[], str], ended: threading.Event) -> None:
     began_s, wait_s, is_shown = time.monotonic(), _AFTER_S, False
     while not ended.wait(wait_s):
-        sys.stderr.write(f"{_CLEAR}{what}: {time.monotonic() - began_s:.0f} s")
+        shown = what if isinstance(what, str) else what()
+        sys.stderr.write(f"{_CLEAR}{shown}: {time.monotonic() - began_s:.0f} s")
         sys.stderr.flush()
         wait_s, is_shown = _EVERY_S, True
     if is_shown:

@@ -23,7 +23,7 @@ from payload.export.hf_folder import write_hf
 from payload.export.hf_weight_reader import WeightFiles, weights_of
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.vocabulary import read_vocabulary
-from payload.formats.checkpoint_listing import CHECKPOINTS_NAME
+from payload.formats.checkpoint_listing import CHECKPOINTS_NAME, checkpoint_dtype
 from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
 from payload.models.gguf import plan_gguf
@@ -80,6 +80,12 @@ def _export(arguments: argparse.Namespace) -> Path:
         config = {**config, **weights.labels}
         with elapsed_line(f"writing {shown_name(str(out))}"):
             write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
+    if arguments.dtype != "fp32" and checkpoint_dtype(folder) and weights_at == folder:
+        print(
+            f"note: rounded to {arguments.dtype} from the fp32 weights of training. A higher loss "
+            "than before means that small changes were lost; --dtype fp32 keeps them",
+            file=sys.stderr,
+        )
     if weights_at != folder:
         print(f"note: the base model is {printable(str(weights_at))}", file=sys.stderr)
     return out

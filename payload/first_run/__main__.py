@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -94,10 +94,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _working(what: str) -> Iterator[None]:
-    """Print the name of a stage; during the context, also show its elapsed time on a terminal."""
+def _working(what: str, *, shown: Callable[[], str] | None = None) -> Iterator[None]:
+    """Print the name of a stage; during the context, also show its elapsed time on a terminal.
+
+    `shown` returns the text that stands before the time; None = the stage's name.
+    """
     print(f"{what} ...", file=sys.stderr, flush=True)
-    with elapsed_line(what):
+    with elapsed_line(shown or what):
         yield
 
 
@@ -122,15 +125,13 @@ def _first_run(arguments: argparse.Namespace) -> int:
     with _working(f"preparing {len(training):,} conversations"):
         _prepare(task, training, sequence_length=config.data.sequence_length)
     steps = arguments.steps or _steps(config, model)
-    with _working(f"answering {len(task.prompts())} prompts with the model as it is"):
-        before = _answers(str(model), task.prompts())
+    before = _answers(str(model), task.prompts(), by="the model as it is")
     settings = [f"model.init={model}", *step_settings(config, steps)]
     status = _train(task.run, [*settings, *arguments.overrides])
     if status != ExitCode.OK:
         print(f"to resume and compare: make run RUN_ID={run_id}", file=sys.stderr)
         return status
-    with _working("answering the same prompts with the trained model"):
-        after = _answers(str(task.run.root), task.prompts())
+    after = _answers(str(task.run.root), task.prompts(), by="the trained model")
     _report(task, before, after)
     return ExitCode.OK
 
@@ -168,7 +169,8 @@ def _prepare(task: _Task, training: Sequence[FunctionRecord], *, sequence_length
         write_whole(path, text)
     words = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source)]
     words += ["--tokenizer", str(task.model), "--sequence-length", str(sequence_length)]
-    _output_of("payload.data", *words, "--out", str(task.data))
+    for _ in _lines_of("payload.data", *words, "--out", str(task.data)):
+        pass
 
 
 def _text_of(path: Path) -> str | None:
@@ -186,7 +188,7 @@ def step_settings(config: RunConfig, steps: int) -> list[str]:
 def _steps(config: RunConfig, model: Path) -> int:
     with _working("measuring this machine"):
         words = ("preflight", "--inventory", "local", "--json")
-        found = json.loads(_output_of("payload.orchestrate", *words))
+        found = json.loads("".join(_lines_of("payload.orchestrate", *words)))
     step_s = step_seconds(config, read_spec(model), found)
     steps = steps_within_budget(step_s, most=config.train.steps)
     print(
@@ -225,31 +227,42 @@ def _is_finished(run: RunPaths) -> bool:
     return summary is not None and summary.status == "finished"
 
 
-def _answers(checkpoint: str, prompts: Sequence[str]) -> list[str]:
+def _answers(checkpoint: str, prompts: Sequence[str], *, by: str) -> list[str]:
+    what, lines = f"answering {len(prompts)} prompts with {by}", list[str]()
     words = ["--chat", "--model", checkpoint, "--json", "--temperature", "0"]
     words += ["--max-new-tokens", str(_ANSWER_TOKENS), "--prompts-file"]
-    with tempfile.TemporaryDirectory(prefix="tileforge-prompts-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="tileforge-prompts-") as folder,
+        _working(what, shown=lambda: f"{what}: {len(lines)} done"),
+    ):
         file = Path(folder, "prompts.jsonl")
         file.write_text("".join(json.dumps(each) + "\n" for each in prompts), encoding="utf-8")
-        lines = _output_of("payload.generate", *words, str(file))
-    return [json.loads(line)["samples"][0]["text"] for line in lines.splitlines()]
+        lines.extend(_lines_of("payload.generate", *words, str(file)))
+    return [json.loads(line)["samples"][0]["text"] for line in lines]
 
 
-def _output_of(program: str, *arguments: str) -> str:
-    """Run a program of the project and return its output; raise its error line as an exception."""
-    done = subprocess.run(
-        module_command(program, *arguments),
-        env=code_environment(os.environ),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode == ExitCode.OK:
-        return done.stdout
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    raise ConfigError(last_line("\n".join(errors), otherwise=f"{program} failed: {done.stderr}"))
+def _lines_of(program: str, *arguments: str) -> Iterator[str]:
+    """Run a program of the project and yield its output; raise its error line as an exception."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages,
+        subprocess.Popen(
+            module_command(program, *arguments),
+            env=code_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        yield from process.stdout
+        if process.wait() == ExitCode.OK:
+            return
+        messages.seek(0)
+        said = messages.read()
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    raise ConfigError(last_line("\n".join(errors), otherwise=f"{program} failed: {said}"))
 
 
 def _report(task: _Task, before: Sequence[str], after: Sequence[str]) -> None:

@@ -274,6 +274,17 @@ def test_a_folder_for_transformers_has_the_rounded_weights_and_the_tokenizer(
     assert both[0]["input_ids"] == both[1]["input_ids"]
 
 
+def test_rounding_the_weights_of_a_run_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make(tmp_path / "model", "GPT2")
+    (source / "trainer.json").write_text('{"dtype": "bf16"}', encoding="utf-8")
+    assert export(source, tmp_path / "rounded", format_="hf") == ExitCode.OK
+    assert "rounded to bf16 from the fp32 weights" in capsys.readouterr().err
+    assert export(source, tmp_path / "exact", "--dtype", "fp32", format_="hf") == ExitCode.OK
+    assert "rounded" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("format_", ["hf", "gguf"])
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_the_umask_decides_who_can_read_exported_files(
