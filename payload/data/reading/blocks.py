@@ -123,7 +123,7 @@ class TokenBlocks:
     sequence_length: int
     vocab_size: int
     check: RangeCheck | None = None
-    """Compares each range that is read with meta.json; None if meta.json has no range hashes."""
+    """Checks ranges against meta.json before use; None if meta.json has no range hashes."""
 
     def num_full_blocks(self) -> int:
         """Return the number of blocks with `sequence_length` targets."""
@@ -173,7 +173,7 @@ class TokenBlocks:
             )
 
     def is_checked(self) -> bool:
-        """Return True if all data that is read is compared with the hashes in meta.json."""
+        """Return True if reads are checked against the hashes in meta.json."""
         return self.check is not None
 
     def expect(self, blocks: Indices) -> None:
@@ -209,7 +209,7 @@ class TokenData:
     val: TokenBlocks
 
     def has_range_hashes(self) -> bool:
-        """Return True if all data that training reads is compared with meta.json."""
+        """Return True if the data that training reads is checked against meta.json."""
         return self.train.is_checked() and self.val.is_checked()
 
     @classmethod

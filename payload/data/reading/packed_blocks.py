@@ -95,7 +95,7 @@ class PackedBlocks:
         self.tokens.expect(blocks)
 
     def is_checked(self) -> bool:
-        """Return True if all data that is read is compared with the hashes in meta.json."""
+        """Return True if reads are checked against the hashes in meta.json."""
         return self.tokens.is_checked() and self.marks_check is not None
 
     def marks_of(self, blocks: Indices) -> Marks:

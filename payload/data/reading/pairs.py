@@ -68,7 +68,7 @@ class Pairs:
         return np.asarray(self.lengths[chosen].max(axis=1), dtype=np.int64)
 
     def is_checked(self) -> bool:
-        """Return True if all data that is read is compared with the hashes in meta.json."""
+        """Return True if reads are checked against the hashes in meta.json."""
         return self.check is not None and self.marks_check is not None
 
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

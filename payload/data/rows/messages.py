@@ -303,7 +303,7 @@ def require_text(value: object, where: str) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Replace lone surrogates, which cannot be encoded, like the package tokenizers."""
+    """Replace lone surrogates, as the package tokenizers does, because they cannot be encoded."""
     if isinstance(value, str):
         try:
             value.encode()

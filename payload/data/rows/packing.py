@@ -16,7 +16,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _AT_ONCE = 2**16
-"""Number of lengths that are Python numbers at a time; these need four times the memory."""
+"""Number of lengths to hold as Python numbers at a time; these need four times the memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class JsonlSource(ColumnFiles):
         super().__init__("jsonl", given, glob="*.jsonl*", request=request)
 
     def survey(self) -> Survey:
-        """Count the lines. If a file is compressed, count only for a split by file name."""
+        """Count the lines. If a file is compressed, count only if file names declare a split."""
         size = sum(path.stat().st_size for path in self._files)
         if self.splits.valid:
             first_val = sum(map(_count_lines, self.splits.train))

@@ -67,7 +67,7 @@ class TemplateProcess:
         self._owner = 0
         self._consecutive_ends = 0
         self._num_sent = 0
-        """Requests of the batch whose responses were not read yet."""
+        """Number of requests in the batch whose responses were not read yet."""
         self._received: list[Any] | None = None
         """Results of the batch, if a call had to read them first."""
         self._is_batch_safe = True

@@ -92,4 +92,4 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def tricky_texts(self) -> Sequence[str]:
-        """Return texts, in addition to NASTY, on which to compare the encoders."""
+        """Return texts, in addition to TRICKY_TEXTS, on which to compare the encoders."""

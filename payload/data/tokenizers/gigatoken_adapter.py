@@ -79,7 +79,7 @@ class HfFast(FastTokenizer):
         self._is_compared[characters] = True
         for start in range(0, len(characters), _CHARACTER_BATCH):
             batch = characters[start : start + _CHARACTER_BATCH]
-            # NASTY covers the ASCII characters in every run.
+            # TRICKY_TEXTS covers the ASCII characters in every run.
             batch = batch[batch >= 0x80]
             probes = [probe.format(c, c).encode() for c in map(chr, batch) for probe in _PROBES]
             if probes:

@@ -112,7 +112,7 @@ class Gpt2Tokenizer(TextTokenizer):
         return Gpt2Fast(Tokenizer)
 
     def tricky_texts(self) -> Sequence[str]:
-        """Return no texts: NASTY contains GPT-2's special token."""
+        """Return no texts: TRICKY_TEXTS contains GPT-2's special token."""
         return ()
 
 

@@ -25,7 +25,7 @@ _SPACE = "\u0120"
 
 
 class TokenRanges:
-    """The number of bytes of each token, and of the spaces that the tokenizer cuts from a range."""
+    """For each token, the number of bytes, and of spaces that the tokenizer cuts from its range."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """`raw` is a tokenizer.json that `has_token_ranges`."""
