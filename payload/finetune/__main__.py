@@ -347,7 +347,7 @@ def parser() -> CommandParser:
     add(
         "--yes",
         action="store_true",
-        help="start without confirmation, even if the run takes over a day",
+        help="start without confirmation, even for over a day",
     )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     alone = made.add_mutually_exclusive_group().add_argument
@@ -355,8 +355,7 @@ def parser() -> CommandParser:
     alone(
         "--prepare-only",
         action="store_true",
-        help="prepare the data and write run.toml, but start nothing; print the commands that "
-        "start the run here and as a Slurm job",
+        help="prepare data and run.toml, without starting the run",
     )
     return made
 

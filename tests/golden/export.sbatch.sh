@@ -34,6 +34,7 @@ sequence_length = 32
 preset = "tiny"
 init = "scratch"
 quantize = "none"
+router = "auto"
 dropout = 0.0
 bias = true
 n_layer = 2

@@ -347,7 +347,8 @@ CASES = {
     ),
     "NaN": Case(
         config(rms_norm_eps=float("nan")),
-        f"{{model}}/config.json: not JSON (NaN is not a JSON number). {LAYOUT}",
+        "{model}/config.json: rms_norm_eps = {{'__float__': 'NaN'}}: must be a finite number. "
+        + ITS_OWN,
     ),
     "a negative size": Case(
         config(num_hidden_layers=-1),

@@ -159,16 +159,15 @@ class PlanOptions(NewRunOptions):
         "container image that contains Tileforge", metavar="NAME", group=_EXPORT
     )
     nodes: int | None = option(
-        "plan for N machines like the first node of the inventory", metavar="N", group=_MACHINES
+        "plan for N nodes like the first of the inventory", metavar="N", group=_MACHINES
     )
     machine_type: str | None = option(
-        "plan for machines of this type of Google Cloud, with their price (default of --nodes: 1)",
+        "plan for Google Cloud machines of this type",
         metavar="TYPE",
         group=_MACHINES,
     )
     site: str | None = option(
-        "slurm: plan for slurm.nodes nodes like this machine, and check what `run --site slurm` "
-        "checks",
+        "slurm: plan for slurm.nodes nodes like this machine",
         choices=_sites,
         group=_MACHINES,
     )
@@ -219,7 +218,7 @@ class RunOptions(NewRunOptions):
     open: bool = option("show the report in the browser at the end")
     next: bool = option(SUPPRESS)  # payload.finetune sets this
     """If set, a finished run prints the commands that use its model."""
-    yes: bool = option("start without confirmation, even if the run takes over a day")
+    yes: bool = option("start without confirmation, even for over a day")
     profile: int | None = option(
         "trace this step on rank 0 (or on the rank in train.profile_rank), and print its "
         "operators, slowest first",
