@@ -33,7 +33,7 @@ _LISTED_FILE = re.compile(r"^```python\n# (\w+\.py)$", re.MULTILINE)
 _MAKE_TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 _ELSEWHERE = frozenset(
     {"git", "cd", "source", "accelerate", "export", "gcloud", "pulumi", "curl", "pip", "lm_eval"}
-    | {"cat"}
+    | {"cat", "hf"}
 )
 MOST_README_BYTES = 8_000
 MOST_REFERENCE_BYTES = 12_000

@@ -8,7 +8,7 @@ from payload.config.run_config import RunConfig
 from payload.config.training_sections import ModelSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.hf_folder import CONFIG_FILE
-from payload.models.quantized.weight_headers import weight_headers
+from payload.formats.quantized.weight_headers import weight_headers
 from payload.models.spec import ModelSpec
 
 SIZES = ("n_layer", "n_head", "n_embd")

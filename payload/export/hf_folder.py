@@ -11,7 +11,7 @@ from payload.core.errors import CheckpointError
 from payload.core.regular_files import read_bytes
 from payload.export.hf_weight_reader import WeightFiles, atomic_path, rounded
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
-from payload.models.quantized.weight_headers import without_quantization
+from payload.formats.quantized.weight_headers import without_quantization
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}

@@ -11,8 +11,8 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
+from payload.formats.quantized.weight_headers import read_format, without_quantization
 from payload.models.family import Family
-from payload.models.quantized.weight_headers import read_format, without_quantization
 from payload.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, str] = {

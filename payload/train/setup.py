@@ -29,7 +29,7 @@ from payload.formats.checkpoint_listing import (
 )
 from payload.formats.data_folder import TRAIN_NAME, DataMeta
 from payload.formats.hf_folder import CONFIG_FILE, read_config
-from payload.models.quantized.weight_headers import stored_format
+from payload.formats.quantized.weight_headers import stored_format
 from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import RunPaths, require_own_folders

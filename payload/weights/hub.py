@@ -26,8 +26,8 @@ from payload.formats.hf_folder import (
     weight_files,
 )
 from payload.formats.hub_names import HubName
+from payload.formats.quantized.weight_headers import dequantized_headers
 from payload.formats.tensor_headers import PICKLE_FILES, TensorHeader
-from payload.models.quantized.weight_headers import dequantized_headers
 from payload.weights.run_names import near_names
 
 _CONNECT_TIMEOUT_S = 3.0

@@ -18,7 +18,7 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
-from payload.models.quantized.weight_headers import weight_headers
+from payload.formats.quantized.weight_headers import weight_headers
 from payload.models.spec import (
     PROCESS_BYTES,
     GradientSize,

@@ -234,7 +234,10 @@ def _planned_inventory(
     if options.site is not None:
         require_fit_for_job(config)
         nodes = nodes or config.slurm.nodes
-    return (chosen if nodes is None else machines_like(chosen, nodes=nodes)), access
+    if nodes is not None:
+        head = chosen.inventory.head
+        chosen = machines_like(head, domains=chosen.domains.get(head.name), nodes=nodes)
+    return chosen, access
 
 
 def _resolved_inventory(

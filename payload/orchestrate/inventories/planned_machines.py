@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from payload.core.errors import ConfigError, UsageError
 from payload.machines.inventory import Access, ClusterInventory, Node
+from payload.machines.machine import Domain
 from payload.machines.machine_types import machine_type
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.pricing.cluster_cost import cluster_cost
@@ -15,10 +16,10 @@ PLANNED = "planned"
 """Name of the cluster in such an inventory."""
 
 
-def machines_like(chosen: ResolvedInventory, *, nodes: int) -> ResolvedInventory:
-    """Return `nodes` machines like the first one of `chosen`. Raises UsageError."""
-    head = chosen.inventory.head
-    domains = chosen.domains.get(head.name)
+def machines_like(
+    head: Node, *, domains: tuple[Domain, ...] | None, nodes: int
+) -> ResolvedInventory:
+    """Return `nodes` machines like `head`, whose NUMA domains are `domains`. Raises UsageError."""
     found = _inventory(_named(head, nodes), why=f"{nodes} node(s) like {head.name}")
     if domains is None:
         return found

@@ -18,6 +18,7 @@ from payload.estimates.run_estimate import RunEstimate
 from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.formats.hub_names import HubName
+from payload.formats.quantized.weight_headers import stored_format
 from payload.formats.tokenizer_identity import (
     TOKENIZER_FILE,
     require_same_tokenizer,
@@ -26,7 +27,6 @@ from payload.formats.tokenizer_identity import (
 from payload.launch.ranks import Placement
 from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.inventory import Node
-from payload.models.quantized.weight_headers import stored_format
 from payload.models.spec import ModelSpec
 from payload.weights.adapter_files import has_adapter
 from payload.weights.hub import fetch_config, require_weights_on_hub

@@ -17,9 +17,9 @@ from torch import Tensor
 from payload.core.errors import CheckpointError
 from payload.core.regular_files import open_regular, read_bytes
 from payload.formats.checkpoint_listing import MANIFEST_FILE
+from payload.formats.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.weight_headers import weight_headers
 from payload.formats.tensor_headers import TensorHeader, file_headers
-from payload.models.quantized.stored_weight import StoredWeight
-from payload.models.quantized.weight_headers import weight_headers
 from payload.train.ranks.world import World
 from payload.train.tensors.dequantize.rows import open_rows
 

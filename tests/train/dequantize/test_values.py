@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.architecture_cases import make_folder
 from payload.config.run_config import parse_run_config
+from payload.formats.quantized.weight_headers import dequantized_headers, weight_headers
 from payload.formats.tensor_headers import file_headers
-from payload.models.quantized.weight_headers import dequantized_headers, weight_headers
 from payload.models.registry import read_spec
 from payload.orchestrate.runs.run_input_checks import settle_initial
 from payload.train.models.loading import load

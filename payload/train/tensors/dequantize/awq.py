@@ -1,12 +1,12 @@
-"""AWQ linears; the layout is in `payload.models.quantized.awq`."""
+"""AWQ linears; the layout is in `payload.formats.quantized.awq`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from payload.models.quantized.awq import ORDER
-from payload.models.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.awq import ORDER
+from payload.formats.quantized.stored_weight import StoredWeight
 from payload.train.tensors.dequantize.parts import ReadRows, Rows, read_groups, read_scales, unpack
 
 

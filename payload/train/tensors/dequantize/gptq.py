@@ -1,10 +1,10 @@
-"""GPTQ linears; the layout is in `payload.models.quantized.gptq`."""
+"""GPTQ linears; the layout is in `payload.formats.quantized.gptq`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from payload.models.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.stored_weight import StoredWeight
 from payload.train.tensors.dequantize.parts import ReadRows, Rows, read_groups, read_scales, unpack
 
 

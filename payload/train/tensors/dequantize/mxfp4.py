@@ -1,10 +1,10 @@
-"""MXFP4 experts; the layout is in `payload.models.quantized.mxfp4`."""
+"""MXFP4 experts; the layout is in `payload.formats.quantized.mxfp4`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from payload.models.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.stored_weight import StoredWeight
 from payload.train.tensors.dequantize.parts import ReadRows, Rows, floats_of_bytes, read_scales
 
 

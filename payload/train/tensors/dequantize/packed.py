@@ -1,11 +1,11 @@
-"""Packed integers of compressed-tensors; the layout is in its module of `models.quantized`."""
+"""Packed integers of compressed-tensors; the layout is in its module of `formats.quantized`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from payload.models.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.stored_weight import StoredWeight
 from payload.train.tensors.dequantize.parts import ReadRows, Rows, read_groups, read_scales, unpack
 
 

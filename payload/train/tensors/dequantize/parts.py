@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from payload.formats.quantized.stored_weight import INT32_BITS, StoredWeight, refuse
 from payload.formats.tensor_headers import TensorHeader
-from payload.models.quantized.stored_weight import INT32_BITS, StoredWeight, refuse
 
 Rows = Callable[[int, int], Tensor]
 """Returns `count` rows of a weight from row `first` on."""

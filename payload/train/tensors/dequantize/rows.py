@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from payload.models.quantized.stored_weight import Layout, StoredWeight, refuse
+from payload.formats.quantized.stored_weight import Layout, StoredWeight, refuse
 from payload.train.tensors.dequantize import awq, gptq, mxfp4, packed, scaled
 from payload.train.tensors.dequantize.parts import ReadRows, Rows
 

@@ -1,6 +1,6 @@
 """Weights in 8-bit floats, 8-bit integers or 4-bit floats, with a scale for each block.
 
-The layouts are in `payload.models.quantized.fp8` and `compressed_tensors`.
+The layouts are in `payload.formats.quantized.fp8` and `compressed_tensors`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from payload.models.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.stored_weight import StoredWeight
 from payload.train.tensors.dequantize.parts import ReadRows, Rows, floats_of_bytes, read_scales
 
 _FOUR_BITS = 4

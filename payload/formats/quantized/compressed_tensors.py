@@ -27,9 +27,8 @@ from payload.core.printable_text import shown
 from payload.core.regular_files import open_regular
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
-from payload.formats.tensor_headers import DTYPE_BYTES, FLOAT_DTYPES, TensorHeader
-from payload.models.quantized.fp8 import FLOAT8, scale_block
-from payload.models.quantized.stored_weight import (
+from payload.formats.quantized.fp8 import FLOAT8, scale_block
+from payload.formats.quantized.stored_weight import (
     CONFIG_FIX,
     INT32_BITS,
     Format,
@@ -40,6 +39,7 @@ from payload.models.quantized.stored_weight import (
     require_kind,
     stored,
 )
+from payload.formats.tensor_headers import DTYPE_BYTES, FLOAT_DTYPES, TensorHeader
 
 _PACKED = "_packed"
 _FORMATS = (

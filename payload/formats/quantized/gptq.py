@@ -22,14 +22,14 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
-from payload.formats.tensor_headers import TensorHeader
-from payload.models.quantized.packed_linear import (
+from payload.formats.quantized.packed_linear import (
     describe_groups,
     grouped_linear,
     packed_linears,
     read_settings,
 )
-from payload.models.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
+from payload.formats.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
+from payload.formats.tensor_headers import TensorHeader
 
 _FORMATS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
 """The number to add to a stored zero, by format."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from payload.formats.tensor_headers import TensorHeader
-from payload.models.quantized.stored_weight import (
+from payload.formats.quantized.stored_weight import (
     Format,
     StoredWeight,
     part,
@@ -22,6 +21,7 @@ from payload.models.quantized.stored_weight import (
     require_kind,
     stored,
 )
+from payload.formats.tensor_headers import TensorHeader
 
 GROUP_BYTES = 16
 _VALUES, _SCALES = "_blocks", "_scales"

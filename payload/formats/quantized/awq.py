@@ -19,14 +19,14 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
-from payload.formats.tensor_headers import TensorHeader
-from payload.models.quantized.packed_linear import (
+from payload.formats.quantized.packed_linear import (
     describe_groups,
     grouped_linear,
     packed_linears,
     read_settings,
 )
-from payload.models.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
+from payload.formats.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Format, StoredWeight
+from payload.formats.tensor_headers import TensorHeader
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs in an int32, from its low bits on."""

@@ -21,14 +21,14 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
-from payload.formats.tensor_headers import FLOAT_DTYPES, TensorHeader
-from payload.models.quantized.stored_weight import (
+from payload.formats.quantized.stored_weight import (
     CONFIG_FIX,
     Format,
     StoredWeight,
     refuse,
     stored,
 )
+from payload.formats.tensor_headers import FLOAT_DTYPES, TensorHeader
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 POWERS_OF_TWO = ("F8_E8M0", "U8")

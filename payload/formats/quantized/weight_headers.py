@@ -9,13 +9,13 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.quantized.awq import Awq
+from payload.formats.quantized.compressed_tensors import CompressedTensors
+from payload.formats.quantized.fp8 import Fp8
+from payload.formats.quantized.gptq import Gptq
+from payload.formats.quantized.mxfp4 import Mxfp4
+from payload.formats.quantized.stored_weight import CONFIG_FIX, Format, refuse
 from payload.formats.tensor_headers import TensorHeader, tensor_headers
-from payload.models.quantized.awq import Awq
-from payload.models.quantized.compressed_tensors import CompressedTensors
-from payload.models.quantized.fp8 import Fp8
-from payload.models.quantized.gptq import Gptq
-from payload.models.quantized.mxfp4 import Mxfp4
-from payload.models.quantized.stored_weight import CONFIG_FIX, Format, refuse
 
 KEY = "quantization_config"
 _FORMATS: Mapping[str, Callable[..., Format]] = {

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from payload.core.errors import CheckpointError
 from payload.core.validation.records import build
-from payload.formats.tensor_headers import FLOAT_DTYPES, TensorHeader
-from payload.models.quantized.stored_weight import (
+from payload.formats.quantized.stored_weight import (
     CONFIG_FIX,
     INT32_BITS,
     Layout,
@@ -19,6 +18,7 @@ from payload.models.quantized.stored_weight import (
     require_kind,
     stored,
 )
+from payload.formats.tensor_headers import FLOAT_DTYPES, TensorHeader
 
 _VALUES = "qweight"
 _T = TypeVar("_T")
