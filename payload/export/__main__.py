@@ -24,7 +24,7 @@ from payload.export.hf_weight_reader import WeightFiles, weights_of
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.checkpoint_listing import CHECKPOINTS_NAME, checkpoint_dtype
-from payload.formats.hf_folder import read_config
+from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.hub_names import local_name
 from payload.models.gguf import plan_gguf
 from payload.models.gguf_header import SUFFIX
@@ -128,7 +128,8 @@ def _out_path(out: Path | None, *, name: str, format_: str, dtype: str) -> Path:
     default = f"{name}-{dtype}{SUFFIX if format_ == 'gguf' else ''}"
     if out is None:
         return Path(default)
-    return out / default if out.is_dir() else out
+    # An earlier export is no folder of exports: writing refuses it.
+    return out / default if out.is_dir() and not (out / CONFIG_FILE).exists() else out
 
 
 if __name__ == "__main__":

@@ -285,6 +285,18 @@ def test_rounding_the_weights_of_a_run_is_noted(
     assert "rounded" not in capsys.readouterr().err
 
 
+def test_an_earlier_export_is_refused_and_any_other_folder_gets_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, exports = make_gpt2(tmp_path / "model"), tmp_path / "exports"
+    assert export(source, tmp_path / "mine", format_="hf") == ExitCode.OK
+    assert export(source, tmp_path / "mine", format_="hf") == ExitCode.CONFIG
+    assert "mine: already exists" in capsys.readouterr().err
+    exports.mkdir()
+    assert export(source, exports, format_="hf") == ExitCode.OK
+    assert [path.name for path in exports.iterdir()] == ["model-bf16"]
+
+
 @pytest.mark.parametrize("format_", ["hf", "gguf"])
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_the_umask_decides_who_can_read_exported_files(
