@@ -25,7 +25,7 @@ from payload.models.wrapper_spec import WrappedSpec
 _GAPS = 1.3
 """Factor by which fragmentation increases the activations' memory. Measured on two AMX cores:
 1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens. In fp32 on two AVX-512 cores: 1.2
-to 1.4 for SmolLM2-135M, with and without 4 bits, at 512 to 2,048 tokens."""
+to 1.4 for SmolLM2-135M, with and without 4-bit weights, at 512 to 2,048 tokens."""
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers, without the output head, as in PEFT."""
@@ -50,7 +50,7 @@ def target_names(target: str) -> tuple[str, ...] | None:
 def is_target(module: str, names: tuple[str, ...] | None) -> bool:
     """Return whether the linear at the path `module` gets an adapter, matched as in PEFT.
 
-    The name of its weight, as in PEFT's `target_parameters`, also selects a linear.
+    As in PEFT's `target_parameters`, the name of a linear's weight also selects this linear.
     """
     return names is None or ALL_LINEAR in names or _names_linear(module, names)
 
@@ -58,9 +58,9 @@ def is_target(module: str, names: tuple[str, ...] | None) -> bool:
 def parameter_names(
     names: tuple[str, ...] | None, linears: Iterable[str], parameters: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the names of an `adapter.target` that are parameters, PEFT's `target_parameters`.
+    """Return the names in an `adapter.target` that select parameters: PEFT's `target_parameters`.
 
-    A name that fits a linear is a linear's.
+    A name that matches a linear selects only the linear.
     """
     paths, others = tuple(linears), tuple(parameters)
     return tuple(
@@ -72,8 +72,10 @@ def parameter_names(
 
 
 def is_parameter_target(parameter: str, names: tuple[str, ...]) -> bool:
-    """Return whether the parameter at this path gets an adapter; `names` from
-    `parameter_names`."""
+    """Return whether the parameter at this path gets an adapter.
+
+    `names` is the result of `parameter_names`.
+    """
     return _is_named(parameter, names)
 
 
@@ -116,7 +118,7 @@ class AdaptedSpec(WrappedSpec):
     ) -> AdaptedSpec:
         """Return the spec of `base` with an adapter.
 
-        Raises ConfigError for an unknown target, and for a rank above the width of all targets.
+        Raises ConfigError for an unknown target, and for a rank above the largest target's width.
         """
         names = target_names(target)
         known, others = base.linears(), base.parameters_beside_linears()
@@ -187,7 +189,7 @@ class AdaptedSpec(WrappedSpec):
         """Estimate a training rank's peak memory.
 
         The base's linears are in the dtype of the matmuls and have neither gradients nor optimizer
-        state. With kernels and in fp32, temporary tensors fragment the activations' memory.
+        state. Temporary tensors fragment the activations' memory, except in bf16 without kernels.
         Loading holds the full base in fp32, and this memory is not returned to the system.
         """
         if self.is_quantized:
@@ -333,7 +335,7 @@ class AdaptedSpec(WrappedSpec):
 
 
 def _chosen(names: tuple[str, ...] | None, base: ModelSpec) -> list[ParameterSize]:
-    """Return the parameters beside linears that get an adapter."""
+    """Return the parameters outside the linears that get an adapter."""
     others = base.parameters_beside_linears()
     linears = (each.name for each in base.linears())
     chosen = parameter_names(names, linears, (each.name for each in others))

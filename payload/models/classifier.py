@@ -49,7 +49,7 @@ class ClassifierSpec(WrappedSpec):
         return self.base.flops_per_token() - 6 * self.embedding_size()
 
     def matmul_size(self) -> int:
-        """Return the weights in the matmuls of each token; the labels' head reads only one."""
+        """Return the number of weights in the matmuls, including the linear layer to the labels."""
         return self.base.matmul_size() - self.embedding_size() + self.task_head_size()
 
     def memory_bytes(self, setting: RankSetting) -> int:

@@ -1,8 +1,9 @@
-"""The interface of a model family: recognising its models, their sizes, and names in GGUF.
+"""The interface of a model family: recognises models, gives their sizes and GGUF names.
 
 A family is a folder of this package with a `family.py` and a line in `registry.py`. `family.py` has
 a subclass of `Family` and its instance `FAMILY`. `read` returns the family's `ModelSpec`
-(`spec.py`). The layers use torch, which this package does not import: `tensors` names their module.
+(`spec.py`). The layers use torch, which this package does not import: `tensors` names the module
+with the layers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Family(ABC):
     tensors: ClassVar[str]
     """The module with `build(spec, dropout=..., random=...)`, which returns the CausalLM."""
     presets: ClassVar[Mapping[str, ModelSpec]] = {}
-    """Specs by name, for training from scratch and for models on the hub of these names."""
+    """Specs by name, for training from scratch and for models with these names on the hub."""
     hub_configs: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """The config.json of models on the hub, by the last part of their names."""
     tokenizer: ClassVar[str | None] = None
@@ -37,7 +38,7 @@ class Family(ABC):
 
     @abstractmethod
     def read(self, raw: Mapping[str, Any], *, where: str) -> ModelSpec:
-        """Return the spec that a config.json describes; `where` names it in messages.
+        """Return the spec that a config.json describes; `where` names the file in messages.
 
         Raises CheckpointError.
         """
@@ -51,7 +52,7 @@ class Family(ABC):
         return self.read(raw, where=where)
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether this family reads this config.json, whose `model_type` is unknown."""
+        """Return whether this family reads this config.json with an unknown `model_type`."""
         del raw
         return False
 

@@ -18,6 +18,6 @@ def refuse_import(where: str, key: str, value: object, problem: str) -> NoReturn
 def refuse_export(where: str, key: str, value: object) -> NoReturn:
     """Raise CheckpointError for a config.json that llama.cpp would compute differently."""
     raise CheckpointError(
-        f"{where}: {key} = {shown(value)}: with this value, llama.cpp would compute different "
-        "results from a GGUF file. Use --format hf."
+        f"{where}: {key} = {shown(value)}: with this value, a GGUF file would give "
+        "different results in llama.cpp. Use --format hf."
     )

@@ -1,6 +1,6 @@
 """Reads the metadata and tensor sizes in a GGUF file's header, without any package.
 
-The file may be untrusted, so every count, size and offset is checked against it before use. Format:
+The file may be untrusted, so every count, size and offset is checked before use. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 

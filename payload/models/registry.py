@@ -42,7 +42,7 @@ def family_name(model_type: str) -> str:
 
 
 def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
-    """Return the family that reads a config.json; `where` names it in messages.
+    """Return the family that reads a config.json; `where` names the file in messages.
 
     If no family reads it, raises CheckpointError with the list of families.
     """
@@ -59,7 +59,7 @@ def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
 
 
 def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:
-    """Return the spec that a config.json describes; `where` names it in messages.
+    """Return the spec that a config.json describes; `where` names the file in messages.
 
     Raises CheckpointError for an unknown family, and for models that the family rejects.
     """
@@ -77,7 +77,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
-    """Raise CheckpointError for weights that cannot be trained, by keys common to all families."""
+    """Raise CheckpointError if a key that all families share shows that training is impossible."""
     read_format(raw, where=where)
     if raw.get("transformers_weights") is not None:
         raise CheckpointError(

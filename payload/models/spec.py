@@ -29,7 +29,7 @@ BYTES_PER_WEIGHT = 4
 
 
 def logits_tokens(vocab_size: int) -> int:
-    """Return the tokens in a chunk of the kernels' head: a power of two, at most 2048.
+    """Return how many tokens' logits the kernels compute at a time: a power of two, up to 2048.
 
     For a vocabulary of 50,257, the logits of a chunk take 206 MB in bf16. A larger vocabulary has
     smaller chunks, whose logits take less than 320 MB: 1024 tokens for 151,936 rows, 512 for
@@ -196,9 +196,9 @@ class ModelSpec(ABC):
     def _shard_bytes(
         self, setting: RankSetting, activations: float, *, outer: float, share: float = 1.0
     ) -> int:
-        """Estimate the peak memory of a rank with 1/N of `share` of the weights.
+        """Estimate the peak memory of a rank with 1/N of a part of the weights.
 
-        `outer` weights of this share are outside the layers.
+        The part is `share` of all weights; `outer` weights of the part are outside the layers.
         """
         trained = self.num_trainable_params() == self.num_params()
         layer = (self.num_params() - self.outer_elements()) / max(1, self.num_layers())
@@ -214,7 +214,7 @@ class ModelSpec(ABC):
     def _part_memory_bytes(
         self, setting: RankSetting, estimate: Callable[[RankSetting], int]
     ) -> int:
-        """Estimate the peak of the largest rank, with a part of each layer, some layers, or both.
+        """Estimate the largest rank's peak memory with tensor ranks, pipeline stages, or both.
 
         Each tensor rank holds the norms and the residual stream in full. A stage keeps the
         activations of several micro-batches, and the last stage also has the logits. With shards,
@@ -307,7 +307,7 @@ class ModelSpec(ABC):
         return 0
 
     def has_known_modules(self) -> bool:
-        """Return whether the names of the modules are known, and not only those in the files."""
+        """Return whether the modules' names are known, not only the tensors' names in the files."""
         return bool(self.linears())
 
     def matmul_size(self) -> int:

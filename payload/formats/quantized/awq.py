@@ -1,9 +1,9 @@
 """AWQ: quant_method `awq` in AutoAWQ's layout `gemm`, integers of 4 bits.
 
-For a linear of I inputs and O outputs with G groups of inputs, eight numbers in an int32:
+A linear has I inputs and O outputs, with G groups of inputs; an int32 holds eight numbers:
 
-- `qweight`, I32 (I, O / 8), and `qzeros`, I32 (G, O / 8), packed along the outputs. From the low
-  bits on, an int32 has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
+- `qweight`, I32 (I, O / 8), and `qzeros`, I32 (G, O / 8), packed along the outputs. An int32
+  holds eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, the first in the low bits.
 - `scales`, float (G, O). Input i is in group i // group_size.
 
 Weight[o, i] = (number[i, o] - zero[g, o]) x scale[g, o], rounded to the dtype of the scales.

@@ -1,16 +1,17 @@
 """compressed-tensors: quant_method `compressed-tensors`, as llm-compressor writes it.
 
-For a linear's weight W (O, I); a file can mix these:
+The formats of a linear's weight W (O outputs, I inputs; G groups); a file can mix them:
 
-- `float-quantized`, `int-quantized`, `naive-quantized`: `W` in F8_E4M3 or I8, `W_scale` and with
-  asymmetric integers `W_zero_point`, one for the weight, each output, each group or each block.
+- `float-quantized`, `int-quantized`, `naive-quantized`: `W` in F8_E4M3 or I8, `W_scale` and, for
+  asymmetric integers, `W_zero_point`: one value for the weight, or one per output, group or block.
 - `pack-quantized`: `W_packed`, I32 (O, ceil(I x bits / 32)): numbers of 2, 4 or 8 bits in order,
-  the first in the low bits, each plus 2 ** (bits - 1). `W_scale` (O, G), `W_shape` = [O, I].
-  Asymmetric ones have `W_zero_point`, I32 (ceil(O x bits / 32), G), packed along the outputs.
-  `W_g_idx` (I,), of older files, is the group of each input.
+  the first in the low bits, each stored plus 2 ** (bits - 1). `W_scale` (O, G), `W_shape` = [O, I].
+  Asymmetric weights have `W_zero_point`, I32 (ceil(O x bits / 32), G), packed along the outputs.
+  In older files, `W_g_idx` (I,) is the group of each input.
 - `nvfp4-pack-quantized`: `W_packed`, U8 (O, I / 2), two 4-bit floats (E2M1) in a byte; `W_scale`,
   F8_E4M3 (O, I / 16); a group's factor is its scale / `W_global_scale`.
-- `mxfp4-pack-quantized`: the same with `W_scale`, U8 (O, I / 32), a power of two.
+- `mxfp4-pack-quantized`: the same `W_packed`; `W_scale`, U8 (O, I / 32); a group's factor
+  is 2 ** (`W_scale` - 127).
 
 Weight = (number - zero) x scale, rounded to the dtype of the scale, or to bf16 for 4-bit floats.
 Source: the package compressed-tensors 0.20.1, compressors.
@@ -76,7 +77,7 @@ class _Settings:
 
 
 class CompressedTensors(Format):
-    """Weights of compressed-tensors, by the names and dtypes of their tensors."""
+    """Finds the weights of compressed-tensors by the names and dtypes of their tensors."""
 
     unused = (
         *(".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale"),
@@ -84,7 +85,9 @@ class CompressedTensors(Format):
     )
 
     def __init__(self, config: Mapping[str, Any], *, where: str, has_data: bool) -> None:
-        """Read quantization_config; without `has_data`, shapes are derived from the packed ones.
+        """Read quantization_config.
+
+        If `has_data` is False, the shapes of packed weights are derived from the packed tensors.
 
         Raises CheckpointError for unsupported formats.
         """
@@ -132,7 +135,7 @@ class CompressedTensors(Format):
         *,
         dtype: str,
     ) -> tuple[str, StoredWeight]:
-        """Return a weight that has the shape of the original."""
+        """Return a weight that is stored in the shape of the original."""
         scales_name, zeros_name = f"{name}_scale", f"{name}_zero_point"
         scales = part(headers, scales_name, weight=values)
         blocks = [each.block_structure for each in self._numbers if each.block_structure]
@@ -205,7 +208,7 @@ class CompressedTensors(Format):
     def _packed_shape(
         self, name: str, values: TensorHeader, headers: Mapping[str, TensorHeader]
     ) -> tuple[int, int, _Numbers]:
-        """Return outputs, inputs and the settings of the group of a packed weight."""
+        """Return the number of outputs and inputs of a packed weight, and its group's settings."""
         stated = headers.get(f"{name}_shape")
         outputs, words = values.shape
         for numbers in self._numbers:

@@ -1,7 +1,7 @@
 """8-bit floats with scales: quant_method `fp8` of DeepSeek and Qwen3, and `fbgemm_fp8`.
 
 A weight `NAME` in F8_E4M3 or F8_E5M2 has the shape of the original. Its scales are in
-`NAME_scale_inv` (in spite of its name also a factor), `NAME_scale`, or `scale` instead of `weight`:
+`NAME_scale_inv` (in spite of its name also a factor), in `NAME_scale`, or in the module's `scale`:
 one for each block of `weight_block_size`, for each output, or for the whole weight. Blocks at the
 edges can be smaller: DeepSeek's 576 rows have 5 blocks of 128. Scales in F8_E8M0 or U8 are powers
 of two, 2 ** (byte - 127). DeepSeek-V4 stores experts in I8: two 4-bit floats in a byte, the first
@@ -57,7 +57,7 @@ class Fp8(Format):
     def weights(
         self, headers: Mapping[str, TensorHeader], *, dtype: str
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield each weight in 8-bit floats, and each with two 4-bit floats in a byte."""
+        """Yield each weight in 8-bit floats, and each weight with two 4-bit floats in a byte."""
         for name, values in headers.items():
             scale = next((each for each in _scale_names(name) if each in headers), None)
             if scale is None and values.dtype in FLOAT8 and _is_weight(name):
@@ -130,5 +130,5 @@ def _scale_names(name: str) -> tuple[str, ...]:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether the name is a weight's, not that of scales in an 8-bit dtype."""
+    """Return whether this is the name of a weight, not of scales in an 8-bit dtype."""
     return "scale" not in name.rpartition(".")[2]

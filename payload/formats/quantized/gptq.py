@@ -1,11 +1,11 @@
 """GPTQ: quant_method `gptq`, integers of 2, 4 or 8 bits with a scale and a zero for each group.
 
-For a linear of I inputs and O outputs with G groups, and P = 32 / bits numbers in an int32, the
-first in the low bits:
+A linear has I inputs and O outputs, with G groups. An int32 holds P = 32 / bits numbers, the first
+in the low bits:
 
 - `qweight`, I32 (I / P, O): number i of a column is in row i // P, at bit (i % P) x bits.
 - `qzeros`, I32 (G, O / P): packed along the outputs. The format `gptq` stores zero - 1 modulo
-  2 ** bits, as AutoGPTQ's and ExLlama's kernels read it; the format `gptq_v2` the zero itself.
+  2 ** bits, as AutoGPTQ's and ExLlama's kernels read it; `gptq_v2` stores the zero itself.
 - `scales`, float (G, O), and `g_idx`, I32 (I,): the group of each input. Without `g_idx`, input i
   is in group i // group_size.
 

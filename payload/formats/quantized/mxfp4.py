@@ -28,7 +28,7 @@ _VALUES, _SCALES = "_blocks", "_scales"
 
 
 class Mxfp4(Format):
-    """Experts in 4-bit floats with a power of two for each 32 numbers."""
+    """Experts in 4-bit floats; the scale of each 32 numbers is a power of two."""
 
     def describe(self) -> str:
         """Return the format's name."""

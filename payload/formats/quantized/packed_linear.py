@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def read_settings(kind: type[_T], config: Mapping[str, Any], *, where: str) -> _T:
-    """Return the settings of a quantization_config. Raises CheckpointError, also for no groups."""
+    """Return the settings of a quantization_config. Raises CheckpointError, also for size 0."""
     read = build(kind, config, where=where, fix=CONFIG_FIX, error=CheckpointError)
     if config.get("group_size") == 0:
         raise CheckpointError(f"{where}: group_size = 0: must be at least 1, or -1. {CONFIG_FIX}")
@@ -57,7 +57,7 @@ def grouped_linear(
     dtype: str,
     zero_offset: int = 0,
 ) -> tuple[str, StoredWeight]:
-    """Return the weight of a module, (outputs, inputs) = `shape`, with its scales and zeros.
+    """Return a module's weight with its scales and zeros; `shape` is (outputs, inputs).
 
     Raises CheckpointError for parts that are missing or do not fit together.
     """
@@ -78,7 +78,9 @@ def grouped_linear(
         )
     words, rest = divmod(outputs * bits, INT32_BITS)
     if rest:
-        refuse(values, f"{module}.{_VALUES}", f"has {outputs} outputs, which fill no int32")
+        refuse(
+            values, f"{module}.{_VALUES}", f"has {outputs} outputs, which do not fill whole int32s"
+        )
     require_kind(scales, scales_name, dtypes=FLOAT_DTYPES, shape=(groups, outputs))
     require_kind(zeros, zeros_name, dtypes=("I32",), shape=(groups, words))
     parts = {"scales": scales, "zeros": zeros}

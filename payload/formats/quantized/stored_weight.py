@@ -15,7 +15,7 @@ CONFIG_FIX = "Use the model in bf16 or fp32."
 INT32_BITS = 32
 
 Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
-"""The arithmetic; each is a module of `payload.train.tensors.dequantize`."""
+"""How a weight is computed; each name is a module of `payload.train.tensors.dequantize`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class StoredWeight(TensorHeader):
     zero_offset: int = 0
     """Added to each stored zero point."""
     rounded_to: str | None = None
-    """The dtype that the product is rounded to before `dtype`; None = only `dtype`."""
+    """The product is rounded to this dtype, then to `dtype`; None = only to `dtype`."""
 
 
 class Format(ABC):
@@ -52,7 +52,7 @@ class Format(ABC):
     def weights(
         self, headers: Mapping[str, TensorHeader], *, dtype: str
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield the name and the parts of each quantised weight; the result has `dtype`.
+        """Yield each quantised weight's name and parts; `dtype` is that of the dequantised weight.
 
         Raises CheckpointError for parts that are missing or do not fit together.
         """
@@ -96,7 +96,7 @@ def part(headers: Mapping[str, TensorHeader], name: str, *, weight: TensorHeader
 def require_kind(
     header: TensorHeader, name: str, *, dtypes: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:
-    """Raise CheckpointError unless a part has one of the dtypes, and the shape."""
+    """Raise CheckpointError unless the tensor `name` has one of `dtypes`, and this shape."""
     if header.dtype not in dtypes:
         refuse(header, name, f"is {header.dtype}, but must be {' or '.join(dtypes)}")
     if header.shape != shape:

@@ -52,7 +52,7 @@ def dequantized_headers(
     where: str,
     has_data: bool = True,
 ) -> dict[str, TensorHeader]:
-    """Return the weights that the tensors of a checkpoint with this config.json make.
+    """Return the dequantised weights of a checkpoint with these tensors and this config.json.
 
     `has_data` is True if the tensors' files can be read. Raises CheckpointError, naming `where`.
     """

@@ -131,7 +131,7 @@ class Gpt2Spec(ModelSpec):
         return self.n_layer * 12 * self.n_embd**2
 
     def num_params(self) -> int:
-        """Return the number of all weights; the output head and the token embedding are one."""
+        """Return the number of all weights; the head, which is the token embedding, counts once."""
         width = self.n_embd
         norms = (2 * self.n_layer + 1) * width * (2 if self.bias else 1)
         biases = self.n_layer * 9 * width if self.bias else 0
@@ -154,7 +154,8 @@ class Gpt2Spec(ModelSpec):
         because of the exchange buckets, and in every micro-batch of a step after the first
         (`accumulates`). With `kernels` in bf16, a layer keeps 28 bytes per token and element of its
         width for its backward pass: the residual stream twice in fp32, and 10 widths in bf16.
-        Fragmentation adds 7 bytes, as measured for gpt2. Only one chunk of logits is in memory.
+        Fragmentation adds 7 bytes to the 28, as measured for gpt2. Only one chunk of logits is in
+        memory.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -163,8 +164,8 @@ class Gpt2Spec(ModelSpec):
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         if not setting.kernels:
-            # A layer keeps 18 widths. A logit takes 16 bytes in fp32: itself, log-softmax, two
-            # gradients.
+            # A layer keeps 18 x `n_embd` elements per token. A logit takes 16 bytes in fp32:
+            # itself, log-softmax, two gradients.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             return held + layers + tokens * self.vocab_size * 16
         widths = 35 if setting.dtype == "bf16" else 72
@@ -229,7 +230,7 @@ class _Config:
     per_layer_config: Any = None
     """Overrides for single layers, which transformers supports."""
     layer_types: Any = None
-    """Read by transformers' key-value cache alone, like the next three keys."""
+    """Only transformers' key-value cache reads this key and the next three."""
     sliding_window: Any = None
     attention_chunk_size: Any = None
     kv_sharing_modes: Any = None

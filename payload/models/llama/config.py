@@ -147,7 +147,7 @@ class DecoderConfig:
     use_sliding_window: bool = False
     max_window_layers: int = checked(28, low=0, high=2**20)
     attention_chunk_size: int | None = checked(None, low=1, high=2**30)
-    """Not computed by any of these types, but transformers' key-value cache reads the key."""
+    """No model type here uses this key, but transformers' key-value cache reads it."""
     layer_types: tuple[str, ...] | None = checked(None, max_items=_MOST_LAYERS)
     no_rope_layers: tuple[int, ...] | None = checked(None, max_items=_MOST_LAYERS)
     no_rope_layer_interval: int = checked(4, low=1, high=_MOST_LAYERS)
@@ -317,7 +317,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
 
 
 def supported_activation(name: str) -> Activation:
-    """Return the activation for our modules; for an unsupported name, return an arbitrary one."""
+    """Return the activation for our modules; for an unsupported name, return "silu"."""
     return _ACTIVATIONS.get(name, "silu")
 
 
@@ -342,11 +342,11 @@ def _require_whole_heads(config: DecoderConfig, where: str) -> None:
 
 
 def _require_equal_layers(config: DecoderConfig, where: str) -> None:
-    """Raise CheckpointError for windows that only a part of transformers reads.
+    """Raise CheckpointError for windows that only a part of transformers' code uses.
 
-    In Llama and Mistral all layers are equal. transformers' key-value cache nevertheless reads
-    layer_types, sliding_window and attention_chunk_size, so its results would differ from ours, for
-    Llama from the second generated token on.
+    In a Llama or a Mistral, all layers are equal. transformers' key-value cache nevertheless reads
+    layer_types, sliding_window and attention_chunk_size, so transformers' results would differ from
+    ours. For a Llama, they differ from the second generated token on.
     """
     has_windows = config.defaults().windows_everywhere
     if config.model_type != "llama" and not has_windows:

@@ -31,7 +31,7 @@ _READ = frozenset(
 )
 """Keys under the architecture's prefix that can have any value."""
 _NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
-"""Values of other keys that have no effect; for keys that are not listed, the value is 0."""
+"""Values with which other keys have no effect; the value is 0 for a key that is not listed."""
 _DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
 _SINGLE = (
     *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
@@ -81,7 +81,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
         config["head_dim"] = width
     config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
     factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
-    # As in llama.cpp, a factor means linear scaling unless a type is set, and 0 means no scaling.
+    # As in llama.cpp: without a type, the scaling is linear. A factor of 0 means no scaling.
     is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
     if is_linear and factor not in (None, 0, 1):
         config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
@@ -89,7 +89,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 
 
 def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, where: str) -> None:
-    """Raise CheckpointError for models that would be read without an error but differently."""
+    """Raise CheckpointError for models that would be read without an error, but incorrectly."""
     values = header.values
     for key, value in values.items():
         if isinstance(value, Array) and (key.startswith(f"{kind}.") or key.endswith(_SINGLE)):

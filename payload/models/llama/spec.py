@@ -100,10 +100,10 @@ class DecoderSpec(ModelSpec):
     sandwich_norms: bool = False
     """Gemma: the outputs of attention and MLP are also normed before the residual addition."""
     norm_offset: bool = False
-    """Gemma: an RMSNorm multiplies by 1 + weight, in fp32; otherwise by weight, in the input's
-    dtype."""
+    """If True (Gemma), an RMSNorm multiplies by 1 + weight, in fp32. If False, it multiplies by
+    weight, in the input's dtype."""
     embedding_scale: float = 1.0
-    """Gemma: the factor of the token embeddings, rounded to the weights' dtype first."""
+    """Factor by which the token embeddings are multiplied; only Gemma has a factor other than 1."""
     attention_scale: float
     """Factor of the dot product of query and key."""
     initializer_range: float = 0.02
@@ -135,8 +135,8 @@ class DecoderSpec(ModelSpec):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Every matrix has one matmul, the embedding only as output head. Grouped-query attention
-        shares keys but not matmuls, so the query heads are counted.
+        Every matrix has one matmul; the lookup of token embeddings needs no matmul. Grouped-query
+        attention shares keys but not matmuls, so the query heads are counted.
         """
         layer = sum(math.prod(shape) for _, shape in self._layer_shapes() if len(shape) == 2)
         multiplying = self.num_layers() * layer + self.embedding_size()
@@ -146,14 +146,14 @@ class DecoderSpec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        The peak is at the end of the forward pass, or with few tokens at the end of the backward
+        The peak is at the end of the forward pass or, with few tokens, at the end of the backward
         pass. Weights and two AdamW moments are fp32, 12 bytes per parameter. Gradients take 4 more,
         or 2 (see `bf16_gradients`). They exist at the end of the forward pass if there are other
         ranks, and in every micro-batch of a step after the first (`accumulates`). With `kernels`,
         each matmul converts its weights to bf16; the head keeps a bf16 copy if its logits are
-        computed in chunks. A bf16 gradient of the head reuses the logits' memory if there are no
-        more tokens than the model is wide. Fragmentation took 2 bytes per parameter of the layers,
-        or 1 with bf16 gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
+        computed in chunks. With up to `hidden_size` tokens, a bf16 gradient of the head reuses the
+        logits' memory. Fragmentation took 2 bytes per parameter of the layers, or 1 with bf16
+        gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -185,7 +185,7 @@ class DecoderSpec(ModelSpec):
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
         The head's logits are computed in chunks of tokens. With more than one chunk, the head's
-        gradient is a sum in fp32. For a tied embedding, the sum of the two parts is rounded once.
+        gradient is a sum in fp32. The two gradients of a tied embedding are summed, then rounded.
         """
         linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
         tokens = setting.micro_batch_size * self.sequence_length
@@ -203,8 +203,8 @@ class DecoderSpec(ModelSpec):
         """
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         if kernels:
-            # Kept are: the residual stream twice in fp32, and twice normed; queries, keys and
-            # values, and the attention's output; the gate and up projections.
+            # A layer keeps the residual stream twice in fp32 and twice normed; queries, keys and
+            # values; the attention's output; the gate and up projections.
             return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
         norms = 4 if self.sandwich_norms else 2
         # A norm in plain torch also keeps its input and its output in fp32.

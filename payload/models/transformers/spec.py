@@ -106,7 +106,7 @@ class Counts:
     experts: int
     """Weights of all experts."""
     linears: tuple[LinearSize, ...]
-    """The layers' linears, by the names in the files or, once it is built, in the module."""
+    """The layers' linears. Until the module is built, their names are those in the files."""
     others: tuple[ParameterSize, ...] = ()
     """Other matrices of the module, and stacks of matrices; empty before the module is built."""
     has_modules: bool = False
@@ -135,7 +135,7 @@ class OtherSpec(ModelSpec):
     """The config.json that was read; the config.json of a checkpoint is derived from it."""
 
     def context(self) -> int:
-        """Return the longest context of the weights in tokens, by default `sequence_length`."""
+        """Return the longest context of the weights in tokens; if unknown, `sequence_length`."""
         return self.max_tokens or self.sequence_length
 
     def num_layers(self) -> int:
@@ -203,11 +203,11 @@ class OtherSpec(ModelSpec):
         return self.counts.embedding if self.counts else self.vocab_size * self.width()
 
     def linears(self) -> tuple[LinearSize, ...]:
-        """Return the layers' linears; before the module is built, by the names in the files."""
+        """Return the layers' linears; see `Counts.linears` for their names."""
         return self.counts.linears if self.counts else ()
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
-        """Return the other parameters that an adapter can target; empty without the module."""
+        """Return the other parameters that an adapter can target; empty until the module exists."""
         return self.counts.others if self.counts else ()
 
     def expert_params(self) -> int:
@@ -251,7 +251,7 @@ def has_known_sizes(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json has a known model type, or sizes with names that we know.
 
     The result is False for an unknown type whose sizes all have unknown names. `read` rejects
-    configs without a type or sizes, or with parts for more than text.
+    configs without a type or sizes, and models that read more than text.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not _NAME.fullmatch(kind) or kind in CAUSAL_TYPES:
@@ -394,7 +394,8 @@ def _count(shapes: Mapping[str, tuple[int, ...]], spec: OtherSpec, *, tied: bool
 def _in_backward_order(
     weights: Mapping[str, tuple[int, ...]], heads: Iterable[str], embeddings: Iterable[str]
 ) -> tuple[GradientSize, ...]:
-    """Return in order: head, tensors after the layers, layers from the last on, embeddings."""
+    """Return the sizes in this order: head, tensors after the layers, layers (last to first),
+    embeddings."""
     found: list[tuple[int, int, GradientSize]] = []
     for name, shape in weights.items():
         number = _NUMBER.search(name)

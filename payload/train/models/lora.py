@@ -182,7 +182,7 @@ class LoraParameters(nn.Module):
         self.lora_B[name] = nn.Parameter(torch.zeros(size.outputs, self.rank * size.stack))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, which its surroundings may read."""
+        """Return an attribute of the wrapped module, for code that uses this module instead."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -427,7 +427,7 @@ def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str],
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether the module is a linear, and no subclass that returns more, as some routers."""
+    """Return whether the module is a linear that returns one tensor; some routers return more."""
     if isinstance(module, QuantizedLinear):
         return True
     if not isinstance(module, nn.Linear):
@@ -441,10 +441,10 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def _module_names(model: CausalLM) -> list[str]:
-    """Return names for the linears with an adapter that fit no other module, for PEFT's
-    `target_modules`.
+    """Return PEFT's `target_modules`: names that match only the linears with an adapter.
 
-    A name is the last part of the path, or more parts if necessary: `projections.0` fits no layer.
+    A name is the last part of the path, or more parts if necessary: `0` would match a layer, but
+    `projections.0` does not.
     """
     adapted: list[str] = []
     others: set[str] = set()

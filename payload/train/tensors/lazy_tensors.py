@@ -107,7 +107,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return sum(header.num_elements() for header in self._headers.values())
 
     def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
-        """Copy one tensor, or a part of it, into `target`, of any dtype and strides.
+        """Copy a tensor, or a part of it, into `target`, which can have any dtype and strides.
 
         `parts` gives where the part begins, in one or more dimensions; `target` gives its size.
         """
@@ -191,14 +191,14 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class DeferredTensor:
-    """A tensor of a mapping that is only read when it is indexed, as transformers' loader does."""
+    """A tensor of a mapping that is only read when transformers' loader indexes it."""
 
     def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
         self._tensors = tensors
         self._name = name
 
     def __getitem__(self, place: Any) -> Tensor:
-        """Read the tensor and return the part at `place`."""
+        """Read the tensor and return the part with this index."""
         return self._tensors[self._name][place]
 
 
@@ -208,7 +208,7 @@ class PlannedTensors(LazyTensors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """The tensors that would be set, by the names of the tensors in the files."""
+        """Each tensor that would be set, by the name of the file's tensor that it would get."""
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:

@@ -38,7 +38,7 @@ def write_tensors(
 ) -> str:
     """Write the file and return its sha256; `progressed` is called after each chunk.
 
-    `whole` returns all elements of one of `tensors`, in the order of `in_file_order`.
+    `whole` returns all elements of a tensor; it is called in the order of `in_file_order`.
     Tensors that are not contiguous are copied, one at a time. Raises OSError.
     """
     ordered = in_file_order(tensors)
@@ -55,7 +55,7 @@ def write_tensors(
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Return names and tensors in the order of their file.
+    """Return names and tensors in the order in which the file stores them.
 
     The widest elements come first, which aligns each tensor to its element size.
     """

@@ -6,9 +6,9 @@ import logging
 from functools import cache
 
 _NOTICES = {
-    # Its own enums.
+    # About torchao's own enums.
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
-    # Its libraries for other GPUs.
+    # About torchao's libraries for other GPUs.
     "torchao": "/torchao/_C_",
     "torchao.kernel.intmm": "Detected no triton",
 }
@@ -29,10 +29,10 @@ class _Filter(logging.Filter):
 
 @cache
 def hide_torchao_notices() -> None:
-    """Hide what an import of torchao logs, before a program imports it.
+    """Hide what torchao logs when it is imported; call this function before the import.
 
-    transformers imports an installed torchao with the first model class. Every rank would repeat
-    the lines.
+    transformers imports an installed torchao with the first model class. Without this function,
+    every rank would log these lines.
     """
     for name, text in _NOTICES.items():
         logging.getLogger(name).addFilter(_Filter(text))

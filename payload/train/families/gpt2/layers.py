@@ -31,7 +31,7 @@ class Attention(SplitModule):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Map (B, T, C) to (B, T, C); `mask` is from `documents_mask`, without a cache."""
+        """Map (B, T, C) to (B, T, C); `mask` (see `documents_mask`) needs `cache` = None."""
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_width).transpose(1, 2)

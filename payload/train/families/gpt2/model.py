@@ -343,5 +343,5 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> GPT:
 
 
 def is_norm_weight(name: str) -> bool:
-    """Return whether a parameter's name is a layer norm's scale."""
+    """Return whether a parameter is the scale of a layer norm, by its name."""
     return name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight"))

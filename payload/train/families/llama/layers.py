@@ -1,4 +1,5 @@
-"""The modules of a decoder layer in plain torch, with Hugging Face's names: the reference.
+"""The modules of a decoder layer in plain torch, with Hugging Face's names; the reference for
+the kernels.
 
 Shapes: B batch, T tokens of the input, C width, H query heads, K key heads, D width of a head.
 """
@@ -106,8 +107,8 @@ class Attention(SplitModule):
 def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
     """Return which of `total` tokens each of the last `new` tokens attends to, (new, total).
 
-    None if each token attends to all tokens up to itself and `new` is 1 or `total`: SDPA needs no
-    mask for these cases.
+    Return None if each token attends to all tokens up to itself and `new` is 1 or `total`: SDPA
+    needs no mask in these cases.
     """
     reaches_all = window is None or window >= total
     if reaches_all and new in (1, total):

@@ -1,6 +1,7 @@
 """The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
 
-The parameters have a checkpoint's names and shapes. A layer's computation is in `decoder_layers`.
+The parameters have a checkpoint's names and shapes. A layer's computation is in `layers`, or with
+kernels in `kernel_layers`.
 Shapes: B batch, T tokens of the input, C width, V vocabulary, padded rows included.
 """
 

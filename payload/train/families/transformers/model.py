@@ -1,8 +1,8 @@
 """Any causal language model that transformers builds from its own code, as a CausalLM.
 
 transformers' module computes the layers. Our own loss is used if the head is a plain linear layer
-whose logits are not changed afterwards. Code in a model's folder is never run. B batch, T tokens of
-the input, C width, V vocabulary.
+whose logits are not changed afterwards. Code in a model's folder is never run.
+Shapes: B batch, T tokens of the input, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ class TransformersLM(CausalLM):
         random: bool = True,
         reason: str = "our own layers do not support it",
     ) -> None:
-        """Build the module from the spec's config; `reason` for the log: why not our own layers."""
+        """Build the module from the spec's config.
+
+        The log gives `reason` for not using our own layers.
+        """
         module = build_module(spec, dropout, random=random)
         super().__init__(_counted(spec, module), dropout=dropout)
         self._reason = reason
@@ -120,7 +123,7 @@ class TransformersLM(CausalLM):
         caches: Sequence[ModelCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to the head's input (B, T, C), or to logits without a plain head.
+        """Map (B, T) token ids to the head's input (B, T, C); if the head is not plain, to logits.
 
         With `caches`, `tokens` continue the cached tokens. `CausalLM.hidden` describes `starts`.
         """
@@ -157,7 +160,7 @@ class TransformersLM(CausalLM):
         return self._router_loss.take()
 
     def take_expert_tokens(self) -> Tensor:
-        """Return the tokens of each expert in training since the last call."""
+        """Return the number of tokens of each expert in training since the last call."""
         return self._token_counts.take()
 
     def freeze_router(self) -> None:
@@ -254,7 +257,7 @@ class TransformersLM(CausalLM):
         return is_adaptable(self.spec.model_type, linear)
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT takes the name of this linear for the linears of experts.
+        """Return whether PEFT would mistake this linear's name for the name of an expert's linear.
 
         PEFT converts adapters of older releases of transformers, which had no fused experts.
         """
@@ -315,7 +318,7 @@ class TransformersLM(CausalLM):
         return loading_targets(self.module, state)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Load weights that transformers renames or merges, compared with the files."""
+        """Load weights whose names or shapes transformers changes while loading."""
         if self._dropped:
             raise CheckpointError(
                 f"{where}: does not contain the weights that config.json describes. Use a folder "
@@ -363,7 +366,7 @@ class TransformersLM(CausalLM):
         if self._not_plain is not None:
             notes.append(f"the loss keeps all logits in memory: {self._not_plain}")
         if self._draws and not self.dropout:
-            notes.append("training draws random numbers (a sampling router), by model and seed")
+            notes.append("training draws random numbers (a sampling router); run.seed seeds them")
         if self._router_loss.is_on():
             notes.append(
                 "the loss includes the routers' balancing loss (output_router_logits), times "

@@ -39,7 +39,7 @@ class RouterLoss:
         self._logits: tuple[Tensor, ...] | None = None
 
     def is_on(self) -> bool:
-        """Return whether the config requests the loss, and the model has one."""
+        """Return whether the config requests the loss and the model has such a loss."""
         wants = getattr(self._module.config, "output_router_logits", False)
         return bool(wants) and self._function is not None and self.coefficient() != 0
 
@@ -52,7 +52,7 @@ class RouterLoss:
         self._logits = made.router_logits
 
     def take(self) -> Tensor | None:
-        """Return the weighted loss of the last forward pass, once."""
+        """Return the weighted loss of the last forward pass; a second call returns None."""
         logits, self._logits = self._logits, None
         if logits is None or self._function is None:
             return None
@@ -75,7 +75,7 @@ class TokenCounts:
             part.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def take(self) -> Tensor:
-        """Return the tokens of each expert since the last call, float64 on the CPU.
+        """Return the number of tokens of each expert since the last call, float64 on the CPU.
 
         The result is empty for a model without experts, or whose experts receive no indices.
         """
@@ -89,7 +89,7 @@ class TokenCounts:
     def _hook(self, number: int) -> Any:
         def count(part: nn.Module, inputs: Sequence[Any], options: dict[str, Any]) -> None:
             chosen = _indices((*inputs, *options.values()))
-            # Checkpointed layers run again in the backward pass, which counts twice.
+            # A checkpointed layer runs again in the backward pass, so its tokens count twice.
             if not part.training or not torch.is_grad_enabled() or chosen is None:
                 return
             found = torch.bincount(chosen.detach().flatten(), minlength=self._experts)

@@ -1,4 +1,4 @@
-"""Reading the parts of a quantised weight: scales, packed integers, 4-bit floats, groups."""
+"""Reads the parts of a quantised weight: scales, packed integers, 4-bit floats, groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_scales(
 ) -> Tensor:
     """Return rows of a weight's scales in fp32.
 
-    Bytes are exponents: 2 ** (byte - 127), and 255 is NaN. Raises CheckpointError for a scale that
+    A scale in a byte is 2 ** (byte - 127), and 255 is NaN. Raises CheckpointError for a scale that
     is zero, infinite or NaN.
     """
     value = read(weight.parts[role], first, count)
@@ -59,7 +59,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the integers of int32 words in a new last dimension, the lowest bits first."""
+    """Unpack the integers of int32 words into a new last dimension, the lowest bits first."""
     shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
     found: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return found

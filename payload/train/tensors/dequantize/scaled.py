@@ -15,7 +15,7 @@ _FOUR_BITS = 4
 
 
 def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
-    """Return the reader of a weight's rows; of a stack of matrices, a row is a matrix."""
+    """Return the reader of a weight's rows; a row of a stack of matrices is a matrix."""
     *outer, num_rows, columns = weight.shape
     high, wide = weight.block
     grid = (*outer, -(-num_rows // high), -(-columns // wide))
@@ -25,7 +25,7 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
     row_blocks = torch.arange(num_rows) // high
 
     def spread(found: Tensor, first: int, count: int) -> Tensor:
-        """Return one number for each element of the rows."""
+        """Return the scale or zero of each element in `count` rows from row `first` on."""
         if outer:
             found = found.view(count, *grid[1:])
             return found[..., row_blocks, :][..., column_blocks]
