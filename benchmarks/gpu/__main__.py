@@ -53,8 +53,8 @@ def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
         return _visit(STAGES if stages is None else stages, arguments)
     except NoGpuError as error:
         return _refuse(
-            f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build, or try the "
-            "program with --rehearse."
+            f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build (make "
+            "setup TORCH_CUDA=1), or try the program with --rehearse."
         )
 
 

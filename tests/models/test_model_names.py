@@ -117,6 +117,8 @@ def test_latest_without_a_run_and_a_linked_folder_of_runs_are_errors(runs: Path)
     with pytest.raises(CheckpointError, match="no run in runs has completed a step"):
         find_source("latest", setting="--model")
     runs.rename(runs.with_name("elsewhere"))
+    with pytest.raises(CheckpointError, match=r"no runs in runs yet\. Start one with: "):
+        find_source("latest", setting="--model")
     runs.symlink_to("elsewhere")
     with pytest.raises(UsageError, match=f"--model .*elsewhere/{MADE}"):
         find_source(MADE, setting="--model")
