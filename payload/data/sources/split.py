@@ -108,7 +108,7 @@ def default_val_fraction(documents: int | None) -> float:
 
 
 def more_validation(*, wanted: int, documents: int, most: float) -> str | None:
-    """Return the sentence that asks for `wanted` of the documents; None above the share `most`."""
+    """Return the fix for a validation set below `wanted`; None above the share `most`."""
     share = math.ceil(100 * wanted / documents) / 100
     return f"Use --val-fraction {share:g} with --force." if share <= most else None
 
