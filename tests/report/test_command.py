@@ -50,6 +50,7 @@ def test_latest_without_a_run_says_how_to_start_one(
     assert capsys.readouterr().err == f"error: {no_runs(tmp_path)}\n"
 
 
+@pytest.mark.processes
 def test_the_time_of_a_resumed_run_is_said_to_leave_out_its_pauses(tmp_path: Path) -> None:
     summary = Summary(
         run_id="one",
