@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Benchmark:
-    """One benchmark's command line and report: tables on stderr, JSON on stdout, and a page."""
+    """One benchmark's command line and report: tables on stderr, JSON to a pipe, and a page."""
 
     def __init__(self, name: str, doc: str | None) -> None:
         """`name` is the module below `benchmarks`, `doc` its docstring."""
@@ -59,14 +59,14 @@ class Benchmark:
         self._blocks.append(text)
 
     def finish(self, result: Mapping[str, Any], *, packages: Sequence[str] = ("torch",)) -> None:
-        """Print options and `result` as one JSON object, and write the page if requested."""
+        """Report options and `result` as one JSON object, and write the page if requested."""
         versions = package_versions(packages)
         options = {key: each for key, each in self._options() if key != "page"}
         facts = {"wall_s": round(time.perf_counter() - self._began_s, 1), "versions": versions}
         facts |= {"commit": commit_of_checkout(), "date": today()}
         facts |= {"machine": describe_machine(), "machine_class": machine_class()}
         found = {"benchmark": self._name, **options, **facts, **result}
-        print(json.dumps(found, default=str))
+        print_json(found)
         if self._arguments.page:
             write_whole(self._arguments.page, self._page(versions))
 
@@ -139,6 +139,12 @@ def argument_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """Print one line of JSON if stdout is a pipe or a file; a person reads the tables."""
+    if not sys.stdout.isatty():
+        print(json.dumps(found, default=str), flush=True)
 
 
 def in_turn(

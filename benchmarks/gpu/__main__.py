@@ -14,8 +14,8 @@ Only torch 2.11 or newer, accelerate, numpy, psutil and safetensors are required
 and torchao (fp8) are used if they are installed. `--rehearse` makes the same runs on the CPU with
 small sizes, to try the program; its speeds mean nothing.
 
-A table goes to stderr and one JSON object to stdout. The exit status is 1 if a stage failed, and 10
-if a package is missing or torch finds no CUDA device.
+Stages and results go to stderr. If stdout is a pipe or a file, one JSON object goes there. The exit
+status is 1 if a stage failed, and 10 if a package is missing or torch finds no CUDA device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu.facts import missing_packages
-from benchmarks.harness import argument_parser, commit_of_checkout
+from benchmarks.harness import argument_parser, commit_of_checkout, print_json
 from payload.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
         return _visit(STAGES if stages is None else stages, arguments)
     except NoGpuError as error:
         return _refuse(
-            f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build, or try the "
-            "program with --rehearse."
+            f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build (make "
+            "setup TORCH_CUDA=1), or try the program with --rehearse."
         )
 
 
@@ -62,7 +62,7 @@ def _visit(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     from benchmarks.gpu.programs import Programs
     from benchmarks.gpu.report import Report
     from benchmarks.gpu.runs import Runs
-    from benchmarks.gpu.visit import run_stages
+    from benchmarks.gpu.visit import run_stage
 
     began_s, page = time.monotonic(), arguments.page
     options = " --rehearse" if arguments.rehearse else ""
@@ -80,9 +80,12 @@ def _visit(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
         programs = Programs(page.with_suffix(".logs") if page else Path(folder, "logs"))
         programs.remove_logs()
         runs = Runs(Path(folder), programs, rehearsal=arguments.rehearse)
-        for result in run_stages(stages, runs, ends_s=began_s + arguments.budget_s):
+        for stage in stages:
+            report.begin(stage.name)
+            result = run_stage(stage, runs, ends_s=began_s + arguments.budget_s)
             report.add(result, device=runs.facts, used_s=time.monotonic() - began_s)
-    print(report.to_json())
+    print_json(report.as_json())
+    report.say_verdict(took_s=time.monotonic() - began_s)
     return int(report.has_failures())
 
 
@@ -95,7 +98,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the results as Markdown, and the logs of failures in a folder beside it",
     )
-    made.add_argument("--rehearse", action="store_true", help="run on the CPU, with small sizes")
+    made.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run on the CPU, with small sizes; takes about four minutes",
+    )
     made.add_argument(
         "--budget-s",
         type=float,

@@ -1,11 +1,11 @@
-"""Runs the stages of a visit in order, each within the remaining time."""
+"""Runs a stage of a visit within the remaining time."""
 
 from __future__ import annotations
 
 import importlib.util
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -73,22 +73,16 @@ def require_package(name: str, *, setting: str) -> None:
         raise NotTriedError(f"{setting} needs {name}, which is not installed")
 
 
-def run_stages(stages: Sequence[Stage], runs: Runs, *, ends_s: float) -> Iterator[StageResult]:
-    """Yield the result of each stage after it ends; `ends_s` is on the monotonic clock.
-
-    Raises NoGpuError.
-    """
-    for stage in stages:
-        started_s = time.monotonic()
-        left_s = ends_s - started_s
-        if stage.estimate_s > left_s:
-            text = f"skipped: needs about {stage.estimate_s:.0f} s, {max(0.0, left_s):.0f} s left"
-            yield _result(stage, text, "skipped")
-            continue
-        factor = _REHEARSAL_LIMIT_FACTOR if runs.rehearsal else _LIMIT_FACTOR
-        runs.programs.limit(min(left_s, factor * stage.estimate_s))
-        result = _run(stage, runs)
-        yield replace(result, took_s=time.monotonic() - started_s)
+def run_stage(stage: Stage, runs: Runs, *, ends_s: float) -> StageResult:
+    """Return the stage's result; `ends_s` is on the monotonic clock. Raises NoGpuError."""
+    started_s = time.monotonic()
+    left_s = ends_s - started_s
+    if stage.estimate_s > left_s:
+        text = f"needs about {stage.estimate_s:.0f} s, {max(0.0, left_s):.0f} s left"
+        return _result(stage, text, "skipped")
+    factor = _REHEARSAL_LIMIT_FACTOR if runs.rehearsal else _LIMIT_FACTOR
+    runs.programs.limit(min(left_s, factor * stage.estimate_s))
+    return replace(_run(stage, runs), took_s=time.monotonic() - started_s)
 
 
 def _run(stage: Stage, runs: Runs) -> StageResult:

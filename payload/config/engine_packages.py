@@ -60,8 +60,8 @@ def require_packages_here(config: RunConfig) -> None:
     """If this machine lacks a required package or device, raise ConfigError with the fix."""
     if config.device.kind == "cuda" and not has_nvidia_device():
         raise ConfigError(
-            "device.kind = 'cuda': this machine has no CUDA device. Install the NVIDIA driver, or "
-            "use device.kind = 'cpu'."
+            "device.kind = 'cuda': this machine has no CUDA device. Install the NVIDIA driver, "
+            "and PyTorch's CUDA build (make setup TORCH_CUDA=1). Or use device.kind = 'cpu'."
         )
     engine, distributed, quantize = config.engine, config.distributed, config.model.quantize
     require_known_backend(distributed)

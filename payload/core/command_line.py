@@ -87,6 +87,10 @@ class CommandParser(argparse.ArgumentParser):
         self._advanced.append(group)
         return group
 
+    def refuse_option(self, name: str, fix: str) -> None:
+        """Refuse an option that people expect here, with the sentence that names its place."""
+        self.add_argument(name, action=_Refuse, const=fix, help=argparse.SUPPRESS)
+
     def add_older_spelling(self, name: str, action: argparse.Action) -> None:
         """Accept `name` for the option `action`; the help does not show the older spelling."""
         self._option_string_actions[name] = action
@@ -187,6 +191,23 @@ class _HelpAll(argparse.Action):
         full = parser.format_full_help() if isinstance(parser, CommandParser) else None
         parser._print_message(full or parser.format_help(), sys.stdout)
         parser.exit()
+
+
+class _Refuse(argparse.Action):
+    """Ends the process with a usage error; `const` is the sentence with the fix."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: str, help: str) -> None:
+        super().__init__(
+            option_strings,
+            dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            nargs=0,
+            const=const,
+            help=help,
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *values: Any) -> None:
+        parser.error(f"no option {values[-1]}. {self.const}")
 
 
 def _add_option(

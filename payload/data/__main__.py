@@ -236,7 +236,7 @@ def _add_output_flags(parser: CommandParser) -> None:
         "(default: %(default)s)",
     )
     add_tokenizer_check_flag(more)
-    add_val_fraction_flag(more)
+    add_val_fraction_flag(add)
     more(
         "--seed",
         type=_count,

@@ -309,7 +309,7 @@ def parser() -> CommandParser:
     )
     add_reading_flags(more)
     add_hub_flags(more)
-    add_val_fraction_flag(more)
+    add_val_fraction_flag(add)
     add_tokenizer_check_flag(more)
     add_task_flags(more)
     add(

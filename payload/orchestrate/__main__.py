@@ -106,6 +106,9 @@ def parser(only: str | None = None) -> CommandParser:
         )
         if only == name or only not in COMMANDS:
             each.add_options(row.options)
+            if name == "run":
+                estimates = command("orchestrate", "plan")
+                each.refuse_option("--dry-run", f"The estimates of a run: {estimates} FILE.toml")
     return made
 
 

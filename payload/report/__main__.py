@@ -8,11 +8,12 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 import argparse
+import os
 import shutil
 import signal
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.command_line import CommandParser
@@ -30,6 +31,8 @@ from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST
 from payload.run_record.tracker_process import missing_notes
 
 _SEVERAL = "report.html"
+_DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+"""Environment variables, one of which a browser needs on Linux."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,8 +161,20 @@ def _report(arguments: argparse.Namespace) -> None:
             f"{out}: cannot be written ({error.strerror}). Choose another path with --out."
         ) from None
     print(shown_name(str(out)))
-    if arguments.open and not webbrowser.open(out.resolve().as_uri()):
-        print(f"note: no browser was found; open {shown_name(str(out))}", file=sys.stderr)
+    if arguments.open:
+        _open(out, os.environ)
+
+
+def _open(page: Path, env: Mapping[str, str]) -> None:
+    """Show the page in the browser; print a note if it cannot be shown."""
+    # A text browser on PATH would take over the terminal, so only $BROWSER works without a display.
+    if sys.platform == "linux" and not any(map(env.get, _DISPLAYS)):
+        problem = "there is no display. Copy the page to a machine with one, or set BROWSER"
+    elif webbrowser.open(page.resolve().as_uri()):
+        return
+    else:
+        problem = "no browser was found"
+    print(f"note: the page is not shown: {problem}.", file=sys.stderr)
 
 
 def _out_path(out: Path | None, runs: Sequence[Run]) -> Path:

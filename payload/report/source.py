@@ -34,6 +34,7 @@ from payload.run_record.run_files import (
 from payload.run_record.run_repair import known_config, known_state, known_summary
 from payload.run_record.run_samples import Sample, read_samples
 from payload.run_record.store_state import StoreState
+from payload.run_record.suggested_run_commands import no_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,10 @@ def find_run(name: str, *, runs_dir: Path | None = None, is_started_here: bool =
             paths = RunPaths(folder.resolve())
             if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):
                 return Run(paths, is_started_here=is_started_here)
+    place = runs_dir or Path(DEFAULT_RUNS_DIR)
+    if name == LATEST and not any(place.glob("*/*.json")):
+        raise UsageError(no_runs(place))
     raise UsageError(
-        f"no run {shown(name)}: neither a run's id in {runs_dir or DEFAULT_RUNS_DIR} nor a run's "
+        f"no run {shown(name)}: neither a run's id in {place} nor a run's "
         "folder. List all runs with: " + command("orchestrate", "list")
     )

@@ -18,6 +18,11 @@ def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
     return command("orchestrate", *verb.split(), paths.run_id, *arguments, *folder)
 
 
+def no_runs(runs_dir: Path) -> str:
+    """Return the sentences of every command that needs a run, in a folder without one."""
+    return f"no runs in {runs_dir} yet. Start one with: {command('orchestrate', 'run')}"
+
+
 def runs_dir_option(runs_dir: Path) -> list[str]:
     """Return `--runs-dir` with its value; empty for the default folder."""
     default = Path(DEFAULT_RUNS_DIR)

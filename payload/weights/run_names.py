@@ -21,6 +21,7 @@ from payload.run_record.run_files import (
     default_runs_dir,
     latest_folder,
 )
+from payload.run_record.suggested_run_commands import no_runs
 
 _MADE_ID = re.compile(r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}|quickstart-[0-9]{8}T[0-9]{6}Z-[0-9]+")
 """Form of the ids of `new_run_id` and of `make run CONFIG=...`. Hub models have other names."""
@@ -51,10 +52,8 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
         if name == LATEST:
             newest = latest_folder(runs)
             if newest is None:
-                raise error(
-                    f"{setting} = {typed}: no run 'latest', as no run in {runs} has completed a "
-                    "step. Start one, or use a run id."
-                )
+                found = f"no run in {runs} has completed a step. Use a run id."
+                raise error(f"{setting} = {typed}: {found if run_ids() else no_runs(runs)}")
             return str(newest)
         if preset_of_hub_name(name) is not None:
             raise error(

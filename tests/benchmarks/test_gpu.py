@@ -24,12 +24,19 @@ from benchmarks.gpu.programs import Programs, cause_in
 from benchmarks.gpu.report import render
 from benchmarks.gpu.runs import Runs
 from benchmarks.gpu.stages import STAGES
-from benchmarks.gpu.visit import Found, Stage, StageResult, require_package, run_stages
+from benchmarks.gpu.visit import Found, Stage, StageResult, require_package, run_stage
 from payload.run_record.run_files import RunPaths
 from tests.benchmarks.hanging_visit import passes, stage
+from tests.support.terminal import Terminal
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+_SHORT_VISIT = """
+import sys
+from benchmarks.gpu.__main__ import main
+from tests.benchmarks.hanging_visit import passes, stage
+sys.exit(main(["--rehearse"], stages=[stage("one", passes)]))
+"""
 
 
 def visit(
@@ -103,7 +110,8 @@ def test_a_stage_has_a_multiple_of_its_estimate_within_the_budget(
 
     runs = Runs(tmp_path, Programs(tmp_path / "logs"), rehearsal=rehearsal)
     stages = [stage("short", limit, estimate_s=20.0), stage("long", limit, estimate_s=900.0)]
-    short, long = run_stages(stages, runs, ends_s=time.monotonic() + 1000)
+    ends_s = time.monotonic() + 1000
+    short, long = (run_stage(each, runs, ends_s=ends_s) for each in stages)
     assert float(short.found) == limit_s
     assert 900 < float(long.found) <= 1000
 
@@ -139,7 +147,7 @@ def test_a_stage_that_does_not_fit_in_the_budget_is_skipped(
     stages = [stage("long", passes, estimate_s=1e6), stage("last", passes)]
     skipped, last = visit(stages, tmp_path / "page.md", capsys, "--budget-s", "1000")
     assert (skipped["outcome"], last["outcome"]) == ("skipped", "passed")
-    assert re.fullmatch(r"skipped: needs about 1000000 s, \d+ s left", skipped["found"])
+    assert re.fullmatch(r"needs about 1000000 s, \d+ s left", skipped["found"])
     assert skipped["found"] in (tmp_path / "page.md").read_text()
 
 
@@ -173,8 +181,38 @@ def test_without_a_cuda_device_the_command_says_so_and_writes_no_page(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["--page", str(tmp_path / "page.md")]) == 10
-    assert "sees no CUDA device. Run this on a machine" in capsys.readouterr().err
+    begun, *error = capsys.readouterr().err.splitlines()
+    assert begun == "stage 1 of 16: device"
+    assert re.match(r"error: .* sees no CUDA device. Run this on a machine", " ".join(error))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_each_stage_is_named_when_it_begins_and_the_last_line_is_the_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_runs: Runs) -> Found:
+        assert capsys.readouterr().err.splitlines()[-1] == "stage 2 of 4: fails"
+        return Found(text="numbers and more numbers " * 6, passed=False)
+
+    stages = [stage("one", passes), stage("fails", fails), stage("long", passes, estimate_s=1e6)]
+    assert main(["--rehearse"], stages=[*stages, stage("last", passes)]) == 1
+    found = capsys.readouterr()
+    lines = found.err.splitlines()
+    assert re.fullmatch(r"2 of 4 stages passed in \d+ s; failed: fails; skipped: long", lines[-1])
+    assert max(map(len, lines)) <= 80
+    assert json.loads(found.out)["benchmark"] == "gpu"
+
+
+@pytest.mark.processes
+def test_a_terminal_gets_no_json() -> None:
+    terminal = Terminal([sys.executable, "-c", _SHORT_VISIT], columns=80, cwd=ROOT)
+    try:
+        assert terminal.wait() == 0
+    finally:
+        terminal.close()
+    assert terminal.drawn()[-1].startswith("1 of 1 stages passed in ")
+    assert "{" not in terminal.raw()
 
 
 def test_the_estimates_leave_time_for_the_most_valuable_stages() -> None:

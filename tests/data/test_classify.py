@@ -295,8 +295,16 @@ def test_flags_of_classification_belong_to_it(
     [
         (
             [(f"text {number}", "ab"[number % 2]) for number in range(20)],
-            ("'a' and 1 more labels have only one validation text",),
+            (
+                "'a' and 1 more labels have only one validation text",
+                "Add texts, or use --val-fraction 0.3",
+            ),
             ("repeat", "class_weights"),
+        ),
+        (
+            [(f"text {number}", "ab"[number % 2]) for number in range(16)],
+            ("too few for a reliable accuracy. Add texts.",),
+            ("--val-fraction",),
         ),
         (
             [(f"text {number % 30}", "ab"[number % 2]) for number in range(60)],

@@ -241,7 +241,9 @@ def test_a_folder_made_by_default_is_ready_however_its_share_is_asked_for(
     ):
         assert main([*args, *first, "--force"]) == 0
         assert load_meta(out).split.val_fraction == used
-        assert ("for validation, too few for a reliable loss" in capsys.readouterr().err) is few
+        said = capsys.readouterr().err
+        assert ("for validation, too few for a reliable loss" in said) is few
+        assert ("Use --val-fraction 0.2 with --force." in said) is few
         assert main([*args, *then]) == 0
         said = capsys.readouterr().err
         assert "nothing to do" in said

@@ -117,9 +117,11 @@ def test_a_run_instead_of_a_hub_model_is_logged_once(
 def test_latest_without_a_run_and_a_linked_folder_of_runs_are_errors(runs: Path) -> None:
     (runs / "latest").unlink()
     for name in ("latest", "runs/latest"):
-        with pytest.raises(CheckpointError, match=f"= {name}: no run 'latest', as no run in runs"):
+        with pytest.raises(CheckpointError, match=f"= {name}: no run in runs has completed"):
             find_source(name, setting="--model")
     runs.rename(runs.with_name("elsewhere"))
+    with pytest.raises(CheckpointError, match=r"no runs in runs yet\. Start one with: "):
+        find_source("latest", setting="--model")
     runs.symlink_to("elsewhere")
     with pytest.raises(UsageError, match=f"--model .*elsewhere/{MADE}"):
         find_source(MADE, setting="--model")

@@ -30,8 +30,8 @@ _ON_TWO_RANKS = {
         "device. Set backend to 'gloo'."
     ),
     "device.kind=cuda": (
-        "device.kind = 'cuda': this machine has no CUDA device. Install the NVIDIA driver, or use "
-        "device.kind = 'cpu'."
+        "device.kind = 'cuda': this machine has no CUDA device. Install the NVIDIA driver, and "
+        "PyTorch's CUDA build (make setup TORCH_CUDA=1). Or use device.kind = 'cpu'."
     ),
     "distributed.strategy=shard distributed.shard_size=3": (
         "distributed.shard_size = 3 does not divide the 2 ranks. Use 1 or 2, or leave shard_size "

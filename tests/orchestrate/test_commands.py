@@ -20,6 +20,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.run_input_checks import rate_warning
 from payload.run_record.run_files import RunPaths, write_json
 from payload.run_record.run_lock import is_supervised
+from payload.run_record.suggested_run_commands import no_runs
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_runs import make_data
 from tests.supervise.planned import (
@@ -34,6 +35,7 @@ from tests.supervise.planned import (
 from tests.support.recorded_output import record_output
 
 ENDLESS = ("--steps", "100000")
+_ON_A_RUN = ("status", "stop", "logs", "collect", "run --resume latest")
 ONE_RANK = ("--set", "launch.ranks_per_node=1")
 """For tests in which the number of ranks is irrelevant: two thirds of the time is their start."""
 
@@ -451,7 +453,7 @@ def test_two_runs_at_once_get_ports_of_their_own(workplace: Workplace) -> None:
         (["run", "--set", "train.stepz=1"], ExitCode.CONFIG, "unknown key in [train]: 'stepz'"),
         (["run", "--set", "data.dir=/nowhere"], ExitCode.CONFIG, "does not exist"),
         (["run", "--resume", "x"], ExitCode.USAGE, "no run 'x'"),
-        (["status"], ExitCode.USAGE, "no run in"),
+        *((verb.split(), ExitCode.USAGE, "no runs in") for verb in _ON_A_RUN),
         (["logs", "x"], ExitCode.USAGE, "no run 'x'"),
     ],
 )
@@ -467,6 +469,25 @@ def test_mistakes_are_one_line_and_an_exit_code(
     assert last.startswith("error: ")
     assert message in last
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_without_a_run_says_the_same_as_the_commands_on_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for words in (["list"], *(verb.split() for verb in _ON_A_RUN)):
+        main([*words, "--runs-dir", str(tmp_path)], {})
+        said.append(capsys.readouterr().err.splitlines()[-1].removeprefix("error: "))
+    assert said == [no_runs(tmp_path)] * len(said)
+
+
+def test_a_dry_run_is_refused_with_the_command_that_estimates(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "payload/configs/quickstart.toml", "--dry-run"], {})
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "no option --dry-run. The estimates of a run: " in last and " plan FILE.toml" in last
 
 
 @pytest.mark.processes

@@ -107,6 +107,12 @@ def default_val_fraction(documents: int | None) -> float:
     return max(NANOGPT_VAL_FRACTION, float(f"{_VAL_DOCUMENTS / documents:.2g}"))
 
 
+def more_validation(*, wanted: int, documents: int, most: float) -> str | None:
+    """Return the fix for a validation set below `wanted`; None above the share `most`."""
+    share = math.ceil(100 * wanted / documents) / 100
+    return f"Use --val-fraction {share:g} with --force." if share <= most else None
+
+
 def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Split:
     """Return the split of `documents` documents (None: unknown). Raises DataError for too few."""
     if documents is None or documents > PERMUTATION_LIMIT:

@@ -175,7 +175,11 @@ class _ClassifyJob:
             fields=fields,
             encoder=self.settings.tokenizer.reference_name,
             notes=label_notes(
-                [each.tokens.tobytes() for each in texts], numbers, is_val, labels=labels
+                [each.tokens.tobytes() for each in texts],
+                numbers,
+                is_val,
+                labels=labels,
+                is_split_by_files=split.record.method == "files",
             ),
         )
 

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from payload.data.sources.split import more_validation
+
+_ENOUGH_VAL_TEXTS = 3
+_MOST_VAL_SHARE = 0.3
 _UNEQUAL = 3
 """If the most frequent label is this many times the rarest, class weights are suggested."""
 
@@ -17,23 +21,36 @@ def label_notes(
     is_val: npt.NDArray[np.bool_],
     *,
     labels: Sequence[str],
+    is_split_by_files: bool = False,
 ) -> tuple[str, ...]:
     """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts."""
+    totals = np.bincount(numbers, minlength=len(labels))
+    in_val = np.bincount(numbers[is_val], minlength=len(labels))
     return (
-        *_alone(np.bincount(numbers[is_val], minlength=len(labels)), labels),
+        *_alone(in_val, totals, labels, is_split_by_files=is_split_by_files),
         *_duplicates(texts, numbers, is_val),
         *_unequal(np.bincount(numbers[~is_val], minlength=len(labels)), labels),
     )
 
 
-def _alone(counts: npt.NDArray[np.int64], labels: Sequence[str]) -> list[str]:
-    alone = [labels[int(number)] for number in np.flatnonzero(counts == 1)]
+def _alone(
+    counts: npt.NDArray[np.int64],
+    totals: npt.NDArray[np.int64],
+    labels: Sequence[str],
+    *,
+    is_split_by_files: bool,
+) -> list[str]:
+    is_alone = counts == 1
+    alone = [labels[int(number)] for number in np.flatnonzero(is_alone)]
     if not alone:
         return []
     others = f" and {len(alone) - 1:,} more labels have" if len(alone) > 1 else " has"
+    rarest = int(totals[is_alone].min())
+    share = more_validation(wanted=_ENOUGH_VAL_TEXTS, documents=rarest, most=_MOST_VAL_SHARE)
+    fix = "Add texts." if is_split_by_files or share is None else f"Add texts, or u{share[1:]}"
     return [
         f"note: {alone[0]!r}{others} only one validation text, too few for a reliable accuracy. "
-        "Add texts, or use a higher --val-fraction with --force."
+        f"{fix}"
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from payload.core.errors import DataError
 from payload.core.files import free_bytes
 from payload.data.sources.documents import Batch, Source, Survey, prefetch
-from payload.data.sources.split import Split
+from payload.data.sources.split import Split, more_validation
 from payload.data.writing.encoder_choice import (
     Encoded,
     Encoder,
@@ -38,6 +38,7 @@ from payload.data.writing.write import write_batch
 from payload.formats.data_folder import DataMeta
 
 _FEW_VAL_DOCUMENTS = 20
+_MOST_VAL_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +83,13 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
     """Warn about a validation set that is too small."""
     few, total = meta.val_documents, meta.train_documents + meta.val_documents
     if few < _FEW_VAL_DOCUMENTS:
-        by_name = meta.split.method == "files"
-        fix = (
-            "Add documents to the validation file."
-            if by_name
-            else "Use a higher --val-fraction with --force."
-        )
+        if meta.split.method == "files":
+            fix = "Add documents to the validation file."
+        else:
+            share = more_validation(
+                wanted=_FEW_VAL_DOCUMENTS, documents=total, most=_MOST_VAL_SHARE
+            )
+            fix = share or "Add documents."
         reporter.log(
             f"note: {few} of {total:,} documents are for validation, too few for a reliable loss. "
             f"{fix}"

@@ -13,6 +13,7 @@ from payload.orchestrate.commands.run_commands_options import ListOptions
 from payload.orchestrate.runs.run_index import RunView, all_runs, view_run
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table_lines
+from payload.run_record.suggested_run_commands import no_runs
 from payload.run_record.task_metrics import named_metrics
 
 
@@ -31,7 +32,7 @@ def list_runs(options: ListOptions, env: Mapping[str, str]) -> int:
     elif views:
         out.print("\n".join(_list_lines(views, width=out.width)))
     else:
-        text_console(stderr=True).print(f"no runs in {options.runs_dir}")
+        text_console(stderr=True).print(no_runs(options.runs_dir))
     return ExitCode.OK
 
 

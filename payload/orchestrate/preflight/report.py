@@ -84,7 +84,7 @@ def summary(measured: Measured, prediction: Prediction) -> str:
     link = measured.link_bytes_per_s()
     if link is None or measured.latency_s is None:
         return (
-            f"one rank, nothing to exchange; predicted for {prediction.what}: "
+            f"measured with one rank, so without an exchange; predicted for {prediction.what}: "
             f"{_seconds(prediction.compute_s)} of computing"
         )
     return (

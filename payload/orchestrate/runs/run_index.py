@@ -43,6 +43,7 @@ from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.safe_copy_paths import path_in_copy
 from payload.run_record.store_state import StoreState
+from payload.run_record.suggested_run_commands import no_runs
 from payload.run_record.task_metrics import val_metrics
 from payload.storage.checkpoints import fetch_newest
 from payload.storage.isolated_reader import watched_store
@@ -175,10 +176,7 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
         run_id = latest.name if latest and RunPaths(latest) in runs else None
     if run_id is None:
         if not runs:
-            raise UsageError(
-                f"no run in {runs_dir}. Start one with {command('orchestrate', 'run')}, or choose "
-                "another folder with --runs-dir."
-            )
+            raise UsageError(no_runs(runs_dir))
         return runs[0]
     for paths in runs:
         if paths.run_id == run_id:

@@ -100,7 +100,8 @@ class World:
             if settings.kind == "cuda":
                 raise ConfigError(
                     f"device.kind = 'cuda': torch {torch.__version__} finds no CUDA device. "
-                    "Install the driver and torch's CUDA build, or use device.kind = 'cpu'."
+                    "Install the driver and torch's CUDA build (make setup TORCH_CUDA=1), or use "
+                    "device.kind = 'cpu'."
                 )
             return self
         if self.local_world_size > torch.cuda.device_count():
