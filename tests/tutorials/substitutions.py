@@ -89,6 +89,9 @@ TABLE: Mapping[str, Reduced] = {
     ),
     "air_gapped.md": Reduced(
         replace={
+            # The folder of the other machine; only the wheels are left there.
+            "git -c": "cd .. && git -c",
+            "make setup": "env -u PIP_FIND_LINKS make setup",
             "../smollm2": "{tiny}",
             "--steps 60": f"--steps 4 {_BRIEF}",
             "tileforge chat runs/latest": "echo 'What is a list?' | tileforge chat runs/latest"
