@@ -400,7 +400,7 @@ look_first() {
     entries "$extras" | grep -F "$torch+cpu " >"$cpu" || true
     entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
     [[ -z $gpu && -z $wheelhouse && $(uname -s) == Linux && -s $cpu ]] || return 0
-    if reachable "$torch_index/torch/"; then
+    if reachable "$torch_index/torch/" 2>/dev/null; then # without "Alarm clock"
         index_found=yes
         return
     fi
@@ -481,7 +481,7 @@ agree_to_cuda() {
 install_ccl() {
     local ccl=$1 source=(--index-url "$CCL_INDEX" --retries 1)
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
-    if [[ -n $wheelhouse ]] || reachable "$CCL_INDEX"; then
+    if [[ -n $wheelhouse ]] || reachable "$CCL_INDEX" 2>/dev/null; then
         say "${verb}ing $ccl"
         # The variable overrides more indexes in pip.conf.
         PIP_EXTRA_INDEX_URL=$CCL_INDEX working "${verb}ing $ccl" "$venv/bin/python" -m pip "${get[@]}" \

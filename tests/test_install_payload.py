@@ -387,6 +387,8 @@ def test_the_downloaded_wheels_of_the_lock_are_enough_for_a_set_up(
     needs = ["nvidia-cublas==13.0"] if build == "2.13.0" else []
     make_wheel(index, "torch", build, requires=needs)
     make_wheel(index if needs else tmp_path / "elsewhere", "nvidia_cublas", "13.0")
+    if needs:
+        make_wheel(tmp_path / "elsewhere", "torch", "2.13.0+cpu")
     for name in ("alpha", "setuptools", "other"):
         make_wheel(index, name, "99.0")
     lock = write_lock(

@@ -65,14 +65,19 @@ TABLE: Mapping[str, Reduced] = {
         ),
     ),
     "classifier.md": Reduced(
-        replace={**_TINY, "--steps 30": f"--steps 6 {_BRIEF}"},
+        replace={
+            **_TINY,
+            "--steps 30": f"--steps 6 {_BRIEF}",
+            # The page's later commands use the first training.
+            "--out finetuned/balanced": "--out finetuned/balanced --runs-dir others",
+        },
         skip=_HERE,
         # A model with random weights finds other labels.
         varies=frozenset(
             {
-                "shipping  0.9999  Where is my parcel?",
-                "login     1.0000  I cannot remember my password.",
-                "billing   1.0000  The invoice is too high.",
+                "shipping\t0.9999\tWhere is my parcel?",
+                "login\t1.0000\tI cannot remember my password.",
+                "billing\t1.0000\tThe invoice is too high.",
             }
         ),
     ),
