@@ -32,9 +32,11 @@ RUN ?=
 BENCH ?=
 
 PY := $(VENV)/bin/python
-INSTALL := bash bootstrap/install-payload.sh --from-make --writable data --writable runs \
+GET := bash bootstrap/install-payload.sh --from-make --writable data --writable runs \
 	$(if $(PYTHON),--python "$(PYTHON)") $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)") \
-	$(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)") $(if $(TORCH_CUDA),--torch-cuda)
+	$(if $(TORCH_CUDA),--torch-cuda)
+INSTALL := $(GET) $(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)")
+SETUP_EXTRAS := train,quant,fp8,orchestrate,infra,monitor,dev
 # The one command, beside the environment's python.
 LINK_COMMAND = ln -sfn "$(CURDIR)/bootstrap/tileforge" $(VENV)/bin/tileforge
 SHELL_FILES := bootstrap/tileforge bootstrap/install-payload.sh bootstrap/node-setup.sh bootstrap/shared-storage.sh tests/install_packages.sh tests/nfs/init.sh .ci/run
@@ -54,7 +56,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 LONG_TESTS := slow or sshd or rig or nfs
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
-.PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex site clean
+.PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex wheels site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -135,8 +137,11 @@ lock: setup  ## pin all packages for pyproject.toml again (UPGRADE=1: the newest
 	$(PY) bootstrap/make_lock.py --uv $(VENV)/bin/uv $(if $(UPGRADE),--upgrade)
 
 setup:  ## make .venv from the lock, for running, testing and checking
-	@$(INSTALL) --venv $(VENV) --extras train,quant,fp8,orchestrate,infra,monitor,dev $(OR_SAY)
+	@$(INSTALL) --venv $(VENV) --extras $(SETUP_EXTRAS) $(OR_SAY)
 	@$(LINK_COMMAND)
+
+wheels:  ## download the wheels for make setup on a machine without internet, into WHEELHOUSE=DIR
+	@$(GET) --download "$(or $(WHEELHOUSE),../wheels)" --extras $(SETUP_EXTRAS) $(OR_SAY)
 
 setup-run:
 	@$(INSTALL) --venv $(VENV) --extras train,orchestrate $(OR_SAY)

@@ -16,6 +16,9 @@ venv=.venv
 extras=train,orchestrate
 lock=$here/requirements.lock
 wheelhouse=
+download=
+get=(install --no-compile)
+verb=install
 python=
 torch_index=https://download.pytorch.org/whl/cpu
 cuda=
@@ -30,7 +33,7 @@ hush=
 usage() {
     cat <<USAGE
 usage: install-payload.sh [--venv DIR] [--extras LIST] [--lock FILE] [--wheelhouse DIR]
-                          [--python PYTHON] [--torch-index URL] [--torch-cuda] [--torch-gpu]
+                          [--download DIR] [--python PYTHON] [--torch-index URL] [--torch-cuda] [--torch-gpu]
 
 Creates a virtual environment with exactly the wheels in the lock file: pip refuses a file whose
 SHA-256 is not in the lock. A second run with the same lock and extras returns immediately.
@@ -40,6 +43,8 @@ SHA-256 is not in the lock. A second run with the same lock and extras returns i
                      (default: train,orchestrate); installed extras are kept
   --lock FILE        locked requirements (default: requirements.lock next to this script)
   --wheelhouse DIR   install every package from this folder of wheels, without a network
+  --download DIR     create no environment: download the extras' wheels for this Python and this
+                     kind of machine into this folder, for --wheelhouse on another machine
   --python PYTHON    interpreter to use (default: python3, then python3.14 ... python3.11)
   --torch-index URL  index of PyTorch's CPU builds, used on Linux if it can be reached
                      (default: https://download.pytorch.org/whl/cpu)
@@ -70,6 +75,7 @@ usage_error() {
 # Prints an option in the user's syntax: --torch-index URL, or TORCH_INDEX=URL for make.
 option() {
     local value=${2-}
+    [[ -z $from_make || $1 != download ]] || set -- wheelhouse
     if [[ -z $from_make ]]; then
         printf -- '--%s' "$1${value:+ $value}"
     else
@@ -136,13 +142,14 @@ parse_arguments() {
             esac
             shift
             ;;
-        --venv | --extras | --lock | --wheelhouse | --python | --torch-index | --writable)
+        --venv | --extras | --lock | --wheelhouse | --download | --python | --torch-index | --writable)
             (($# > 1)) || usage_error "$1 needs a value; see --help."
             case $1 in
             --venv) venv=$2 ;;
             --extras) extras=$2 ;;
             --lock) lock=$2 ;;
             --wheelhouse) wheelhouse=$2 ;;
+            --download) download=$2 ;;
             --python) python=$2 ;;
             --torch-index) torch_index=${2%/} ;;
             --writable) writable+=("$2") ;;
@@ -154,6 +161,7 @@ parse_arguments() {
     done
     [[ -f $lock ]] || usage_error "lock file '$lock' does not exist; set another one with --lock."
     [[ -z $wheelhouse || -d $wheelhouse ]] || usage_error "wheelhouse '$wheelhouse' is not a folder."
+    [[ -z $wheelhouse || -z $download ]] || usage_error "--wheelhouse and --download exclude each other."
     local known extra
     known=$(sed -n 's/^[A-Za-z0-9].*  # //p' "$lock" | tr ',' '\n' | tr -d ' ' | grep -v -e -cuda | sort -u)
     for extra in ${extras//,/ }; do
@@ -246,15 +254,23 @@ wait_for_others() {
 }
 
 need_disk_gb() {
-    local free_kb
-    free_kb=$(df -Pk "$venv" | awk 'NR == 2 { print $4 }')
+    local free_kb folder=${download:-$venv} other
+    other=$(option venv DIR)
+    [[ -z $download ]] || other=$(option download DIR)
+    free_kb=$(df -Pk "$folder" | awk 'NR == 2 { print $4 }')
     ((free_kb >= $1 * 1000000)) ||
-        fail "$venv has $((free_kb / 1000000)) GB free, but needs $1 GB $2. Free some space, or use another folder: $(option venv DIR)"
+        fail "$folder has $((free_kb / 1000000)) GB free, but needs $1 GB $2. Free some space, or use another folder: $other"
 }
 
 make_venv() {
     [[ -x $venv/bin/python ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
-    say "creating $venv with $("$python" --version)"
+    if [[ -n $download ]] && "$python" -m pip --version >/dev/null 2>&1; then
+        mkdir -p "$venv/bin"
+        printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v "$python")" >"$venv/bin/python"
+        chmod +x "$venv/bin/python"
+        return
+    fi
+    [[ -n $download ]] || say "creating $venv with $("$python" --version)"
     quietly "$python" -c 'import ensurepip, venv' ||
         fail "this Python has no venv module. On Debian and Ubuntu: apt-get install python3-venv"
     local clear=()
@@ -263,14 +279,64 @@ make_venv() {
         fail "python -m venv $venv failed: $(tail -n 3 "$scratch/output")"
 }
 
-# pip_install WHAT ENTRIES OPTION...: installs exactly the lock's entries in a file. No source is
-# built, because a build would install packages without pinned hashes. No bytecode is compiled: that
-# takes 35 s of one core, while the modules that a run imports need 4 s.
-pip_install() {
+# pip_get WHAT ENTRIES OPTION...: installs or downloads exactly the lock's entries in a file. No
+# source is built, because a build would install packages without pinned hashes. No bytecode is
+# compiled: that takes 35 s of one core, while the modules that a run imports need 4 s.
+pip_get() {
     local what=$1 list=$2
     shift 2
-    working "$what" ${hush:+quietly} "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input \
-        --no-compile --no-deps --only-binary=:all: --require-hashes --requirement "$list" "$@"
+    working "$what" quietly "$venv/bin/python" -m pip "${get[@]}" -qq --disable-pip-version-check \
+        --no-input --no-deps --only-binary=:all: --require-hashes --requirement "$list" "$@" && return
+    [[ -n $hush ]] || cat "$scratch/output" >&2
+    return 1
+}
+
+# missing_wheels FOLDER: prints the packages of the extras of which the folder has no wheel for this
+# Python, except those that the environment has. One build of torch is enough.
+missing_wheels() {
+    entries "$extras" | grep -v '^oneccl_bind_pt==' >"$scratch/wanted" || true
+    "$venv/bin/python" - "$scratch/wanted" "$1" "$download" <<'PYTHON'
+import importlib.metadata, pathlib, sys
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.tags import sys_tags
+from pip._vendor.packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+tags = set(sys_tags())
+there = {(canonicalize_name(each.metadata["Name"]), each.version)
+         for each in importlib.metadata.distributions() if not sys.argv[3]}
+for path in pathlib.Path(sys.argv[2]).glob("*.whl"):
+    try:
+        name, version, _, own = parse_wheel_filename(path.name)
+    except (InvalidWheelFilename, ValueError):
+        continue
+    if tags & own:
+        there.add((name, str(version)))
+wanted = {}
+for line in pathlib.Path(sys.argv[1]).read_text().splitlines():
+    pin = Requirement(line.partition(" --hash")[0])
+    if pin.marker is None or pin.marker.evaluate():
+        wanted.setdefault(canonicalize_name(pin.name), []).extend(each.version for each in pin.specifier)
+for name, versions in wanted.items():
+    if not any((name, version) in there for version in versions):
+        print(f"{name}=={versions[0]}")
+PYTHON
+}
+
+# Prints what wheels must fit, for example: Python 3.11 on Linux x86_64.
+this_kind() {
+    printf '%s on %s' "$("$venv/bin/python" --version | cut -d. -f1,2)" "$(uname -sm)"
+}
+
+# fail_get WHAT: ends with the names of the missing packages, as far as they are known.
+fail_get() {
+    local missing shown command="bash bootstrap/install-payload.sh --extras $extras --download DIR"
+    [[ -z $wheelhouse ]] || ! missing=$(missing_wheels "$wheelhouse") || [[ -z $missing ]] || {
+        [[ -z $from_make ]] || command="make wheels"
+        shown=$(head -n 5 <<<"$missing" | paste -sd, - | sed 's/,/, /g')
+        (($(wc -l <<<"$missing") <= 5)) || shown+=" and $(($(wc -l <<<"$missing") - 5)) more"
+        fail "$wheelhouse has no wheels for $(this_kind) of: $shown. Download them on such a machine with internet: $command"
+    }
+    missing=$(grep -o 'No matching distribution found for [^ ]*' "$scratch/output" | tail -n 1) || true
+    fail "pip could not $verb ${missing:+${missing##* }, one of }$1; its output is above."
 }
 
 reachable() {
@@ -334,7 +400,7 @@ look_first() {
     entries "$extras" | grep -F "$torch+cpu " >"$cpu" || true
     entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
     [[ -z $gpu && -z $wheelhouse && $(uname -s) == Linux && -s $cpu ]] || return 0
-    if reachable "$torch_index/torch/"; then
+    if reachable "$torch_index/torch/" 2>/dev/null; then # without "Alarm clock"
         index_found=yes
         return
     fi
@@ -352,26 +418,26 @@ look_first() {
 # index that lists hashes.
 install_torch() {
     local torch=$1 cpu=$scratch/torch-cpu any=$scratch/torch source=() found
-    "$venv/bin/python" -m pip freeze --disable-pip-version-check 2>/dev/null |
+    [[ -z $download ]] && "$venv/bin/python" -m pip freeze --disable-pip-version-check 2>/dev/null |
         grep -qE "^${torch//./\\.}(\+.*)?$" && return
     entries "$extras" | grep -F "$torch+cpu " >"$cpu" || true
     entries "$extras" | grep -E "^$torch( |$)" >"$any" || true
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
     if [[ -z $gpu && $(uname -s) == Linux && -s $cpu ]]; then
         if [[ -n $index_found ]]; then
-            say "installing $torch, CPU build, from $torch_index"
-            pip_install "installing $torch" "$cpu" --retries 1 --index-url "$torch_index" && return
+            say "${verb}ing $torch, CPU build, from $torch_index"
+            pip_get "${verb}ing $torch" "$cpu" --retries 1 --index-url "$torch_index" && return
             say "that failed; trying pip's configured index"
         fi
-        hush=yes pip_install "finding its CPU build" "$cpu" ${source[@]+"${source[@]}"} && return
+        hush=yes pip_get "finding its CPU build" "$cpu" ${source[@]+"${source[@]}"} && return
         ! grep -q "DO NOT MATCH" "$scratch/output" || fail "$(cat "$scratch/output")"
     fi
     found=$(with_cuda_packages "$torch" "$any" ${source[@]+"${source[@]}"}) || exit
     [[ -z $gpu ]] || need_disk_gb 9 "for the CUDA build of torch"
     [[ -z $found || -n $wheelhouse || -n $gpu ]] || announce_cuda "$torch" "$found"
-    say "installing $torch${found:+, CUDA build}"
-    pip_install "installing $torch" "$any" ${source[@]+"${source[@]}"} ||
-        fail "pip could not install $torch; its output is above."
+    say "${verb}ing $torch${found:+, CUDA build}"
+    pip_get "${verb}ing $torch" "$any" ${source[@]+"${source[@]}"} ||
+        fail_get "the packages of $torch"
 }
 
 # with_cuda_packages TORCH ENTRIES OPTION...: if this source has a CUDA build, adds its packages to
@@ -382,7 +448,7 @@ with_cuda_packages() {
     [[ ,$extras, != *,intel,* ]] || group=intel
     { cat "$any" && entries "$group-cuda"; } >"$any-cuda"
     found=$(cuda_packages "$any" "$any-cuda" "$@") ||
-        fail "pip found no $torch with a hash in the lock; its output is above."
+        fail_get "the packages of $torch"
     [[ -z $found ]] || mv "$any-cuda" "$any"
     printf '%s' "$found"
 }
@@ -415,14 +481,14 @@ agree_to_cuda() {
 install_ccl() {
     local ccl=$1 source=(--index-url "$CCL_INDEX" --retries 1)
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
-    if [[ -n $wheelhouse ]] || reachable "$CCL_INDEX"; then
-        say "installing $ccl"
+    if [[ -n $wheelhouse ]] || reachable "$CCL_INDEX" 2>/dev/null; then
+        say "${verb}ing $ccl"
         # The variable overrides more indexes in pip.conf.
-        PIP_EXTRA_INDEX_URL=$CCL_INDEX working "installing $ccl" "$venv/bin/python" -m pip install \
-            -qq --disable-pip-version-check --no-input --no-compile --no-deps --only-binary=:all: \
+        PIP_EXTRA_INDEX_URL=$CCL_INDEX working "${verb}ing $ccl" "$venv/bin/python" -m pip "${get[@]}" \
+            -qq --disable-pip-version-check --no-input --no-deps --only-binary=:all: \
             "${source[@]}" "$ccl" && return
     fi
-    say "NOTE: $ccl is not installed: $CCL_INDEX cannot be reached"
+    say "NOTE: $ccl is not ${verb}ed: $CCL_INDEX cannot be reached"
     say "NOTE: or has no build for this Python. Only distributed.backend = \"ccl\" needs it."
     extras=$(without_ccl)
 }
@@ -438,10 +504,10 @@ install_rest() {
     local list=$1 source=()
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
     local what
-    what="installing $(grep -c . "$list") packages for $extras"
+    what="${verb}ing $(grep -c . "$list") packages for $extras"
     say "$what"
-    pip_install "$what" "$list" ${source[@]+"${source[@]}"} ||
-        fail "pip could not install the packages of $lock; its output is above."
+    pip_get "$what" "$list" ${source[@]+"${source[@]}"} ||
+        fail_get "the packages of $lock"
 }
 
 # Ignores PYTHONDONTWRITEBYTECODE, which many containers set: every process would compile again.
@@ -484,6 +550,25 @@ refuse_other_python() {
         usage_error "$venv has $old, but $(option python "$named_python") is $new. Remove it first (rm -r $venv), or use another folder: $(option venv DIR)"
 }
 
+# Redirects pip to a folder. If the chosen Python has no pip, an environment for one use has it.
+prepare_download() {
+    mkdir -p "$download" 2>/dev/null ||
+        fail "cannot create the folder '$download'. Use another: $(option download DIR)"
+    get=(download --dest "$download")
+    verb=download
+    venv=$scratch/venv
+}
+
+# Checks that the folder is sufficient for a set-up, and prints its size and the next command.
+report_download() {
+    local missing next="bash bootstrap/install-payload.sh --extras $extras --wheelhouse $download"
+    missing=$(missing_wheels "$download" | paste -sd, - | sed 's/,/, /g')
+    [[ -z $missing ]] || fail "$download is incomplete; it lacks: $missing. Run the same command again."
+    [[ -z $from_make ]] || next="make setup WHEELHOUSE=$download"
+    say "$download is complete: $(find "$download" -name '*.whl' | wc -l | tr -d ' ') wheels, $(du -sh "$download" | cut -f1), for $(this_kind)"
+    say "next, on the machine without internet: $next"
+}
+
 main() {
     parse_arguments "$@"
     trap on_exit EXIT
@@ -493,12 +578,13 @@ main() {
     find_python
     refuse_other_python
     refuse_foreign_files ${writable[@]+"${writable[@]}"}
+    scratch=$(mktemp -d)
+    [[ -z $download ]] || prepare_download
     hash=$(lock_hash)
     if merge_with_installed; then return; fi
     refuse_foreign_files "$venv"
     wait_for_others
     if merge_with_installed; then return; fi
-    scratch=$(mktemp -d)
     local began=$SECONDS list=$scratch/rest torch ccl
     torch=$(entries "$extras" | grep -oE '^torch==[^ +]+' | sort -u || true)
     ccl=$(entries "$extras" | grep -oE '^oneccl_bind_pt==[^ ]+' || true)
@@ -507,7 +593,7 @@ main() {
         write_stamp
         return
     fi
-    need_disk_gb 3 "for the environment"
+    need_disk_gb 3 "for ${download:+the wheels of }the environment"
     [[ -z $torch ]] || look_first "$torch"
     make_venv
     rm -f "$venv/.tileforge-setup"
@@ -515,6 +601,10 @@ main() {
     entries "$extras" | grep -vE '^(torch|oneccl_bind_pt)==' >"$list" || true
     [[ ! -s $list ]] || install_rest "$list"
     [[ -z $ccl ]] || install_ccl "$ccl"
+    if [[ -n $download ]]; then
+        report_download
+        return
+    fi
     remove_strays
     quietly "$venv/bin/python" -m pip check --disable-pip-version-check ||
         fail "the installed packages are incompatible, so the lock must be updated (make lock): $(tail -n 3 "$scratch/output")"

@@ -318,6 +318,7 @@ def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> No
         (["--venv"], "--venv needs a value"),
         (["--lock", "none.lock"], "'none.lock' does not exist"),
         (["--wheelhouse", "none"], "'none' is not a folder"),
+        (["--wheelhouse", ".", "--download", "x"], "--wheelhouse and --download exclude"),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -375,6 +376,71 @@ def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_p
     assert refused.returncode == 30
     assert "DO NOT MATCH THE HASHES" in refused.stderr
     assert installed(tmp_path / ".venv") == set()
+
+
+@pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
+def test_the_downloaded_wheels_of_the_lock_are_enough_for_a_set_up(
+    build: str, tmp_path: Path
+) -> None:
+    """setuptools is in no output of `pip freeze` on Python 3.11, but in the lock."""
+    index, wheels = tmp_path / "index", tmp_path / "wheels"
+    needs = ["nvidia-cublas==13.0"] if build == "2.13.0" else []
+    make_wheel(index, "torch", build, requires=needs)
+    make_wheel(index if needs else tmp_path / "elsewhere", "nvidia_cublas", "13.0")
+    if needs:
+        make_wheel(tmp_path / "elsewhere", "torch", "2.13.0+cpu")
+    for name in ("alpha", "setuptools", "other"):
+        make_wheel(index, name, "99.0")
+    lock = write_lock(
+        tmp_path, *TORCH_BUILDS, "alpha==99.0  # train", "setuptools==99.0  # train",
+        "other==99.0  # dev",
+    )  # fmt: skip
+    done = install_torch(lock, index, "--download", str(wheels), "--torch-cuda", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / ".venv").exists()
+    expected = {"alpha", "setuptools", "torch", *(["nvidia_cublas"] if needs else [])}
+    assert {path.name.partition("-")[0] for path in wheels.iterdir()} == expected
+    assert f"{CLOSED} cannot be reached" in done.stderr
+    size, following = done.stderr.splitlines()[-2:]
+    assert size.startswith(f"setup: {wheels} is complete: {len(expected)} wheels, ")
+    start = "setup: next, on the machine without internet: "
+    command = following.removeprefix(f"{start}bash bootstrap/install-payload.sh ").split()
+    offline = install("--lock", lock, *command, cwd=tmp_path)
+    assert offline.returncode == 0, offline.stderr
+    assert {f"torch=={build}", "alpha==99.0"} <= installed(tmp_path / ".venv")
+
+
+def test_a_set_up_from_wheels_names_all_that_are_missing_and_the_command_that_downloads_them(
+    tmp_path: Path,
+) -> None:
+    wheels, names = tmp_path / "wheels", [f"p{number}" for number in range(8)]
+    for name in names:
+        make_wheel(tmp_path / "index", name, "1.0")
+    alpha = make_wheel(wheels, "alpha", "1.0")
+    alpha.rename(wheels / "alpha-1.0-cp39-cp39-none.whl")
+    make_wheel(wheels, "torch", "2.13.0+cpu")
+    torch = "torch==2.13.0  # train", "torch==2.13.0+cpu  # train"
+    lock = write_lock(tmp_path, *torch, *(f"{name}==1.0  # train" for name in ("alpha", *names)))
+    options = ("--lock", lock, "--wheelhouse", wheels, "--extras", "train")
+    refused = install(*options, cwd=tmp_path)
+    assert refused.returncode == 30
+    last = refused.stderr.splitlines()[-1]
+    python = ".".join(map(str, sys.version_info[:2]))
+    assert last.startswith(f"error: {wheels} has no wheels for Python {python} on ")
+    assert ": alpha==1.0, p0==1.0, p1==1.0, p2==1.0, p3==1.0 and 4 more. " in last
+    assert last.endswith("install-payload.sh --extras train --download DIR")
+    assert install("--from-make", *options, cwd=tmp_path).stderr.rstrip().endswith(": make wheels")
+
+
+def test_a_package_that_no_index_has_is_named_in_the_last_line(tmp_path: Path) -> None:
+    lock = write_lock(tmp_path, "alpha==1.0  # train")
+    refused = install_torch(lock, tmp_path, cwd=tmp_path)
+    assert refused.returncode == 30
+    last = refused.stderr.splitlines()[-1]
+    assert last == (
+        f"error: pip could not install alpha==1.0, one of the packages of {lock}; "
+        "its output is above."
+    )
 
 
 @pytest.mark.slow

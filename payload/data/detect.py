@@ -10,7 +10,14 @@ from itertools import islice
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
 from payload.core.tasks import TaskKind
-from payload.data.rows.columns import ANSWERS, METADATA, OPENAI_ANSWERS, format_of
+from payload.data.rows.columns import (
+    ANSWERS,
+    METADATA,
+    OPENAI_ANSWERS,
+    chat_columns,
+    format_of,
+    preference_columns,
+)
 from payload.data.rows.conversations import columns_of, unread_columns
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
@@ -25,7 +32,10 @@ from payload.data.sources.source_flags import (
 
 _SAMPLE = 2000
 """Number of rows that are read."""
-_LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "section", "topic")
+_LABEL_COLUMNS = (
+    *("label", "labels", "class", "category", "target", "sentiment", "section", "topic"),
+    *("queue", "intent"),
+)
 _TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "description")
 _COLUMNS_SHOWN = 8
 
@@ -101,6 +111,16 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
         bad = f" {source.skipped[0]}" if source.skipped else ""
         raise DataError(f"{where}: no rows.{bad} Use a file with data.")
     columns = list(rows[0].values)
+    renames = _renames(columns) if options.task in (None, "chat", "preference") else ()
+    if renames and not options.source.columns and not _is_conversation(columns):
+        if _is_conversation([dict(renames).get(name, name) for name in columns]):
+            named = ",".join(f"{column}={name}" for column, name in renames)
+            again = replace(
+                options,
+                source=replace(options.source, columns=renames),
+                forwarded=(*options.forwarded, "--columns", named),
+            )
+            return detect_data(given, again, setting=setting)
     task, reason = (
         (options.task, "--task selects it") if options.task else _detect_task(where, rows, options)
     )
@@ -112,7 +132,9 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
     if task in ("text", "classify") and text_column is None:
         raise _column_error(where, columns, "text column", "Choose one with --text-column.")
     if task == "classify" and label_column is None:
-        raise _column_error(where, columns, "label column", "Choose one with --label-column.")
+        _, label = _likely_columns(rows, text_column)
+        fix = f"Choose one with --label-column{f' {label!r}' if label else ''}."
+        raise _column_error(where, columns, "label column", fix)
     for name in filter(None, (text_column, label_column)):
         if name not in columns:
             raise _column_error(where, columns, f"column {name!r}", "Choose another one.")
@@ -171,14 +193,46 @@ def _detect_task(where: str, rows: Sequence[Row], options: DataOptions) -> tuple
         where,
         columns,
         "known column",
-        "Map the columns to known names with --columns, such as --columns "
-        "QUESTION=user,ANSWER=assistant. Or choose the task with --task, and the columns with "
-        "--text-column and --label-column.",
+        _column_fix(rows),
     )
+
+
+def _is_conversation(columns: Sequence[str]) -> bool:
+    """Return True if rows with these columns have conversations or pairs."""
+    row = dict.fromkeys(columns, "")
+    pairs = any(all(name in row for name in names) for names in (ANSWERS, OPENAI_ANSWERS))
+    return pairs or format_of(row) is not None
 
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join(map(repr, names))
+
+
+def _column_fix(rows: Sequence[Row]) -> str:
+    """Return the fix for rows without known columns, with the names of likely columns."""
+    text, label = _likely_columns(rows, None)
+    fix = (
+        "Map the columns to known names with --columns, such as --columns "
+        "QUESTION=user,ANSWER=assistant. Or choose the task with --task, and the columns with "
+        "--text-column and --label-column."
+    )
+    if text is None or label is None:
+        return fix
+    return f"For labelled texts: --label-column {label!r} and --text-column {text!r}. {fix}"
+
+
+def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, str | None]:
+    """Return the column with the longest texts, and another whose few values repeat."""
+    values: dict[str, list[str]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            if isinstance(value, str):
+                values.setdefault(name, []).append(value)
+    if text is None and values:
+        text = max(values, key=lambda name: sum(map(len, values[name])))
+    counts = {name: len(set(each)) for name, each in values.items() if name != text}
+    repeated = {n: count for n, count in counts.items() if 2 <= count <= len(values[n]) // 2}
+    return text, min(repeated, key=repeated.__getitem__, default=None)
 
 
 def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | None, str | None]:
@@ -192,7 +246,18 @@ def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | N
 
 
 def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    return next((name for name in names if name in columns), None)
+    """Return the column with the first of these names, in any case."""
+    found = {column.casefold(): column for column in reversed(columns)}
+    return next((found[name] for name in names if name in found), None)
+
+
+def _renames(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return pairs for --columns that give columns in another case their known names."""
+    known = {*chat_columns(), *preference_columns()} - set(columns)
+    found: dict[str, str] = {}
+    for name in columns:
+        found.setdefault(name.casefold(), name)
+    return tuple((name, low) for low, name in found.items() if low in known)
 
 
 def _column_error(where: str, columns: Sequence[str], missing: str, fix: str) -> DataError:

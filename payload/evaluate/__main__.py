@@ -351,7 +351,7 @@ def _report(
         shown = f"{perplexity:.4f}" if perplexity is not None else "too large"
         print(f"checkpoint  {shown_name(str(weights))}")
         data = shown_name(str(arguments.data))
-        print(f"data        {data}, the first {result.val_tokens:,} tokens of val.bin")
+        print(f"data        {data}, the first {result.val_tokens:,} tokens of the validation set")
         detail = f"{arguments.dtype}, blocks of {length}"
         print(f"loss        {result.val_loss:.6f} nats a token ({detail})")
         print(f"perplexity  {shown}")

@@ -28,7 +28,7 @@ def open_texts(
 ) -> LabelledTexts:
     """Return the validation texts. Raises DataError, and ConfigError for too long a length."""
     if meta.classify is None or meta.classify.labels != model.labels:
-        found = ", ".join(meta.classify.labels[:8]) if meta.classify else "none"
+        found = ", ".join(meta.classify.labels[:8]) if meta.classify else "-"
         raise DataError(
             f"{folder}: its labels are {found}, but the classifier has "
             f"{', '.join(model.labels[:8])}. Prepare the texts with --task classify and the same "
@@ -86,7 +86,7 @@ def as_json(result: ClassMetrics, labels: tuple[str, ...], **more: object) -> st
 def as_text(result: ClassMetrics, labels: tuple[str, ...]) -> list[str]:
     """Return the result as text: overall metrics, then a row for each label."""
     lines = [
-        f"texts       {result.val_texts:,} of val.bin",
+        f"texts       {result.val_texts:,} of the validation set",
         f"loss        {result.val_loss:.6f} nats a text",
         f"accuracy    {result.val_accuracy:.2%}",
         f"macro F1    {result.val_f1:.4f}",
@@ -99,6 +99,6 @@ def as_text(result: ClassMetrics, labels: tuple[str, ...]) -> list[str]:
     for label, row, score in zip(labels, result.val_confusion, scores, strict=True):
         others = [(count, name) for count, name in zip(row, labels, strict=True) if name != label]
         count, name = max(others, key=lambda each: each[0])
-        confused_with = f"{name} ({count:,})" if count else "none"
+        confused_with = f"{name} ({count:,})" if count else "-"
         lines.append(f"{label:{size}}  {sum(row):5,}  {score:.3f}  {confused_with}")
     return lines

@@ -106,7 +106,7 @@ def as_json(result: PreferenceMetrics, **more: object) -> str:
 def as_text(result: PreferenceMetrics, *, beta: float) -> list[str]:
     """Return the result as lines of text."""
     return [
-        f"pairs       {result.val_pairs:,} of val.bin",
+        f"pairs       {result.val_pairs:,} of the validation set",
         f"loss        {result.val_loss:.6f} nats a pair (beta {beta:g})",
         f"accuracy    {result.val_accuracy:.2%} of the chosen answers have the higher reward",
         f"margin      {result.val_margin:.4f}",

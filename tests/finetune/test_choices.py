@@ -155,6 +155,39 @@ def test_the_command_line_overrides_detection(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("header", "task", "read"),
+    [
+        ("Ticket-ID;Text;Queue", "classify", ["--text-column", "Text", "--label-column", "Queue"]),
+        ("Ticket-ID;TEXT;Stars", "text", ["--text-column", "TEXT"]),
+        ("Nr;Question;Answer", "chat", ["--columns", "Question=question,Answer=answer"]),
+        ("Prompt;Chosen;Rejected", "preference",
+         ["--columns", "Prompt=prompt,Chosen=chosen,Rejected=rejected"]),
+    ],
+)  # fmt: skip
+def test_the_names_of_columns_are_recognised_in_any_case(
+    tmp_path: Path, header: str, task: str, read: list[str]
+) -> None:
+    path = tmp_path / "excel.csv"
+    path.write_text(f"{header}\n1;two;three\n1;four;five\n")
+    found = detect_data(str(path), DataOptions())
+    assert found.task == task
+    assert found.arguments()[6:] == read
+    names = [word.split("=")[1] for word in read[-1].split(",")] if "=" in read[-1] else read[1::2]
+    assert all(name in found.rows[0].values for name in names)
+
+
+def test_likely_columns_are_named_where_none_is_recognised(tmp_path: Path) -> None:
+    texts = [(f"T{n}", f"the long text {n}", ("mail", "login")[n % 2]) for n in range(10)]
+    path = tmp_path / "odd.csv"
+    path.write_text("nr,what,kind\n" + "".join(f"{','.join(row)}\n" for row in texts))
+    with pytest.raises(DataError) as caught:
+        detect_data(str(path), DataOptions())
+    assert "labelled texts: --label-column 'kind' and --text-column 'what'." in str(caught.value)
+    with pytest.raises(DataError, match="--label-column 'kind'"):
+        detect_data(str(path), DataOptions(task="classify", text_column="what"))
+
+
 def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("text,label\na,1\n")
     assert detect_data(str(tmp_path / "table.csv"), DataOptions()).task == "classify"

@@ -65,14 +65,19 @@ TABLE: Mapping[str, Reduced] = {
         ),
     ),
     "classifier.md": Reduced(
-        replace={**_TINY, "--steps 30": f"--steps 6 {_BRIEF}"},
+        replace={
+            **_TINY,
+            "--steps 30": f"--steps 6 {_BRIEF}",
+            # The page's later commands use the first training.
+            "--out finetuned/balanced": "--out finetuned/balanced --runs-dir others",
+        },
         skip=_HERE,
         # A model with random weights finds other labels.
         varies=frozenset(
             {
-                "shipping  0.9999  Where is my parcel?",
-                "login     1.0000  I cannot remember my password.",
-                "billing   1.0000  The invoice is too high.",
+                "shipping\t0.9999\tWhere is my parcel?",
+                "login\t1.0000\tI cannot remember my password.",
+                "billing\t1.0000\tThe invoice is too high.",
             }
         ),
     ),
@@ -89,6 +94,9 @@ TABLE: Mapping[str, Reduced] = {
     ),
     "air_gapped.md": Reduced(
         replace={
+            # The folder of the other machine; only the wheels are left there.
+            "git -c": "cd .. && git -c",
+            "make setup": "env -u PIP_FIND_LINKS make setup",
             "../smollm2": "{tiny}",
             "--steps 60": f"--steps 4 {_BRIEF}",
             "tileforge chat runs/latest": "echo 'What is a list?' | tileforge chat runs/latest"

@@ -41,17 +41,23 @@ def test_an_environment_and_a_run_need_no_network(clone: Path, tiny: Path) -> No
     git("init", "-q", cwd=project)
     git("add", ".", cwd=project)
     git("commit", "-q", "-m", "all", cwd=project)
-    (project / "chats.jsonl").write_text(chats(), encoding="utf-8")
+    (clone / "chats.jsonl").write_text(chats(), encoding="utf-8")
     page = read_page(TUTORIALS / "air_gapped.md")
-    run_script(
+    printed = run_script(
         script(page, TABLE["air_gapped.md"], tiny=str(tiny)),
         project,
         PATH=f"{clone / 'bin'}:{os.environ['PATH']}",
         PIP_NO_INDEX="1",
         PIP_FIND_LINKS=str(clone / "index"),
     )
-    assert sorted(path.name[:5] for path in (project / "wheels").iterdir()) == ["alpha", "beta-"]
-    offline = project / "tileforge"
+    assert sorted(path.name[:5] for path in (clone / "wheels").iterdir()) == ["alpha", "beta-"]
+    assert "../wheels is complete: 2 wheels" in printed and "detached" not in printed
+    assert "on the machine without internet: make setup WHEELHOUSE=../wheels" in printed
+    status = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=project, capture_output=True, check=True
+    )
+    assert status.stdout == b""
+    offline = clone / "tileforge"
     assert list((offline / ".venv").glob("lib/python*/site-packages/beta.py"))
     assert (offline / "runs" / "latest" / "report.html").exists()
 

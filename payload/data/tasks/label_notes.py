@@ -66,16 +66,22 @@ def _duplicates(
         return []
     seen = sum(int(is_val[each].sum()) for each in groups if not is_val[each].all())
     differ = sum(len(set(numbers[each].tolist())) > 1 for each in groups)
-    both = f"; {seen:,} validation texts are also in the training set" if seen else ""
+    both = _count(seen, "validation text is", "validation texts are")
+    both = f"; {both} also in the training set" if seen else ""
     found = [
-        f"note: {repeated:,} texts repeat an earlier one{both}. Remove the duplicates: they "
-        "distort the loss and the accuracy."
+        f"note: {_count(repeated, 'text repeats', 'texts repeat')} an earlier one{both}. "
+        "Duplicates distort the loss and the accuracy: remove them from the file."
     ]
     if differ:
         found.append(
-            f"note: {differ:,} repeated texts have different labels. Keep one label for each text."
+            f"note: {_count(differ, 'repeated text has', 'repeated texts have')} different labels. "
+            "Keep one label for each text."
         )
     return found
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _unequal(counts: npt.NDArray[np.int64], labels: Sequence[str]) -> list[str]:
