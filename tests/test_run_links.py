@@ -285,7 +285,7 @@ def test_the_link_latest_leads_to_no_folder_elsewhere(
     put_link(project / place, elsewhere)
     for arguments in ([], ["latest"], ["--track"]):
         assert report(arguments) == ExitCode.USAGE
-        assert "no run 'latest'" in capsys.readouterr().err
+        assert "no runs in " in capsys.readouterr().err
     assert sorted(path.name for path in elsewhere.iterdir()) == ["metrics.jsonl", "report.html"]
     assert (elsewhere / "report.html").read_text() == "mine"
     # A run in the folder of runs is found, by a link of any form.
