@@ -69,9 +69,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction of the documents for validation (default: 0.1 for up to 1,000 documents; "
-        "about 100 documents for more; nanoGPT's 0.0005 for 200,000 or more, for an unknown "
-        "number, and for openwebtext; 0.02 for stdlib)",
+        help="fraction of the documents for validation (default: 0.1; above 1,000 documents about "
+        "100 documents, but at least 0.0005; stdlib: 0.02)",
     )
 
 

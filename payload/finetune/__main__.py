@@ -290,9 +290,8 @@ def parser() -> CommandParser:
         "--data",
         required=True,
         metavar="FILE",
-        help="JSON, CSV, parquet or Arrow file with conversations or labelled texts, a text file, "
-        "a folder of such files, or a hub dataset (OWNER/NAME). The format is detected from the "
-        "content; files named train, valid and test are splits",
+        help="file or folder of conversations, labelled texts or text (JSON, CSV, parquet, ...), "
+        "or a hub dataset; the content decides, and files named train, valid, test are splits",
     )
     add(
         "--task",
