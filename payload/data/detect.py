@@ -112,15 +112,16 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
         raise DataError(f"{where}: no rows.{bad} Use a file with data.")
     columns = list(rows[0].values)
     renames = _renames(columns) if options.task in (None, "chat", "preference") else ()
-    if renames and not options.source.columns and not _is_conversation(columns):
-        if _is_conversation([dict(renames).get(name, name) for name in columns]):
-            named = ",".join(f"{column}={name}" for column, name in renames)
-            again = replace(
-                options,
-                source=replace(options.source, columns=renames),
-                forwarded=(*options.forwarded, "--columns", named),
-            )
-            return detect_data(given, again, setting=setting)
+    renamed = [dict(renames).get(name, name) for name in columns]
+    is_known = _is_conversation(columns) or not _is_conversation(renamed)
+    if renames and not options.source.columns and not is_known:
+        named = ",".join(f"{column}={name}" for column, name in renames)
+        again = replace(
+            options,
+            source=replace(options.source, columns=renames),
+            forwarded=(*options.forwarded, "--columns", named),
+        )
+        return detect_data(given, again, setting=setting)
     task, reason = (
         (options.task, "--task selects it") if options.task else _detect_task(where, rows, options)
     )
