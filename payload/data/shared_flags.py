@@ -69,8 +69,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction of the documents for validation (default: 0.1; above 1,000 documents about "
-        "100 documents, but at least 0.0005; stdlib: 0.02)",
+        help="fraction for validation (default: 0.1, but about 100 documents of more than 1,000, "
+        "and at least 0.0005)",
     )
 
 

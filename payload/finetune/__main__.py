@@ -291,7 +291,7 @@ def parser() -> CommandParser:
         required=True,
         metavar="FILE",
         help="file or folder of conversations, labelled texts or text (JSON, CSV, parquet, ...), "
-        "or a hub dataset; the content decides, and files named train, valid, test are splits",
+        "or a hub dataset; files named train, valid, test are splits",
     )
     add(
         "--task",

@@ -307,6 +307,11 @@ def test_flags_of_classification_belong_to_it(
             ("--val-fraction",),
         ),
         (
+            [(f"text {number % 39}", "a" if number % 39 % 2 else "b") for number in range(40)],
+            ("note: 1 text repeats an earlier one", "remove them from the file"),
+            ("1 texts", "different labels"),
+        ),
+        (
             [(f"text {number % 30}", "ab"[number % 2]) for number in range(60)],
             ("30 texts repeat an earlier one", "also in the training set"),
             ("one validation text", "class_weights", "different labels"),
