@@ -13,7 +13,8 @@ _NO_BREAK = "\x00"
 def wrapped(line: str, *, width: int, indent: int) -> list[str]:
     """Return the line, wrapped at spaces if it is too long; further lines are indented.
 
-    A command of this project stays whole to the end of the line, to be copied.
+    From the start of a command of this project on, the line is not wrapped, so that the command can
+    be copied.
     """
     if len(line) <= width or width < 2 * indent:
         return [line]

@@ -125,7 +125,7 @@ class ChatRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
-    """Samples in addition to one per conversation. If a template renders a turn differently once
+    """Number of samples beyond one per conversation. If a template renders a turn differently once
     other turns follow, the conversation needs several samples."""
     added_tokens: int = checked(0, low=0)
     """Tokens of the added samples."""

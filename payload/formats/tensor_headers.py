@@ -43,7 +43,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E8M0": 1,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Supported dtypes of a model's weights; weights in smaller dtypes are quantised."""
+"""Supported dtypes of a model's weights. A smaller dtype means that a weight is quantised."""
 
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6

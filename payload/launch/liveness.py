@@ -10,7 +10,8 @@ from payload.launch.outcome import Verdict
 from payload.run_record.checkpoint_grace import START_PHASES
 
 SILENT_S = 8.0
-"""A node is silent after this time without data; nodes send a heartbeat every second."""
+"""A node counts as silent if it has sent nothing for this time. Nodes send a heartbeat every
+second."""
 FROZEN_S = 15.0
 """After this time without data, a new connection to the node has been tried and its result is
 known. A silent node that accepts connections is frozen; a node that refuses them may be lost."""

@@ -32,7 +32,7 @@ _INDEX = np.dtype([("group", "<i8"), ("length", "<i4"), ("trained", "<i4")])
 _CHUNK_TOKENS = 2**17
 """Number of tokens that are packed at a time; each needs about 30 bytes."""
 _VALUE = np.dtype("<u4")
-"""A token and a bit for trained; tokens are below 2**24."""
+"""A token id, with one more bit that is set if the token is trained. Token ids are below 2**24."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Turn:
     spans: list[Span]
     """Ranges of characters that are trained."""
     through: int
-    """End of the stop token: the model sees and writes the text up to here."""
+    """End of the stop token. The model is not trained on the text of the turn after it."""
 
 
 class TurnFinder(RenderedRow):

@@ -180,7 +180,7 @@ def finish(holder: Path, *, runs_dir: Path) -> bool:
 
 
 def drop_holder(holder: Path) -> None:
-    """Remove a holder folder from which the run is gone."""
+    """Remove the temporary folder that held a run, after the run was moved out or deleted."""
     (holder / _HOLDER_RECORD).unlink(missing_ok=True)
     with suppress(OSError):
         holder.rmdir()

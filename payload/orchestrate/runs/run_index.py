@@ -335,7 +335,7 @@ def resumable_run(
 ) -> tuple[RunPaths, Sequence[str]]:
     """Return the run that `--resume` names; if it is not local, fetch it from its store.
 
-    Also returns the overrides with which a fetched run keeps its store and the path of its data. If
+    Also returns overrides. For a fetched run, they add its store and the path of its data. If
     the command line has a config file (`has_config`), this file gives the path of the data.
     `settings` returns the settings of the command, not of the run. Raises UsageError and
     ConfigError.

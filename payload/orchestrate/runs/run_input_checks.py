@@ -87,9 +87,9 @@ def settle_initial(
 ) -> RunConfig:
     """Return the config with `model.init` resolved, for example to a run's newest checkpoint.
 
-    The weights must exist, be complete, and match the data and settings. With `download`, the name
-    of a hub model is resolved to the model's current commit, which the run keeps, and config.json
-    is fetched. `say` gets messages about damaged checkpoints and about quantised weights. Raises
+    The weights must exist, be complete, and match the data and settings. With `download`,
+    config.json is fetched, and the name of a hub model is pinned to the model's current commit for
+    the whole run. `say` gets messages about damaged checkpoints and about quantised weights. Raises
     ConfigError.
     """
     source = find_source(

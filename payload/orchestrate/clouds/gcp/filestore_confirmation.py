@@ -20,8 +20,8 @@ def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bo
     """Return whether these instances can be deleted with all data on them.
 
     `named` comes from the option --delete-filestore. The user must type the name of every instance
-    that is not in `named`; --yes does not suffice. `kept` states what is kept without confirmation.
-    Raises UsageError if there is no terminal.
+    that is not in `named`; --yes does not suffice. `kept` is the text that
+    names what is kept if the user does not confirm. Raises UsageError if there is no terminal.
     """
     unnamed = [name for name in dict.fromkeys(names) if name not in named]
     options = " ".join(f"--delete-filestore {name}" for name in unnamed)

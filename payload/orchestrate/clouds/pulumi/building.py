@@ -68,7 +68,7 @@ class Builder:
         self._zone = self.zones[0] if self.zones else ""
 
     def build(self) -> Update:
-        """Run `pulumi up` until it succeeds. Raises the error of the last failure.
+        """Run `pulumi up`, and retry after failures. Raises the last error if no retry is left.
 
         All nodes are in one zone, so changing the zone deletes existing machines, after
         confirmation.
