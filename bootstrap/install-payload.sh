@@ -447,6 +447,7 @@ with_cuda_packages() {
     shift 2
     [[ ,$extras, != *,intel,* ]] || group=intel
     { cat "$any" && entries "$group-cuda"; } >"$any-cuda"
+    : >"$scratch/output" # of the earlier attempt
     found=$(cuda_packages "$any" "$any-cuda" "$@") ||
         fail_get "the packages of $torch"
     [[ -z $found ]] || mv "$any-cuda" "$any"
@@ -564,7 +565,7 @@ report_download() {
     local missing next="bash bootstrap/install-payload.sh --extras $extras --wheelhouse $download"
     missing=$(missing_wheels "$download" | paste -sd, - | sed 's/,/, /g')
     [[ -z $missing ]] || fail "$download is incomplete; it lacks: $missing. Run the same command again."
-    [[ -z $from_make ]] || next="make setup WHEELHOUSE=$download"
+    [[ -z $from_make ]] || next="make setup WHEELHOUSE=$(printf %q "$download")"
     say "$download is complete: $(find "$download" -name '*.whl' | wc -l | tr -d ' ') wheels, $(du -sh "$download" | cut -f1), for $(this_kind)"
     say "next, on the machine without internet: $next"
 }
@@ -576,7 +577,7 @@ main() {
     trap 'interrupted 143' TERM
     local named_python=$python
     find_python
-    refuse_other_python
+    [[ -n $download ]] || refuse_other_python
     refuse_foreign_files ${writable[@]+"${writable[@]}"}
     scratch=$(mktemp -d)
     [[ -z $download ]] || prepare_download

@@ -111,7 +111,9 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
         bad = f" {source.skipped[0]}" if source.skipped else ""
         raise DataError(f"{where}: no rows.{bad} Use a file with data.")
     columns = list(rows[0].values)
-    renames = _renames(columns) if options.task in (None, "chat", "preference") else ()
+    is_chosen = options.label_column is not None or options.text_column is not None
+    may_be_chat = options.task in (None, "chat", "preference") and not is_chosen
+    renames = _renames(columns) if may_be_chat and not _has_labels(columns) else ()
     renamed = [dict(renames).get(name, name) for name in columns]
     becomes_one = _is_conversation(renamed) and not _is_conversation(columns)
     if becomes_one and not options.source.columns:
@@ -236,6 +238,11 @@ def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, 
     return text, min(repeated, key=repeated.__getitem__, default=None)
 
 
+def _has_labels(columns: Sequence[str]) -> bool:
+    """Return whether the columns are those of labelled texts, whatever else is in the rows."""
+    return bool(_first_of(_LABEL_COLUMNS, columns) and _first_of(_TEXT_COLUMNS, columns))
+
+
 def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | None, str | None]:
     """Return the text and label columns, or None for a column that is not found."""
     label = options.label_column or _first_of(_LABEL_COLUMNS, columns)
@@ -247,8 +254,9 @@ def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | N
 
 
 def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the column with the first of these names, in any case."""
+    """Return the column with the first of these names, in any case; the exact name comes first."""
     found = {column.casefold(): column for column in reversed(columns)}
+    found |= {column: column for column in columns}
     return next((found[name] for name in names if name in found), None)
 
 

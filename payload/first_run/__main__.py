@@ -256,7 +256,11 @@ def _lines_of(program: str, *arguments: str) -> Iterator[str]:
         ) as process,
     ):
         assert process.stdout is not None
-        yield from process.stdout
+        try:
+            yield from process.stdout
+        except BaseException:
+            process.kill()  # as subprocess.run does
+            raise
         if process.wait() == ExitCode.OK:
             return
         messages.seek(0)

@@ -177,6 +177,28 @@ def test_the_names_of_columns_are_recognised_in_any_case(
     assert all(name in found.rows[0].values for name in names)
 
 
+@pytest.mark.parametrize(
+    ("header", "asked", "columns"),
+    [
+        (
+            "Question,Answer,Category",
+            DataOptions(text_column="Question", label_column="Category"),
+            ("Question", "Category"),
+        ),
+        ("Input,Output,text,label", DataOptions(), ("text", "label")),
+        ("Text,text,Label,label", DataOptions(), ("text", "label")),
+    ],
+)
+def test_labels_that_are_chosen_or_written_exactly_come_before_other_cases(
+    tmp_path: Path, header: str, asked: DataOptions, columns: tuple[str, str]
+) -> None:
+    """A classifier became a chat model, or was trained on another column."""
+    path = tmp_path / "x.csv"
+    path.write_text(f"{header}\n" + "a,b,c,d\n"[: 2 * header.count(",") + 1] + "\n")
+    found = detect_data(str(path), asked)
+    assert (found.task, found.text_column, found.label_column) == ("classify", *columns)
+
+
 def test_likely_columns_are_named_where_none_is_recognised(tmp_path: Path) -> None:
     texts = [(f"T{n}", f"the long text {n}", ("mail", "login")[n % 2]) for n in range(10)]
     path = tmp_path / "odd.csv"

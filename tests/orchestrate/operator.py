@@ -76,9 +76,11 @@ class Operator:
             start_new_session=True,
         )
 
-    def do(self, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    def do(
+        self, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, str]:
         """Run an orchestrate command; return its exit code and its output."""
-        return finish(self.start(*arguments, env=env))
+        return finish(self.start(*arguments, env=env), timeout_s=timeout_s)
 
     def on_cluster(self, command: str) -> list[str]:
         """A command's first words, with the cluster that it is for."""
@@ -108,11 +110,11 @@ class Operator:
         )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], *, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
     """Wait until a command has ended; return its exit code and its output."""
     with process:
         try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
+            out, err = process.communicate(timeout=timeout_s)
         finally:
             process.kill()
     return process.returncode, out + err

@@ -53,7 +53,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         pulumi = FakePulumi(tmp_path / "stack")
         for words in (("stack", "init"), ("stack", "rm"), ("config", "set"), ("version",)):
             pulumi.on(*words)
-        for word in ("preview", "up", "destroy"):
+        for word in ("whoami", "preview", "up", "destroy"):
             pulumi.on(word)
         settings = {"project": PROJECT, "nodeCount": "2"}
         document = {f"tileforge:{name}": {"value": value} for name, value in settings.items()}
@@ -77,7 +77,10 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
             """Do what Pulumi does to the cloud; the first request after a command sees it."""
             nonlocal name, ups
             if not name:
-                name = next(str(call[0]) for call in pulumi.calls() if "init" in call)
+                made = [str(call[0]) for call in pulumi.calls() if "init" in call]
+                if not made:  # the credentials are checked before the stack is made
+                    return
+                name = made[0]
                 prepare()
             told = [str(call[1]) for call in pulumi.calls()]
             if "destroy" in told:
@@ -93,7 +96,8 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         cloud.before_each = engine
         env = {"PATH": f"{pulumi.bin}:{os.environ['PATH']}", VARIABLE: cloud.url}
         words_typed = ("rehearse", "--project", PROJECT, "--config", str(config), "--yes")
-        code, said = operator.do(*words_typed, env=env)
+        # Ten commands, one after the other: two minutes with two cores.
+        code, said = operator.do(*words_typed, env=env, timeout_s=500)
         assert code == 0, said
         deleted = [each for each in cloud.requests if each.startswith("DELETE")]
         told = [" ".join(str(word) for word in call[1:]) for call in pulumi.calls()]

@@ -92,7 +92,10 @@ class TokenCounts:
             # A checkpointed layer runs again in the backward pass, so its tokens count twice.
             if not part.training or not torch.is_grad_enabled() or chosen is None:
                 return
-            found = torch.bincount(chosen.detach().flatten(), minlength=self._experts)
+            chosen = chosen.detach().flatten()
+            # Other indices mean no expert of this rank, or are no indices of experts.
+            chosen = chosen[(chosen >= 0) & (chosen < self._experts)]
+            found = torch.bincount(chosen, minlength=self._experts)
             before = self._counts.get(number)
             self._counts[number] = found if before is None else before + found
 

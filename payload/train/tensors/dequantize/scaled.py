@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from payload.formats.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.stored_weight import StoredWeight, refuse
 from payload.train.tensors.dequantize.parts import ReadRows, Rows, floats_of_bytes, read_scales
 
 _FOUR_BITS = 4
@@ -19,7 +19,7 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
     *outer, num_rows, columns = weight.shape
     high, wide = weight.block
     grid = (*outer, -(-num_rows // high), -(-columns // wide))
-    total = read(weight.parts["total"]).float() if "total" in weight.parts else None
+    total = read_scales(name, weight, read, role="total") if "total" in weight.parts else None
     is_whole = grid[0] == 1 and not outer
     column_blocks = torch.arange(columns) // wide
     row_blocks = torch.arange(num_rows) // high
@@ -47,6 +47,8 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
         scales = read_scales(name, weight, read, *part).reshape(shape)
         if total is not None:
             scales = scales / total
+            if not bool((scales.isfinite() & (scales != 0)).all()):
+                refuse(weight.parts["total"], name, "makes a scale zero or infinite")
         if "zeros" in weight.parts:
             zeros = read(weight.parts["zeros"], *part).float().reshape(shape)
             value = value - spread(zeros, first, count)
