@@ -326,7 +326,7 @@ this_kind() {
     printf '%s on %s' "$("$venv/bin/python" --version | cut -d. -f1,2)" "$(uname -sm)"
 }
 
-# fail_get WHAT: ends with the names of the missing packages, as far as they are known.
+# fail_get WHAT: ends with the names of the missing packages, where they are known.
 fail_get() {
     local missing shown command="bash bootstrap/install-payload.sh --extras $extras --download DIR"
     [[ -z $wheelhouse ]] || ! missing=$(missing_wheels "$wheelhouse") || [[ -z $missing ]] || {
@@ -551,7 +551,7 @@ refuse_other_python() {
         usage_error "$venv has $old, but $(option python "$named_python") is $new. Remove it first (rm -r $venv), or use another folder: $(option venv DIR)"
 }
 
-# Redirects pip to a folder. If the chosen Python has no pip, an environment for one use has it.
+# Redirects pip to a folder. If the chosen Python has no pip, a temporary environment provides pip.
 prepare_download() {
     mkdir -p "$download" 2>/dev/null ||
         fail "cannot create the folder '$download'. Use another: $(option download DIR)"

@@ -239,7 +239,7 @@ def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, 
 
 
 def _has_labels(columns: Sequence[str]) -> bool:
-    """Return whether the columns are those of labelled texts, whatever else is in the rows."""
+    """Return whether the columns have labelled texts. Other columns do not matter."""
     return bool(_first_of(_LABEL_COLUMNS, columns) and _first_of(_TEXT_COLUMNS, columns))
 
 
