@@ -66,7 +66,7 @@ def test_a_plan_places_ranks_and_chooses_the_micro_batch_within_the_limits(
     settings = ("batch.micro_batch_size=auto", "batch.global_batch_size=64", "model.preset=gpt2")
     words = (word for setting in settings for word in ("--set", setting))
     plan = ("-m", "payload.orchestrate", "plan", "--inventory", "local", "--json", *words)
-    limit = 5 * _GIB
+    limit = 3 * _GIB  # a micro-batch of one sequence; other tests use memory, too
     with control_group(cpus=1.0, memory_bytes=limit) as inside:
         limited = json_of(inside, *plan)
     size = limited["config"]["batch"]["micro_batch_size"]
