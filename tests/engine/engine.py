@@ -231,6 +231,10 @@ class Engine:
         while not self.cloud.count("^POST .*networks$") and process.poll() is None:
             assert time.monotonic() < ends
             time.sleep(0.005)
+        # The request counts when it arrives, a moment before the resource is there.
+        while not self.left() and process.poll() is None:
+            assert time.monotonic() < ends
+            time.sleep(0.005)
 
     def left(self) -> dict[str, list[str]]:
         """Return the cloud's resources, without those that existed before."""
