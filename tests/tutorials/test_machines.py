@@ -51,7 +51,7 @@ def test_an_environment_and_a_run_need_no_network(clone: Path, tiny: Path) -> No
         PIP_FIND_LINKS=str(clone / "index"),
     )
     assert sorted(path.name[:5] for path in (clone / "wheels").iterdir()) == ["alpha", "beta-"]
-    assert "../wheels is complete: 2 wheels" in printed and "detached" not in printed
+    assert "../wheels is complete: 2 wheels" in printed and "detached HEAD" not in printed
     assert "on the machine without internet: make setup WHEELHOUSE=../wheels" in printed
     status = subprocess.run(
         ["git", "status", "--porcelain"], cwd=project, capture_output=True, check=True
