@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,10 +137,10 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     model = _loaded_model(folder, config, task, world=world)
     model = task.adapt_model(model, seed=config.run.seed, init=config.model.init)
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
-    if config.model.router == "freeze":
-        model.freeze_router()
+    routers = model.freeze_router() if config.model.router == "freeze" else ()
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
+        _require_frozen(model, routers)
         if note := model.trained_spec().note():
             log.info(f"note: {note}")
         if checkpoint is not None:
@@ -148,6 +148,17 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     if state is not None:
         require_same_data(state, task.meta)
     return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
+
+
+def _require_frozen(model: CausalLM, routers: Collection[str]) -> None:
+    """Raise ConfigError if an adapter trains one of these modules."""
+    for name, parameter in model.named_parameters():
+        for router in routers:
+            if parameter.requires_grad and f".{router}." in f".{name}":
+                raise ConfigError(
+                    f'model.router = "freeze", but adapter.target names the router {router}. Set '
+                    'model.router to "auto".'
+                )
 
 
 def _from_scratch(config: RunConfig, task: Task, *, world: World) -> Start:

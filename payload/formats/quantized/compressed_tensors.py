@@ -139,9 +139,9 @@ class CompressedTensors(Format):
         scales_name, zeros_name = f"{name}_scale", f"{name}_zero_point"
         scales = part(headers, scales_name, weight=values)
         blocks = [each.block_structure for each in self._numbers if each.block_structure]
-        block = scale_block(
-            values.shape, scales, scales_name, configured=blocks[0] if blocks else None
-        )
+        sizes = [each.group_size for each in self._numbers if each.group_size]
+        blocks += [(1, size) for size in sizes if size > 0]
+        block = scale_block(values.shape, scales, scales_name, configured=blocks)
         parts = {"scales": scales}
         if (zeros := headers.get(zeros_name)) is not None:
             require_kind(zeros, zeros_name, dtypes=(values.dtype, "I8"), shape=scales.shape)
@@ -171,8 +171,8 @@ class CompressedTensors(Format):
             refuse(values, f"{name}{_PACKED}", "must be a matrix")
         scales_name, zeros_name = f"{name}_scale", f"{name}_zero_point"
         scales, zeros = part(headers, scales_name, weight=values), headers.get(zeros_name)
-        outputs, inputs, numbers = self._packed_shape(name, values, headers)
         groups = scales.shape[1] if len(scales.shape) == 2 else 1
+        outputs, inputs, numbers = self._packed_shape(name, values, headers, groups=groups)
         size = group_size(inputs, groups, configured=numbers.group_size)
         if size is None:
             refuse(
@@ -206,11 +206,20 @@ class CompressedTensors(Format):
         )
 
     def _packed_shape(
-        self, name: str, values: TensorHeader, headers: Mapping[str, TensorHeader]
+        self,
+        name: str,
+        values: TensorHeader,
+        headers: Mapping[str, TensorHeader],
+        *,
+        groups: int,
     ) -> tuple[int, int, _Numbers]:
-        """Return the number of outputs and inputs of a packed weight, and its group's settings."""
+        """Return the number of outputs and inputs of a packed weight, and its settings.
+
+        Of the settings with fitting bits, those come first whose size of groups fits `groups`.
+        """
         stated = headers.get(f"{name}_shape")
         outputs, words = values.shape
+        found: list[tuple[int, int, _Numbers]] = []
         for numbers in self._numbers:
             inputs = words * INT32_BITS // numbers.num_bits
             if stated is not None and self._has_data:
@@ -219,14 +228,18 @@ class CompressedTensors(Format):
                 if rows != outputs or not 1 <= inputs < 2**48:
                     continue
             if -(-inputs * numbers.num_bits // INT32_BITS) == words:
-                if numbers.num_bits in _PACKED_BITS:
+                if numbers.num_bits not in _PACKED_BITS:
+                    refuse(
+                        values,
+                        f"{name}{_PACKED}",
+                        f"has numbers of {numbers.num_bits} bits, but only 2, 4 and 8 can be "
+                        "dequantised",
+                    )
+                if group_size(inputs, groups, configured=numbers.group_size) is not None:
                     return outputs, inputs, numbers
-                refuse(
-                    values,
-                    f"{name}{_PACKED}",
-                    f"has numbers of {numbers.num_bits} bits, but only 2, 4 and 8 can be "
-                    "dequantised",
-                )
+                found.append((outputs, inputs, numbers))
+        if found:
+            return found[0]
         refuse(
             values,
             f"{name}{_PACKED}",

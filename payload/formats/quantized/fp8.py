@@ -14,7 +14,7 @@ Source: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, inference/fp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ from payload.formats.tensor_headers import FLOAT_DTYPES, TensorHeader
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 POWERS_OF_TWO = ("F8_E8M0", "U8")
 _SCALES = (*FLOAT_DTYPES, *POWERS_OF_TWO)
+_FP4_BLOCK = (1, 32)
+"""Rows and columns that share a scale of 4-bit floats; `weight_block_size` is for 8-bit ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,12 @@ class Fp8(Format):
                 refuse(values, name, f"has no scales ({name}_scale_inv)")
             if scale is None or values.dtype not in (*FLOAT8, "I8"):
                 continue
-            shape = values.shape
+            shape, bits = values.shape, 8
+            blocks = [self._block] if self._block else []
             if values.dtype == "I8":
-                shape = (*shape[:-1], shape[-1] * 2)
+                shape, bits, blocks = (*shape[:-1], shape[-1] * 2), 4, [_FP4_BLOCK]
             scales = headers[scale]
-            block = scale_block(shape, scales, scale, configured=self._block)
-            bits = 4 if values.dtype == "I8" else 8
+            block = scale_block(shape, scales, scale, configured=blocks)
             yield stored(
                 name,
                 values,
@@ -87,12 +89,13 @@ def scale_block(
     scales: TensorHeader,
     name: str,
     *,
-    configured: tuple[int, int] | None,
+    configured: Sequence[tuple[int, int]],
 ) -> tuple[int, int]:
     """Return the rows and columns of a weight of this shape that share one of `scales`.
 
-    Scales are a single number, one for each row, or a grid. Raises CheckpointError for shapes that
-    do not fit.
+    Scales are a single number, one for each row, or a grid of blocks of a `configured` size. If
+    config.json has no size, the grid divides the weight evenly. Raises CheckpointError for shapes
+    that do not fit.
     """
     if scales.dtype not in _SCALES:
         refuse(scales, name, f"is {scales.dtype}, which is not a dtype of scales")
@@ -101,16 +104,15 @@ def scale_block(
     *outer, rows, columns = shape
     if scales.num_elements() == 1 and math.prod(outer) == 1:
         return rows, columns
-    if scales.shape == (*outer, rows):
+    if scales.shape in ((*outer, rows), (*outer, rows, 1)):
         return 1, columns
     grid = scales.shape[-2:]
     if list(scales.shape[:-2]) != outer or len(grid) != 2 or 0 in grid:
         _refuse_grid(scales, name, shape)
-    if configured is not None and grid == tuple(
-        -(-size // block) for size, block in zip((rows, columns), configured, strict=True)
-    ):
-        return configured
-    if rows % grid[0] or columns % grid[1]:
+    for high, wide in configured:
+        if grid == (-(-rows // high), -(-columns // wide)):
+            return high, wide
+    if configured or rows % grid[0] or columns % grid[1]:
         _refuse_grid(scales, name, shape)
     return rows // grid[0], columns // grid[1]
 
@@ -119,7 +121,7 @@ def _refuse_grid(scales: TensorHeader, name: str, shape: tuple[int, ...]) -> Non
     refuse(
         scales,
         name,
-        f"has the shape {list(scales.shape)}, which does not divide a weight of {list(shape)}",
+        f"has the shape {list(scales.shape)}, which does not fit a weight of {list(shape)}",
     )
 
 

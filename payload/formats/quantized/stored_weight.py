@@ -15,7 +15,7 @@ CONFIG_FIX = "Use the model in bf16 or fp32."
 INT32_BITS = 32
 
 Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
-"""How a weight is computed; each name is a module of `payload.train.tensors.dequantize`."""
+"""Arithmetic that gives a weight: the name of a module in `payload.train.tensors.dequantize`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,5 @@ def group_size(columns: int, groups: int, *, configured: int | None) -> int | No
     `configured` is the size in config.json; None or -1 = all columns. The last group can be
     shorter.
     """
-    if groups == 1:
-        return columns
-    size = configured if configured and configured > 0 else None
-    if size is not None and -(-columns // size) == groups:
-        return size
-    return None
+    size = min(configured, columns) if configured and configured > 0 else columns
+    return size if -(-columns // size) == groups else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,8 +265,11 @@ class CausalLM(SplitModule, ABC):
         """
         return torch.zeros(0, dtype=torch.float64)
 
-    def freeze_router(self) -> None:
-        """Do not train the routers of a mixture. Raises ConfigError for any other model."""
+    def freeze_router(self) -> Collection[str]:
+        """Do not train the routers of a mixture, and return the ends of their modules' paths.
+
+        Raises ConfigError for any other model.
+        """
         raise ConfigError(
             f'model.router = "freeze": model_type = {self.spec.model_type!r} has no router. Set '
             'model.router to "auto".'

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,9 +142,9 @@ class Classifier(CausalLM):
         """Return the tokens of each expert of the body."""
         return self.body.take_expert_tokens()
 
-    def freeze_router(self) -> None:
+    def freeze_router(self) -> Collection[str]:
         """Do not train the body's routers. Raises ConfigError for a body without routers."""
-        self.body.freeze_router()
+        return self.body.freeze_router()
 
     def is_adaptable(self, linear: str) -> bool:
         """Return whether the body's linear at this path can have an adapter."""

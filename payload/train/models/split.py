@@ -81,7 +81,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How tensor ranks split a model's parameters; every rank holds unsplit ones in full."""
+    """How tensor ranks split parameters. Every rank holds the unsplit parameters in full."""
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from payload.core.errors import CheckpointError
+from payload.formats.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.weight_headers import weight_headers
 from payload.models.registry import read_spec
 from payload.train.models.loading import load
 from payload.train.tensors.lazy_tensors import LazyTensors
@@ -82,8 +84,11 @@ _EXPERTS = "model.layers.1.mlp.experts.down_proj"
         ("fp8", setting(f"{_LINEAR}.weight_scale_inv", (1, 0), torch.nan), "has a scale of nan"),
         ("fp8", setting(f"{_LINEAR}.weight_scale_inv", (1, 0), torch.inf), "has a scale of inf"),
         ("fp8", setting(f"{_LINEAR}.weight_scale_inv", (1, 0), 3e38), "too large for BF16"),
-        ("fp8", shape_of(f"{_LINEAR}.weight_scale_inv", 5, 2), "does not divide a weight"),
-        ("fp8", shape_of(f"{_LINEAR}.weight_scale_inv", 0, 0), "does not divide a weight"),
+        ("fp8", shape_of(f"{_LINEAR}.weight_scale_inv", 5, 2), "does not fit a weight"),
+        ("fp8", shape_of(f"{_LINEAR}.weight_scale_inv", 0, 0), "does not fit a weight"),
+        # Each would be read with blocks or groups of another size than config.json names.
+        ("fp8", shape_of(f"{_LINEAR}.weight_scale_inv", 4, 4), "does not fit a weight"),
+        ("gptq", shape_of(f"{_LINEAR}.scales", 1, 192), "1 groups, which do not fit"),
         ("fp8", dtype_of(f"{_LINEAR}.weight_scale_inv", torch.int32), "not a dtype of scales"),
         ("fp8", setting(f"{_LINEAR}.weight", (3, 3), torch.nan), "has NaN"),
         ("mxfp4", without(f"{_EXPERTS}_scales"), "lacks this tensor"),
@@ -166,6 +171,24 @@ def test_what_cannot_be_dequantised_is_refused_by_its_name(
     assert message.startswith(f"{tmp_path / 'config.json'}: quantization_config")
     assert message.endswith("Use the model in bf16 or fp32.")
     assert "\n" not in message
+
+
+def test_each_weight_takes_the_settings_of_compressed_tensors_that_fit_its_groups(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """A recipe can give layers of the same bits groups of different sizes."""
+    source, config = checkpoints / "compressed-tensors", {**CONFIGS["compressed-tensors"]}
+    group = config["config_groups"]["group_0"]
+    size = group["weights"]["group_size"]
+    other = {**group, "weights": {**group["weights"], "group_size": 2 * size}}
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    change_config(
+        tmp_path,
+        quantization_config={**config, "config_groups": {"other": other, "group_0": group}},
+    )
+    found = weight_headers(tmp_path)[f"{_LINEAR}.weight"]
+    assert isinstance(found, StoredWeight) and found.block == (1, size)
 
 
 def test_bits_of_compressed_tensors_that_cross_words_are_refused(

@@ -129,9 +129,22 @@ def test_the_tokens_of_each_expert_are_counted_in_training_alone(name: str, tmp_
 
 def test_a_row_has_idle_experts_of_a_mixture_alone() -> None:
     def row(idle: int | None) -> str:
-        values = dict.fromkeys(("loss", "lr", "grad_norm", "tokens_per_s", "data_time_s"), 1.0)
-        more = {"step": 1, "tokens": 1, "rss_bytes": 1, "step_time_s": 1.0, "sync_time_s": 0.0}
-        return to_json_line(StepMetrics(mfu=None, idle_experts=idle, **values, **more))  # type: ignore[arg-type]
+        return to_json_line(
+            StepMetrics(
+                step=1,
+                tokens=1,
+                loss=1.0,
+                lr=1.0,
+                grad_norm=1.0,
+                tokens_per_s=1.0,
+                mfu=None,
+                data_time_s=1.0,
+                step_time_s=1.0,
+                sync_time_s=0.0,
+                rss_bytes=1,
+                idle_experts=idle,
+            )
+        )
 
     assert "idle_experts" not in row(None)
     assert json.loads(row(0))["idle_experts"] == 0
@@ -182,6 +195,15 @@ def test_a_run_with_frozen_routers_leaves_them_as_they_are(
     gates = [name for name in before if ".gate." in name]
     assert gates and all(torch.equal(before[name], after[name]) for name in gates)
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def test_an_adapter_on_a_frozen_router_is_refused(
+    run_config: tuple[Path, str], tmp_path: Path
+) -> None:
+    config, small = run_config
+    settings = ("model.router=freeze", "adapter.kind=lora", "adapter.target=gate.weight")
+    with pytest.raises(ConfigError, match=r"adapter\.target names the router .*gate"):
+        train_alone(tmp_path / "run", config, small, *settings)
 
 
 @pytest.mark.ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -163,13 +163,15 @@ class TransformersLM(CausalLM):
         """Return the number of tokens of each expert in training since the last call."""
         return self._token_counts.take()
 
-    def freeze_router(self) -> None:
+    def freeze_router(self) -> Collection[str]:
         """Do not train the routers. Raises ConfigError for a model without routers."""
         found = router_parameters(self.module, experts=_experts(self.spec))
         if not found:
-            super().freeze_router()
-        for parameter in found:
-            parameter.requires_grad_(False)
+            return super().freeze_router()
+        for parameters in found.values():
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+        return found.keys()
 
     def draws_masks(self) -> bool:
         """Return whether training draws random numbers: for dropout or in a router."""

@@ -15,13 +15,14 @@ _Module = Any
 _NAMES = ("gate", "router", "wg")
 
 
-def router_parameters(module: _Module, *, experts: int) -> list[nn.Parameter]:
-    """Return the weights and biases that give each token's scores of the experts."""
-    found: list[nn.Parameter] = []
+def router_parameters(module: _Module, *, experts: int) -> dict[str, list[nn.Parameter]]:
+    """Return the weights and biases that give each token's scores of the experts, by module."""
+    found: dict[str, list[nn.Parameter]] = {}
     for path, part in module.named_modules():
         is_router = path.rpartition(".")[2] in _NAMES or "router" in type(part).__name__.lower()
         own = list(part.parameters(recurse=False)) if is_router else []
-        found += [each for each in own if experts > 1 and len(each) == experts]
+        scores = [each for each in own if experts > 1 and len(each) == experts]
+        found |= {path: scores} if scores else {}
     return found
 
 
