@@ -38,5 +38,5 @@ def test_every_class_has_a_plan_without_torch(names: tuple[str, ...], tmp_path: 
 
 
 def test_the_installed_transformers_has_every_class() -> None:
-    """The command names a class that is missing, and goes on; here it is a failure."""
+    """The command only names a class that is missing. Here it is a failure."""
     assert [name for name, case in CASES.items() if case.model_type not in CONFIG_MAPPING] == []
