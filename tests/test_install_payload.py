@@ -378,6 +378,7 @@ def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_p
     assert installed(tmp_path / ".venv") == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
 def test_the_downloaded_wheels_of_the_lock_are_enough_for_a_set_up(
     build: str, tmp_path: Path
@@ -410,6 +411,7 @@ def test_the_downloaded_wheels_of_the_lock_are_enough_for_a_set_up(
     assert {f"torch=={build}", "alpha==99.0"} <= installed(tmp_path / ".venv")
 
 
+@pytest.mark.slow
 def test_a_set_up_from_wheels_names_all_that_are_missing_and_the_command_that_downloads_them(
     tmp_path: Path,
 ) -> None:
@@ -432,6 +434,7 @@ def test_a_set_up_from_wheels_names_all_that_are_missing_and_the_command_that_do
     assert install("--from-make", *options, cwd=tmp_path).stderr.rstrip().endswith(": make wheels")
 
 
+@pytest.mark.slow
 def test_a_package_that_no_index_has_is_named_in_the_last_line(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, "alpha==1.0  # train")
     refused = install_torch(lock, tmp_path, cwd=tmp_path)

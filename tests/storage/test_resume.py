@@ -247,6 +247,7 @@ def test_the_machine_that_started_a_run_on_a_cluster_that_is_gone_takes_it_from_
     assert code == ExitCode.OK and "finished" in out, talk
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
     tmp_path: Path, data: Path

@@ -33,6 +33,7 @@ _library()
 }
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("program", IMPORTS.values(), ids=IMPORTS)
 def test_an_import_of_torchao_prints_nothing(program: str) -> None:
