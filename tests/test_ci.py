@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import DEADLINE_S
 from tests.test_architecture import ROOT
 
 pytestmark = pytest.mark.processes
@@ -31,7 +32,9 @@ def ci(clone: Path, *, fails: str = "") -> int:
     (clone / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", clone / ".ci")
     env = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "FAILS": fails}
-    done = subprocess.run(["bash", str(clone / ".ci" / "run")], env=env, check=False, timeout=60)
+    done = subprocess.run(
+        ["bash", str(clone / ".ci" / "run")], env=env, check=False, timeout=DEADLINE_S
+    )
     return done.returncode
 
 

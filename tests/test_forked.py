@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import PYTHON, rank_env
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -66,7 +67,7 @@ def test_a_signal_reaches_it_and_it_ends_as_it_would(
     process, _ = _waiting(tmp_path)
     with process:
         process.send_signal(sent)
-        assert process.wait(timeout=60) == status
+        assert process.wait(timeout=DEADLINE_S) == status
 
 
 def test_it_ends_with_the_process_that_stands_for_it(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_what_kills_it_ends_the_process_that_stands_for_it(tmp_path: Path) -> No
     process, fork = _waiting(tmp_path)
     with process:
         os.kill(fork, signal.SIGKILL)
-        assert process.wait(timeout=60) == -signal.SIGKILL
+        assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
 
 
 def _waiting(folder: Path) -> tuple[subprocess.Popen[str], int]:

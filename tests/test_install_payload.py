@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from bootstrap.make_lock import read_lock
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -78,7 +78,7 @@ def install(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.Complet
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
 
 
@@ -178,7 +178,7 @@ def test_an_interrupted_set_up_is_done_again_once_for_two_that_come_at_once(
     both = [
         subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    said = [process.communicate(timeout=120)[1] for process in both]
+    said = [process.communicate(timeout=DEADLINE_S)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert sum("installing 2 packages" in each for each in said) == 1
     assert installed(tmp_path / ".venv") == {"alpha==1.0", "beta==1.0"}
@@ -484,7 +484,7 @@ def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path
     )
     wait_until((tmp_path / ".venv" / "pyvenv.cfg").exists, what="the environment's first file")
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
     assert said.splitlines()[-1] == "setup: interrupted; run the same command again to resume"
     assert "Traceback" not in said
@@ -575,7 +575,7 @@ def test_make_says_the_exit_code_of_what_failed() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 2
     code, last = done.stderr.splitlines()[-2:]

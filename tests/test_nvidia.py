@@ -28,6 +28,7 @@ from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.preflight import checks
 from payload.orchestrate.preflight.cluster_trial import try_this_machine
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
+from tests.support.waiting import DEADLINE_S
 from tests.test_architecture import ROOT
 
 pytestmark = pytest.mark.processes
@@ -368,7 +369,7 @@ def test_a_plan_here_places_a_rank_on_each_visible_gpu_or_refuses_in_one_line(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == code and words in done.stderr, done.stderr

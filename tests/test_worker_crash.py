@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import REPO
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +45,7 @@ def run_suite(folder: Path, conftest: str, files: list[str]) -> subprocess.Compl
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     # A session that does not end fails here.
     return subprocess.run(
-        argv, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+        argv, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
 
 

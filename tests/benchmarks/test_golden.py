@@ -24,7 +24,7 @@ from benchmarks.golden.inputs import MODELS, TASKS
 from benchmarks.golden.runs import SERIES, Run
 from benchmarks.golden.stored import PATH, TOLERANCE, Stored
 from payload.config.run_config import parse_run_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 PARSED = [Case.parse(name) for name in CASES]
@@ -220,7 +220,7 @@ def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
         wait_until(lambda: len(list(started.iterdir())) == 2, what="two ranks of the commit")
         assert len(worktrees(repo)) == 2
         process.send_signal(number)
-        assert process.wait(timeout=60) == 128 + number
+        assert process.wait(timeout=DEADLINE_S) == 128 + number
     finally:
         process.kill()
         process.wait()

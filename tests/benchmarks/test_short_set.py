@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import short_set
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -28,6 +29,6 @@ def test_every_benchmark_of_the_short_set_has_the_options_that_it_is_given() -> 
         for name in commands
     ]
     for process, options in zip(helps, commands.values(), strict=True):
-        text = process.communicate(timeout=60)[0]
+        text = process.communicate(timeout=DEADLINE_S)[0]
         assert process.returncode == 0
         assert [each for each in options if each.startswith("--") and each not in text] == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import REPO
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +39,7 @@ def test_the_last_line_has_this_project_s_results_beside_its_peers(tmp_path: Pat
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -64,7 +65,7 @@ def test_auto_ends_with_one_line_to_send(tmp_path: Path) -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from payload.data.__main__ import main
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
+from tests.support.waiting import DEADLINE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,7 @@ def run_data(
         env=environment(extra),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
 

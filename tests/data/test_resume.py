@@ -25,7 +25,7 @@ from tests.data.running import (
     stdlib_texts,
     write_jsonl,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_a_waiting_run_starts_when_the_other_has_ended(corpus: Path, tmp_path: P
         wait_until(lambda: lock in open_files(waiting.pid), what="it to open the lock's file")
         assert waiting.poll() is None
         assert not (out / "meta.json").exists()
-    assert waiting.wait(timeout=60) == 0
+    assert waiting.wait(timeout=DEADLINE_S) == 0
     assert (out / "meta.json").exists()
 
 

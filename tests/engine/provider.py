@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 
 from tests.infra.stacks import Recorded
 from tests.orchestrate.cloud.standin import PROJECT
+from tests.support.waiting import DEADLINE_S
 
 Document = dict[str, Any]
 # The order of creation, by dependencies; removal is in reverse order.
@@ -103,7 +104,7 @@ class Sender:
             f"{self.url}{path}", method=method, data=data, headers=headers
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
                 found: Document = json.load(answer)
                 return found
         except urllib.error.HTTPError as error:

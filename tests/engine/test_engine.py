@@ -17,6 +17,7 @@ from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn, Fault
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 UP = (
@@ -215,7 +216,7 @@ def test_after_ctrl_c_down_leaves_nothing(
     for _ in range(presses):
         engine.interrupt(process)
         engine.wait_for_requests(len(cloud.requests) + 2, process)
-    assert process.wait(timeout=300) in (INTERRUPTED, 0)
+    assert process.wait(timeout=DEADLINE_S) in (INTERRUPTED, 0)
     engine.down()
     assert engine.left() == {}
 

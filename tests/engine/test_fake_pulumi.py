@@ -17,7 +17,7 @@ from payload.orchestrate.clouds.pulumi.locks import are_stale, locks_in
 from tests.engine.engine import Done, Engine
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.standin import CloudStandIn, Fault
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 Document = dict[str, Any]
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_after_what_has_begun_and_a_second_at_once(
         os.killpg(process.pid, signal.SIGINT)
         if count < presses:
             wait_until(lambda: "^C received" in log.read_text(), what="the first interrupt")
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=DEADLINE_S) == 1
     assert fake.locks() == []
     events = [json.loads(line) for line in log.read_text().splitlines()]
     if presses == 1:

@@ -28,8 +28,8 @@ from payload.run_record.report_and_samples_process import add_samples
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import read_samples
 from tests.support.chat_data import conversations, make_model, write_rows
-from tests.support.launching import DEADLINE_S, REPO, rank_env
-from tests.support.waiting import wait_until
+from tests.support.launching import REPO, rank_env
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +306,7 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
 ) -> None:
     words = command(place, "--data", place / "labelled.csv", "--steps", 100_000, "--no-samples")
     with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE) as it:
-        wait_until(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), what="a step", timeout_s=120)
+        wait_until(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), what="a step")
         os.kill(it.pid, signal.SIGINT)
         _, err = it.communicate(timeout=DEADLINE_S)
     assert it.returncode == 130, err

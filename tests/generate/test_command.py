@@ -25,10 +25,10 @@ from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_weights import save_hf
 from tests.generate.models import make_model
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DEADLINE_S = 120
 ROOT = Path(__file__).resolve().parents[2]
 
 Damage = Callable[[Path], None]

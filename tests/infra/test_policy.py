@@ -19,6 +19,7 @@ from infra.gcp.security_rules import EXCEPTIONS, RULES
 from tests.infra.stacks import CASES, ROOT, Plain
 from tests.infra.test_graph import deployed
 from tests.infra.test_security import MUTATIONS, Change, clean
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +42,7 @@ def analyzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             yield analyzer_pb2_grpc.AnalyzerStub(channel)
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=DEADLINE_S)
         process.stdout.close()
 
 

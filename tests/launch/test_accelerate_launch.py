@@ -13,6 +13,7 @@ from payload.launch.launchers.registry import find
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import plan_stand_in
+from tests.support.waiting import DEADLINE_S
 
 SCRIPT = """
 import torch
@@ -42,7 +43,7 @@ def test_accelerate_launch_starts_all_ranks_from_the_heads_config(tmp_path: Path
         env={**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

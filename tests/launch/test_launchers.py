@@ -23,6 +23,7 @@ from tests.launch.inventories import make_inventory
 from tests.orchestrate.operator import SETTINGS
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO, losses, summary
+from tests.support.waiting import DEADLINE_S
 
 STEPS = 4
 
@@ -111,7 +112,7 @@ def run(root: Path, run_id: str, *settings: str) -> tuple[RunPaths, str]:
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == ExitCode.OK, done.stderr

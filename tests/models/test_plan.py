@@ -18,6 +18,7 @@ from payload.formats.hub_names import HubName
 from payload.weights.source import spec_on_hub
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
 from tests.support.launching import REPO
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +54,7 @@ def planned(folders: list[Path], runs: Path) -> tuple[list[dict[str, object]], l
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

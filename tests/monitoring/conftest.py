@@ -16,6 +16,7 @@ from payload.run_record.run_files import RunPaths
 from tests.monitoring.watched import Gpus, Watched, short_thresholds
 from tests.supervise.planned import REPO, wait_for_steps
 from tests.support.launching import TINY_RUN
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,10 @@ def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     start = [*orchestrate, "run", "--config", str(config), "--run-id", "watched", "--detach"]
     start += [*runs_dir, "--inventory", "local"]
     start += [argument for each in settings for argument in ("--set", each)]
-    subprocess.run(start, cwd=REPO, check=True, timeout=120, capture_output=True)
+    subprocess.run(start, cwd=REPO, check=True, timeout=DEADLINE_S, capture_output=True)
     paths = RunPaths(folder / "runs" / "watched")
     try:
-        pids = wait_for_steps(paths, step=45, timeout_s=240)
+        pids = wait_for_steps(paths, step=45)
         files = folder / "files"
         with Gpus() as gpus:
             short_thresholds(files, gpus=gpus.address)
@@ -50,4 +51,4 @@ def watched(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 yield Watched(url=pages[-1].removesuffix("/alerts"), paths=paths, pids=pids)
     finally:
         stop = [*orchestrate, "stop", "watched", "--force", *runs_dir]
-        subprocess.run(stop, cwd=REPO, timeout=120, capture_output=True)
+        subprocess.run(stop, cwd=REPO, timeout=DEADLINE_S, capture_output=True)

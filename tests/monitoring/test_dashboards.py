@@ -74,8 +74,8 @@ def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
     for pid in watched.pids:
         os.kill(pid, signal.SIGSTOP)
     try:
-        wait_for(lambda: expected <= watched.firing(), "both alerts", timeout_s=100)
+        wait_for(lambda: expected <= watched.firing(), "both alerts")
     finally:
         for pid in watched.pids:
             os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not expected & watched.firing(), "the end of both", timeout_s=100)
+    wait_for(lambda: not expected & watched.firing(), "the end of both")

@@ -19,6 +19,7 @@ import yaml
 
 from payload.monitor.local import FILES
 from payload.run_record.run_files import RunPaths
+from tests.support.waiting import DEADLINE_S
 
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
 SHORT_S = 5
@@ -38,7 +39,9 @@ class Watched:
     def get(self, path: str, **parameters: str | float) -> Any:
         """Return the data of a response of Prometheus's HTTP API."""
         query = urllib.parse.urlencode(parameters)
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/{path}?{query}", timeout=DEADLINE_S
+        ) as answer:
             found = json.load(answer)
         assert found["status"] == "success"
         return found["data"]

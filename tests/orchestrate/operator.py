@@ -12,9 +12,8 @@ from payload.machines.inventory import ClusterInventory
 from payload.run_record.run_files import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
-TIMEOUT_S = 180.0
 SETTINGS = (
     "data.sequence_length=32",
     "model.preset=tiny",
@@ -77,7 +76,7 @@ class Operator:
         )
 
     def do(
-        self, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+        self, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = DEADLINE_S
     ) -> tuple[int, str]:
         """Run an orchestrate command; return its exit code and its output."""
         return finish(self.start(*arguments, env=env), timeout_s=timeout_s)
@@ -106,11 +105,10 @@ class Operator:
         wait_until(
             lambda: metrics.exists() and "tokens_per_s" in metrics.read_text(encoding="utf-8"),
             what=f"the first step of {run_id}",
-            timeout_s=TIMEOUT_S,
         )
 
 
-def finish(process: subprocess.Popen[str], *, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], *, timeout_s: float = DEADLINE_S) -> tuple[int, str]:
     """Wait until a command has ended; return its exit code and its output."""
     with process:
         try:

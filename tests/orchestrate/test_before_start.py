@@ -21,14 +21,9 @@ from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_input_checks import settle_initial
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.test_commands import ENDLESS, Workplace
-from tests.supervise.planned import (
-    DEADLINE_S,
-    plan_stand_in,
-    wait_for,
-    wait_for_steps,
-    wait_until_gone,
-)
+from tests.supervise.planned import plan_stand_in, wait_for, wait_for_steps, wait_until_gone
 from tests.support.run_folders import make_run
+from tests.support.waiting import DEADLINE_S
 
 GPT2_CONFIG = {
     "model_type": "gpt2",

@@ -24,7 +24,6 @@ from payload.run_record.suggested_run_commands import no_runs
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_runs import make_data
 from tests.supervise.planned import (
-    DEADLINE_S,
     REPO,
     StandInAccess,
     state_of,
@@ -33,6 +32,7 @@ from tests.supervise.planned import (
     wait_until_gone,
 )
 from tests.support.recorded_output import record_output
+from tests.support.waiting import DEADLINE_S
 
 ENDLESS = ("--steps", "100000")
 _ON_A_RUN = ("status", "stop", "logs", "collect", "run --resume latest")

@@ -32,6 +32,7 @@ from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import make_cluster
 from tests.supervise.planned import REPO, plan_stand_in, wait_for
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -93,7 +94,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
         answers: list[bytes] = []
 
         def fetch() -> None:
-            with urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=60) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=DEADLINE_S) as answer:
                 answers.append(answer.read())
 
         threads = [threading.Thread(target=fetch) for _ in range(4)]
@@ -103,9 +104,9 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
             thread.join()
         assert answers == [BIG] * 4
         with pytest.raises(OSError):  # reset or closed: no server
-            urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=60)
+            urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=DEADLINE_S)
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=60)
+        urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=DEADLINE_S)
 
 
 @pytest.mark.sshd
@@ -171,7 +172,7 @@ def test_the_command_ends_all_that_it_started(
     address = urlsplit(process.stdout.readline().strip())
     assert re.fullmatch(r"tileforge-[0-9a-f]{16}\.localhost", address.hostname or "")
     # A browser's request; browsers resolve this name to the local machine themselves.
-    request = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
+    request = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=DEADLINE_S)
     request.request("GET", "/-/ready", headers={"Host": address.netloc})
     assert request.getresponse().status == 200
     request.close()
@@ -181,7 +182,7 @@ def test_the_command_ends_all_that_it_started(
         assert line
     assert f", open: http://127.0.0.1:{address.port}/" in line
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), "their ends")
 

@@ -23,12 +23,12 @@ from payload.core.errors import (
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node
 from tests.launch.inventories import make_inventory
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 
 def test_all_nodes_are_asked_at_once() -> None:
     nodes = make_inventory(num_nodes=3).nodes
-    meeting = threading.Barrier(3, timeout=60)
+    meeting = threading.Barrier(3, timeout=DEADLINE_S)
 
     def meet(node: Node) -> str:
         meeting.wait()

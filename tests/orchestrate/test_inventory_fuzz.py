@@ -20,6 +20,7 @@ from payload.core.errors import ConfigError
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.remote_calls import iap_argv
 from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
+from tests.support.waiting import DEADLINE_S
 
 CASES = 3000
 HOSTILE: tuple[object, ...] = (
@@ -165,7 +166,7 @@ def ssh_says(config: Path, host: str) -> list[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_gcloud, make_key
 from tests.support.nvidia_smi import L4, make_nvidia_smi
 from tests.support.ports import free_port
+from tests.support.waiting import DEADLINE_S
 from tests.test_architecture import ROOT
 
 READY = {
@@ -345,7 +346,7 @@ def test_the_operator_s_own_ssh_reaches_every_node_afterwards(
     assert preflight(inventory, login, tmp_path) == ExitCode.BOOTSTRAP
     for sshd in nodes:
         argv = ["ssh", "-F", ".cluster/test/ssh_config", sshd.node.name, "echo", "$HOME"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert done.stdout.strip() == str(sshd.home), done.stderr
 
 

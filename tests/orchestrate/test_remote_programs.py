@@ -34,7 +34,7 @@ from payload.orchestrate.ssh.remote_calls import (
 )
 from tests.support.ports import free_port
 from tests.support.sshfs_mount import sshfs_mount, stopped
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +50,7 @@ def run_remote(program: str, arguments: dict[str, Any], *, home: Path | None = N
         input=remote_stdin(program, arguments),
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=DEADLINE_S,
         env=env,
     )
     assert done.returncode == 0, done.stderr.decode()

@@ -46,6 +46,7 @@ from payload.orchestrate.ssh.start_claim import Claim, HeadBusyError, claimed
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 from tests.support.launching import BIN
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.sshd
 
@@ -67,7 +68,7 @@ def ssh_from_head(key: RunKey, node: Node, argv: Sequence[str]) -> CompletedProc
         ["ssh", "-F", str(key.config), node.address, *argv],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
 
@@ -173,7 +174,7 @@ def mpirun(key: RunKey, inventory: ClusterInventory, tmp_path: Path) -> Complete
         env=launcher_environment({**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}, settings),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
 
@@ -326,7 +327,7 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
         broken = stack.enter_context(cluster_of(inventory, login))
         stack.enter_context(claimed(broken, run_dir=run_dir, say=print))
         broken.connect(inventory.head).close()
-        with claimed(other, run_dir=run_dir, say=print, timeout_s=60) as claim:
+        with claimed(other, run_dir=run_dir, say=print, timeout_s=DEADLINE_S) as claim:
             assert claim.running is None
 
 
@@ -350,7 +351,7 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
         with pytest.raises(HeadBusyError), retry(name=OTHER):
             pass
         before.close()
-        with retry(name=name, timeout_s=60) as claim_again:
+        with retry(name=name, timeout_s=DEADLINE_S) as claim_again:
             assert claim_again == Claim(name=name, running=None)
     assert said[:2] == [
         "node-0: the broken connection still holds the claim; waiting",
@@ -365,7 +366,7 @@ def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login:
     worker = nodes[1].node
     assert ssh_from_head(key, worker, ["true"]).returncode == 0
     argv = ["ssh", "-F", str(key.config), "-b", "127.0.0.9", worker.address, "true"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 255 and "Permission denied" in done.stderr, done.stderr
 
 

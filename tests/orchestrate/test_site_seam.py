@@ -35,6 +35,7 @@ from tests.orchestrate import toy_site
 from tests.orchestrate.operator import SETTINGS
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO, losses, summary
+from tests.support.waiting import DEADLINE_S
 
 
 def config_of(*overrides: str) -> object:
@@ -79,7 +80,7 @@ def test_a_new_site_is_one_file_and_trains_what_this_machine_trains(tmp_path: Pa
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=DEADLINE_S,
             check=False,
         )
         assert done.returncode == ExitCode.OK, done.stderr

@@ -22,9 +22,9 @@ from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.run_record.stragglers import StragglerWatch
 from tests.supervise.planned import REPO, wait_for
 from tests.support.data_folders import make_data_folder
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.ranks
-TIMEOUT_S = 120.0
 SETTINGS = (
     *("model.preset=tiny", "model.n_layer=4", "model.n_head=4", "model.n_embd=128"),
     *("data.sequence_length=256", "batch.global_batch_size=8", "batch.micro_batch_size=4"),
@@ -69,7 +69,7 @@ def cpu_s(process: int) -> float:
 def share_of(paths: RunPaths, process: int, *, steps: int) -> float:
     """Return the part of a core that a process uses over `steps` steps."""
     began, began_s, before_s = step_of(paths), time.monotonic(), cpu_s(process)
-    wait_for(lambda: step_of(paths) >= began + steps, "more steps", timeout_s=TIMEOUT_S)
+    wait_for(lambda: step_of(paths) >= began + steps, "more steps")
     return (cpu_s(process) - before_s) / (time.monotonic() - began_s)
 
 
@@ -88,9 +88,9 @@ def wait_for_even_ranks(paths: RunPaths) -> None:
                 evenness.append(max(times.work()) < 1.2 * min(times.work()))
         return not watch.slow() and len(evenness) == 3 and all(evenness)
 
-    ends = time.monotonic() + TIMEOUT_S
+    ends = time.monotonic() + DEADLINE_S
     while not are_even():
-        assert time.monotonic() < ends, f"ranks were not equally fast within {TIMEOUT_S:g} s"
+        assert time.monotonic() < ends, f"ranks were not equally fast within {DEADLINE_S:g} s"
         time.sleep(0.2)
 
 
@@ -166,7 +166,7 @@ def test_a_rank_with_half_its_core_is_named_within_20_slow_steps(tmp_path: Path)
         return _NAMED.match(found[-1]) if found else None
 
     try:
-        wait_for(lambda: step_of(paths) >= 12, "12 steps", timeout_s=TIMEOUT_S)
+        wait_for(lambda: step_of(paths) >= 12, "12 steps")
         process = process_of(paths, rank=1)
         share = share_of(paths, process, steps=10)
         wait_for_even_ranks(paths)
@@ -176,12 +176,11 @@ def test_a_rank_with_half_its_core_is_named_within_20_slow_steps(tmp_path: Path)
                 # The line may be of an earlier slowness that is not over yet, the rows may not.
                 lambda: slow_after(paths, began) is not None and named() is not None,
                 "the slow rank's name",
-                timeout_s=TIMEOUT_S,
             )
             found = next(match for line in reversed(lines) if (match := _NAMED.match(line)))
     finally:
         run.send_signal(signal.SIGINT)
-        run.wait(timeout=TIMEOUT_S)
+        run.wait(timeout=DEADLINE_S)
         reader.join()
     shown = slow_after(paths, began)
     assert shown is not None and shown[1] <= _STEPS

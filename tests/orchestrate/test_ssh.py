@@ -44,7 +44,7 @@ from tests.orchestrate.sshd import (
     relay_argv,
 )
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.sshd
 
@@ -87,20 +87,22 @@ def error_of(node: Node, login: Login) -> TileforgeError:
 
 def test_a_command_gives_its_status_and_both_outputs(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        done = connection.run(["sh", "-c", "cat; echo no >&2; exit 3"], timeout_s=60, stdin=b"yes")
+        done = connection.run(
+            ["sh", "-c", "cat; echo no >&2; exit 3"], timeout_s=DEADLINE_S, stdin=b"yes"
+        )
     assert (done.status, done.stdout, done.stderr) == (3, b"yes", b"no\n")
 
 
 def test_arguments_arrive_as_they_are(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        said = connection.check_run(["printf", "%s\\0", *HOSTILE], timeout_s=60)
+        said = connection.check_run(["printf", "%s\\0", *HOSTILE], timeout_s=DEADLINE_S)
     assert said.decode().split("\0")[:-1] == HOSTILE
 
 
 def test_much_output_and_input_that_nobody_reads_do_not_block(node: Sshd, login: Login) -> None:
     program = "head -c 8000000 /dev/zero; head -c 8000000 /dev/zero >&2"
     with connected(node.node, login) as connection:
-        done = connection.run(["sh", "-c", program], timeout_s=60, stdin=bytes(8_000_000))
+        done = connection.run(["sh", "-c", program], timeout_s=DEADLINE_S, stdin=bytes(8_000_000))
     assert (len(done.stdout), len(done.stderr)) == (8_000_000, 8_000_000)
 
 
@@ -109,8 +111,8 @@ def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Log
         for stream in ("", " >&2"):
             argv = ["sh", "-c", f"cat /dev/zero{stream}"]
             with pytest.raises(AnswerError, match=r"^node-0: sent more data than requested"):
-                connection.run(argv, timeout_s=60)
-        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
+                connection.run(argv, timeout_s=DEADLINE_S)
+        assert connection.check_run(["echo", "still here"], timeout_s=DEADLINE_S) == b"still here\n"
 
 
 def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login) -> None:
@@ -118,7 +120,7 @@ def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login
         connected(node.node, login) as connection,
         pytest.raises(PreflightError, match=r"node-0: `ls` failed with status 2: .*/nowhere"),
     ):
-        connection.check_run(["ls", "/nowhere"], timeout_s=60)
+        connection.check_run(["ls", "/nowhere"], timeout_s=DEADLINE_S)
 
 
 def has_sleeping(sshd: Sshd) -> bool:
@@ -137,14 +139,14 @@ def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: L
         with pytest.raises(PreflightError, match=r"node-0: `sh` did not finish within 3 s"):
             connection.run(["sh", "-c", "sleep 300; true"], timeout_s=3)
         wait_until(lambda: not has_sleeping(node), what="the command's end")
-        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
+        assert connection.check_run(["echo", "still here"], timeout_s=DEADLINE_S) == b"still here\n"
 
 
 def test_a_command_that_is_killed_is_said_to_be(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
         with pytest.raises(PreflightError, match="node-0: `sh` was killed by a signal"):
-            connection.run(["sh", "-c", "kill -9 $$"], timeout_s=60)
-        assert connection.run(["true"], timeout_s=60).status == 0
+            connection.run(["sh", "-c", "kill -9 $$"], timeout_s=DEADLINE_S)
+        assert connection.run(["true"], timeout_s=DEADLINE_S).status == 0
 
 
 def test_another_host_key_is_refused_before_anything_is_sent(
@@ -255,9 +257,9 @@ def test_a_node_that_falls_silent_is_unreachable_and_not_waited_for_twice(
             with pytest.raises(
                 SshUnreachableError, match="node-1: no response while running `true`"
             ):
-                connection.run(["true"], timeout_s=60)
+                connection.run(["true"], timeout_s=DEADLINE_S)
             with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
-                connection.run(["true"], timeout_s=60)
+                connection.run(["true"], timeout_s=DEADLINE_S)
         finally:
             sshd.signal(signal.SIGCONT)
 
@@ -267,7 +269,7 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
     with connected(sshd.node, login) as connection:
         sshd.stop()
         with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
-            connection.run(["true"], timeout_s=60)
+            connection.run(["true"], timeout_s=DEADLINE_S)
 
 
 def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
@@ -289,10 +291,10 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
     with connected(node.node, login) as connection:
         # It ends when the end of its input is about to be sent.
         waits = f"until [ -e {may_end} ]; do sleep 0.01; done"
-        assert connection.run(["sh", "-c", waits], timeout_s=60).status == 0
+        assert connection.run(["sh", "-c", waits], timeout_s=DEADLINE_S).status == 0
         assert len(was_late) == 1
         # The node responds to earlier messages before it closes.
-        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
+        assert connection.check_run(["echo", "still here"], timeout_s=DEADLINE_S) == b"still here\n"
     assert "nonexistent channel" not in node.log.read_text(encoding="utf-8")
 
 
@@ -308,18 +310,18 @@ def test_the_reason_of_a_connection_s_end_is_in_its_error(
         said = r"code 2: ieof packet referred to nonexistent channel 99\)\. Check that the machine"
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match=said):
-                connection.run(["true"], timeout_s=60)
+                connection.run(["true"], timeout_s=DEADLINE_S)
     with connected(sshd.node, login) as connection:
         sshd.stop()
         said = r"\((the node closed the connection|Connection reset by peer|Broken pipe)\)\. Check"
         with pytest.raises(ConnectionLostError, match=said):
-            connection.run(["true"], timeout_s=60)
+            connection.run(["true"], timeout_s=DEADLINE_S)
 
 
 def test_a_channel_takes_nothing_after_its_close_here(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
         transport: Any = connection._transport
-        channel: Any = transport.open_session(timeout=60)
+        channel: Any = transport.open_session(timeout=DEADLINE_S)
         channel.exec_command("cat")
         sent: list[bytes] = []
         transport._send_message = lambda message: sent.append(message.asbytes()[:1])
@@ -334,7 +336,7 @@ def test_a_channel_takes_nothing_after_its_close_here(node: Sshd, login: Login) 
         send_data_and_eof()
         assert sent == [b"\x5e", b"\x60", b"\x61"]
         del transport._send_message
-        assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
+        assert connection.check_run(["echo", "still here"], timeout_s=DEADLINE_S) == b"still here\n"
 
 
 def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
@@ -353,7 +355,7 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
             connection = cluster.connect(worker.node)
             broken.stop()
             with pytest.raises(ConnectionLostError, match=f"^node-1: the connection .*{said}"):
-                connection.run(["true"], timeout_s=60)
+                connection.run(["true"], timeout_s=DEADLINE_S)
         broken.start()
 
 
@@ -377,7 +379,7 @@ def test_a_connection_that_breaks_while_an_answer_is_awaited_is_said_to(
         words = ["sh", "-c", f"touch {runs}; {_NO_ANSWER}"]
         with (
             pytest.raises(ConnectionLostError, match="the connection broke while running `sh`"),
-            connection.listening(words, timeout_s=60),
+            connection.listening(words, timeout_s=DEADLINE_S),
         ):
             pass
     stopper.join()
@@ -385,7 +387,7 @@ def test_a_connection_that_breaks_while_an_answer_is_awaited_is_said_to(
 
 def test_a_command_that_does_not_answer_in_time_is_unreachable(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        with connection.listening(["echo", "hi"], timeout_s=60) as answer:
+        with connection.listening(["echo", "hi"], timeout_s=DEADLINE_S) as answer:
             assert answer == b""
         with (
             pytest.raises(SshUnreachableError, match="node-0: no response for 1 s while running"),
@@ -397,7 +399,7 @@ def test_a_command_that_does_not_answer_in_time_is_unreachable(node: Sshd, login
 def test_the_log_of_a_node_can_be_shown_where_a_test_fails(node: Sshd, login: Login) -> None:
     began = time.time() - 1.0
     with connected(node.node, login) as connection:
-        connection.check_run(["true"], timeout_s=60)
+        connection.check_run(["true"], timeout_s=DEADLINE_S)
     assert "Accepted publickey" in dict(logs_since(began))["node-0"]
     assert not dict(logs_since(time.time() + 60.0))
 
@@ -406,7 +408,9 @@ def test_workers_are_reached_through_the_head(start_sshd: StartSshd, login: Logi
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.node, worker.node)
     with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
-        said = cluster.connect(worker.node).check_run(["sh", "-c", "echo $HOME"], timeout_s=60)
+        said = cluster.connect(worker.node).check_run(
+            ["sh", "-c", "echo $HOME"], timeout_s=DEADLINE_S
+        )
     assert said.decode().strip() == str(worker.home)
 
 
@@ -453,7 +457,7 @@ def test_a_proxy_command_carries_a_connection_and_ends_with_it(node: Sshd, login
         return proxies[-1]
 
     connection = dial(node.node, login=login, open_stream=open_stream, deadlines=PATIENT)
-    assert connection.check_run(["echo", "hi"], timeout_s=60) == b"hi\n"
+    assert connection.check_run(["echo", "hi"], timeout_s=DEADLINE_S) == b"hi\n"
     connection.close()
     assert proxies[0].ended()
 
@@ -510,7 +514,7 @@ def test_neither_logs_nor_errors_hold_key_material(
     good = start_sshd("node-0", "127.0.0.2")
     bad = start_sshd("node-1", "127.0.0.3", public_key=make_key(tmp_path / "another"))
     with connected(good.node, login) as connection:
-        connection.check_run(["true"], timeout_s=60)
+        connection.check_run(["true"], timeout_s=DEADLINE_S)
     error = error_of(bad.node, login)
     private = login.key.read_text(encoding="ascii").splitlines()[1:-1]
     said = caplog.text + str(error) + good.log.read_text(encoding="utf-8")

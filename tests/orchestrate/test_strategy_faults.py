@@ -20,9 +20,9 @@ from payload.formats.checkpoint_listing import (
 from payload.orchestrate.__main__ import main
 from payload.run_record.run_files import RunPaths
 from payload.supervise.processes import processes_of
-from tests.orchestrate.test_trainer import TIMEOUT_S, start
+from tests.orchestrate.test_trainer import start
 from tests.supervise.planned import wait_for_steps
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -64,9 +64,9 @@ def test_a_rank_that_is_killed_or_stopped_is_named(
 ) -> None:
     process = start(tmp_path, *settings, *ENDLESS, "limits.hang_timeout_s=3")
     paths = RunPaths(tmp_path / "runs" / "one")
-    pids = wait_for_steps(paths, step=3, timeout_s=TIMEOUT_S)
+    pids = wait_for_steps(paths, step=3)
     os.kill(pids[1], fault)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == code, err
     assert said in err
     assert not processes_of(paths.root)
@@ -80,20 +80,20 @@ def test_ranks_that_die_while_they_write_a_checkpoint_go_on_bitwise_from_the_one
     steps = ("train.steps=8", "train.checkpoint_every=2", "limits.max_restarts=0")
     (tmp_path / "whole").mkdir()
     whole = start(tmp_path / "whole", *settings, *steps)
-    assert whole.wait(TIMEOUT_S) == 0
+    assert whole.wait(DEADLINE_S) == 0
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(_STOP_WHILE_WRITING, encoding="utf-8")
     process = start(tmp_path, *settings, *steps, env={"PYTHONPATH": str(hook)})
     paths = RunPaths(tmp_path / "runs" / "one")
-    pids = wait_for_steps(paths, step=1, timeout_s=TIMEOUT_S)
+    pids = wait_for_steps(paths, step=1)
     half = hook / "reached"
-    wait_until(half.exists, what="a checkpoint to be half written", timeout_s=TIMEOUT_S)
+    wait_until(half.exists, what="a checkpoint to be half written")
     assert [each.name for each in partial_checkpoints(paths.checkpoints)] == [_HALF]
     for pid in pids:
         with suppress(ProcessLookupError):  # the launcher was quicker, after the first one
             os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.RANK_LOST, err
     assert "was killed by signal 9 (SIGKILL)" in err
     left = checkpoint_folders(paths.checkpoints)

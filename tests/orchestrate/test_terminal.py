@@ -23,7 +23,6 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.store_state import StoreState
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import (
-    DEADLINE_S,
     REPO,
     StandInAccess,
     plan_stand_in,
@@ -32,6 +31,7 @@ from tests.supervise.planned import (
 )
 from tests.support.run_folders import make_run, write_state
 from tests.support.terminal import Terminal
+from tests.support.waiting import DEADLINE_S
 
 WIDTHS = (40, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 200)))
 # Retitle the window, write the clipboard (OSC 52), clear the screen, C1's CSI and OSC, a bell.

@@ -23,10 +23,10 @@ from payload.supervise.processes import processes_of
 from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps
 from tests.support.data_folders import make_data_folder
 from tests.support.small_disk import SmallDisk
+from tests.support.waiting import DEADLINE_S
 from tests.test_checkpoint_listing import make_checkpoint
 
 pytestmark = pytest.mark.ranks
-TIMEOUT_S = 180.0
 SETTINGS = (
     "data.sequence_length=32",
     "model.preset=tiny",
@@ -68,7 +68,7 @@ def start(
 
 def test_a_backend_that_is_not_here_is_refused_before_the_start(tmp_path: Path) -> None:
     process = start(tmp_path, "distributed.backend=nccl")
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.CONFIG
     assert "distributed.backend = 'nccl'" in err
 
@@ -80,11 +80,11 @@ def test_a_run_continues_on_a_full_disk_and_fails_when_it_must_save(
     endless = ("train.steps=100000", "train.checkpoint_every=0", "train.keep_checkpoints=1")
     process = start(tmp_path, *sizes, *endless, runs_dir=small_disk.path, vocab_size=512)
     paths = RunPaths(small_disk.path / "one")
-    wait_for_steps(paths, ranks=1, step=3, timeout_s=TIMEOUT_S)
+    wait_for_steps(paths, ranks=1, step=3)
     small_disk.fill()
     wait_for(lambda: shown_step(paths) > losses_so_far(paths) + 20, "rows that wait")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.TRAINING, err
     words = f"{paths.metrics} cannot be written (No space left on device). Free disk space"
     assert words in err
@@ -113,7 +113,7 @@ def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -
     """One step takes hours here; a stop must not wait for its completion."""
     process = start(tmp_path, "batch.global_batch_size=2000000", "train.checkpoint_every=1")
     paths = RunPaths(tmp_path / "runs" / "one")
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + DEADLINE_S
     while not re.search(r'"micro_step": [1-9]', _text(paths.rank_progress(1))):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -121,7 +121,7 @@ def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -
     assert beat is not None and (beat.phase, beat.step) == ("step", 0)
     assert beat.micro_steps == 1_000_000
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=TIMEOUT_S)
+    process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
     summary = read_json(Summary, paths.summary)
     assert summary is not None
@@ -137,9 +137,9 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Pat
     settings = ("train.steps=100000", "train.checkpoint_every=1", "limits.max_restarts=0")
     process = start(tmp_path, *SMALLEST, *settings, vocab_size=512)
     paths = RunPaths(tmp_path / "runs" / "one")
-    pids = wait_for_steps(paths, step=3, timeout_s=TIMEOUT_S)
+    pids = wait_for_steps(paths, step=3)
     os.kill(pids[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.RANK_LOST
     assert "error: rank 1 on " in err and "was killed by signal 9 (SIGKILL)" in err
     folders = checkpoint_folders(paths.checkpoints)
@@ -194,7 +194,7 @@ def test_a_rank_that_gets_sigterm_is_lost_and_the_run_continues_from_its_checkpo
     env = signalling_itself(tmp_path / "hook", signal.SIGTERM, after="metrics.jsonl")
     process = start(tmp_path, *settings, env=env)
     paths = RunPaths(tmp_path / "runs" / "one")
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert "was sent SIGTERM, but not by this run's supervisor" in err
     assert "Continuing from checkpoint step_" in err and "(restart 1 of 1)" in err
@@ -239,7 +239,7 @@ def test_a_stopped_rank_is_a_hang_and_the_run_continues_from_its_checkpoint(tmp_
     env = signalling_itself(tmp_path / "hook", signal.SIGSTOP, after=first)
     process = start(tmp_path, *settings, env=env)
     paths = RunPaths(tmp_path / "runs" / "one")
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     assert f"checkpoint       {paths.checkpoint(150)}" in out
     assert "no rank made progress for" in err and "stopped by a signal: rank 1 on" in err

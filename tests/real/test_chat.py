@@ -22,13 +22,13 @@ from tests.support.chat_data import prepare
 from tests.support.launching import metrics
 from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.seeds, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 LENGTH, STEPS = 256, 60
 # On a CPU that emulates bf16 the run would take an hour.
 DTYPE = "fp32" if has_bf16() is False else "bf16"
-DEADLINE_S = 560
 QUESTION = "Write the docstring of this Python function.\n\ndef add(a, b):\n    return a + b"
 
 

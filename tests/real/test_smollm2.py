@@ -23,13 +23,13 @@ from payload.models.gguf import read_gguf
 from payload.models.registry import read_spec
 from tests.support.launching import REPO, rank_env
 from tests.support.smollm2 import kept, smollm2_folder, smollm2_gguf
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 LENGTH = 128
 NUM_VAL_TOKENS = 1024
 STEPS = 30
-DEADLINE_S = 240
 PROMPT = "The capital of France is"
 HARNESS = (
     "lm-eval==0.4.13",

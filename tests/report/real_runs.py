@@ -16,9 +16,9 @@ from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import REPO, wait_for_steps
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN, metrics
+from tests.support.waiting import DEADLINE_S
 
 HOURLY_USD = 3.6
-TIMEOUT_S = 180.0
 
 
 STEPS = 400
@@ -46,7 +46,7 @@ def make_failed_run(runs: Path) -> None:
     """Add the run `failed` to the folder of `make_runs`."""
     argv = _argv(runs, runs.parent / "run.toml", runs.parent / "inventory.json")
     failing = [*argv, "--run-id", "failed", "--set", "optimizer.lr=1e30"]
-    done = subprocess.run(failing, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(failing, cwd=REPO, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 40, done.stderr
     assert done.stderr.splitlines()[-1] == f"report: {RunPaths(runs / 'failed').report}"
 
@@ -66,7 +66,7 @@ def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
     first = subprocess.Popen([*argv, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
     before = wait_for_steps(paths, step=10)
     first.send_signal(signal.SIGINT)
-    _, stderr = first.communicate(timeout=TIMEOUT_S)
+    _, stderr = first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 130, stderr.decode()
     printed(runs / "stopped").write_bytes(stderr)
     shutil.copytree(paths.root, runs / "stopped")
@@ -76,7 +76,7 @@ def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
     # Only a run that completes steps is restarted; a fast machine has stopped far beyond step 10.
     pids = wait_for_steps(paths, step=reached + 30, after=before)
     os.kill(pids[1], signal.SIGKILL)
-    _, stderr = second.communicate(timeout=TIMEOUT_S)
+    _, stderr = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, stderr.decode()
     assert stderr.decode().splitlines()[-1] == f"report: {paths.report}"
     printed(paths.root).write_bytes(stderr)

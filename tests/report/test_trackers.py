@@ -32,9 +32,9 @@ from tests.report.real_runs import printed
 from tests.report.tracker_packages import PACKAGES, environment
 from tests.support.launching import REPO
 from tests.support.run_folders import make_run
+from tests.support.waiting import DEADLINE_S
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-TIMEOUT_S = 200
 
 
 def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
@@ -59,7 +59,7 @@ def send(paths: RunPaths, env: dict[str, str]) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=True,
     )
     return "\n".join(line for line in done.stderr.splitlines() if line.startswith("note: "))
@@ -87,7 +87,7 @@ def test_a_tracker_s_offline_data_matches_the_files_and_has_no_key(
         env=env,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert read.returncode == 0, read.stderr

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import DEADLINE_S
+
 _CACHE = Path.home() / ".cache" / "tileforge" / "trackers"
 PACKAGES = {
     "trackio": "trackio==0.43.0",
@@ -30,7 +32,7 @@ def package_folder(tracker: str) -> Path:
                 *("--python", sys.executable, "--target", str(folder), package),
             ],
             check=True,
-            timeout=300,
+            timeout=DEADLINE_S,
         )
         (folder / ".done").touch()
     return folder

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.rig.machine import Machine
 from tests.rig.rig import Rig
+from tests.support.waiting import DEADLINE_S
 
 
 def ssh(
@@ -18,7 +19,7 @@ def ssh(
     key: Path,
     user: str = "trainer",
     options: Sequence[str] = (),
-    timeout_s: float = 60,
+    timeout_s: float = DEADLINE_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` on a machine, with strict host keys and without prompts."""
     known_hosts = key.parent / f"known_hosts.{machine.full_name}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.rig.host import run
 from tests.rig.image import SUITE, archive_sources, root_image
+from tests.support.waiting import DEADLINE_S
 
 # Machines cannot reach this host's name server, so that each lookup would take 10 s.
 _CHANGED = ("etc/apt/sources.list", "etc/resolv.conf")
@@ -33,8 +34,8 @@ def build_layer(
         nspawn += ["--pipe", "--resolv-conf=replace-host", "--suppress-sync=yes"]
         nspawn += [f"--directory={root}", "--setenv=DEBIAN_FRONTEND=noninteractive"]
         apt = ["apt-get", "-qq", "-y", "--no-install-recommends", "-o", "Acquire::Retries=3"]
-        run([*nspawn, *apt, "update"], timeout_s=300)
-        run([*nspawn, *apt, "install", *packages], timeout_s=600)
+        run([*nspawn, *apt, "update"], timeout_s=DEADLINE_S)
+        run([*nspawn, *apt, "install", *packages], timeout_s=DEADLINE_S)
         for command in commands:
             run([*nspawn, *command])
         for name in ("lists", "archives"):

@@ -56,7 +56,7 @@ def remove(folder: Path) -> None:
     """End and remove the rig in this folder. Raises RigError if something remains."""
     name = folder.name
     assert name.startswith("tfrig-"), folder
-    wait_until(lambda: _kill(name), what=f"{name}: its processes to end", timeout_s=20)
+    wait_until(lambda: _kill(name), what=f"{name}: its processes to end")
     for mount in mounts_below(folder):
         root = mount.stat()
         (_NSPAWN / "locks" / f"inode-{root.st_dev}:{root.st_ino}").unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def _kill(name: str) -> bool:
 def _remove_traces(machine: str) -> None:
     for group in own_cgroups(machine):
         # Processes leave their group a moment after they end.
-        wait_until(partial(_remove_group, group), what=f"end of {group}", timeout_s=10)
+        wait_until(partial(_remove_group, group), what=f"end of {group}")
     shutil.rmtree(_NSPAWN / "propagate" / machine, ignore_errors=True)
     (_NSPAWN / "locks" / machine).unlink(missing_ok=True)
 

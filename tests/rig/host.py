@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests.support.waiting import DEADLINE_S
+
 PROGRAMS = (
     *("systemd-nspawn", "debootstrap", "dpkg-deb", "ssh", "ssh-keygen"),
     *("ip", "bridge", "tc", "nsenter"),
@@ -27,7 +29,7 @@ def missing() -> str | None:
     return f"{', '.join(absent)} not found; make test-packages installs them" if absent else None
 
 
-def run(argv: Sequence[str | Path], *, timeout_s: float = 60) -> str:
+def run(argv: Sequence[str | Path], *, timeout_s: float = DEADLINE_S) -> str:
     """Return the stdout of a command. Raises RigError with its output if it fails."""
     done = subprocess.run(
         argv,
@@ -44,7 +46,7 @@ def run(argv: Sequence[str | Path], *, timeout_s: float = 60) -> str:
     return done.stdout
 
 
-def wait_until(condition: Callable[[], bool], *, what: str, timeout_s: float) -> None:
+def wait_until(condition: Callable[[], bool], *, what: str, timeout_s: float = DEADLINE_S) -> None:
     """Wait until `condition` holds. Raises RigError with `what` after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():

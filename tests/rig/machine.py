@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.rig.host import RigError, own_cgroups, pids_in_network, run, wait_until
 from tests.rig.network import Link
+from tests.support.waiting import DEADLINE_S
 
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Joins each control group named before `--`, then executes the command after it.
@@ -100,14 +101,14 @@ class Machine:
 
     def wait_for_systemd(self) -> None:
         """Wait until systemd runs."""
-        wait_until(self._answers, what=f"{self.name}: systemd", timeout_s=60)
+        wait_until(self._answers, what=f"{self.name}: systemd")
 
-    def wait_for_ssh(self, *, timeout_s: float = 30) -> None:
+    def wait_for_ssh(self) -> None:
         """Wait until sshd listens."""
-        wait_until(self._listens_on_22, what=f"{self.name}: sshd", timeout_s=timeout_s)
+        wait_until(self._listens_on_22, what=f"{self.name}: sshd")
 
     def exec(
-        self, argv: Sequence[str], *, check: bool = True, timeout_s: float = 60
+        self, argv: Sequence[str], *, check: bool = True, timeout_s: float = DEADLINE_S
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as root on the machine. Raises RigError if it fails and `check` is true."""
         done = subprocess.run(
@@ -204,7 +205,7 @@ class Machine:
 
     def freeze(self) -> None:
         """Stop every process; its connections stay open without traffic."""
-        wait_until(lambda: self._signal(signal.SIGSTOP, but="T"), what="freeze", timeout_s=60)
+        wait_until(lambda: self._signal(signal.SIGSTOP, but="T"), what="freeze")
 
     def thaw(self) -> None:
         """Undo `freeze`."""
@@ -213,14 +214,14 @@ class Machine:
     def kill(self) -> None:
         """Power it off; the link goes down first, so that no peer gets a closing packet."""
         self.cut_link()
-        wait_until(lambda: self._signal(signal.SIGKILL, but="Z"), what="kill", timeout_s=60)
+        wait_until(lambda: self._signal(signal.SIGKILL, but="Z"), what="kill")
         self.wait_for_end()
 
     def stop(self) -> None:
         """Shut it down regularly."""
         assert self._process is not None, "it was not started"
         self._process.terminate()
-        self.wait_for_end(timeout_s=60)
+        self.wait_for_end()
 
     def reboot(self) -> None:
         """Shut it down and start it again with the same disk, and wait until SSH answers."""
@@ -228,14 +229,14 @@ class Machine:
         self.start()
         self.wait_for_ssh()
 
-    def wait_for_end(self, *, timeout_s: float = 10) -> None:
+    def wait_for_end(self) -> None:
         """Wait until it is off. Raises RigError after the timeout."""
         if self._process is None:
             return
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            raise RigError(f"{self.name} did not end within {timeout_s:g} s") from None
+            raise RigError(f"{self.name} did not end within {DEADLINE_S:g} s") from None
 
     def console(self) -> str:
         """Return the end of its boot output."""

@@ -12,6 +12,7 @@ from infra.cloud_init import GRAFANA_VERSION
 from tests.rig.cache import cached
 from tests.rig.host import run
 from tests.rig.image import archive_sources, root_image, write_package_index
+from tests.support.waiting import DEADLINE_S
 
 _PACKAGES = ("prometheus", "prometheus-node-exporter")
 _REPOSITORY = "srv/monitoring"
@@ -47,7 +48,7 @@ def _build(folder: Path) -> None:
         f"{apt} update && {apt} install --download-only {' '.join(_PACKAGES)} "
         "&& cp /var/cache/apt/archives/*.deb /srv/new/"
     )
-    run([*nspawn, "sh", "-c", script], timeout_s=600)
+    run([*nspawn, "sh", "-c", script], timeout_s=DEADLINE_S)
     lists.unlink()
     _make_stand_in(packages)
     write_package_index(packages)

@@ -22,6 +22,7 @@ from tests.rig.image import root_image
 from tests.rig.machine import Machine
 from tests.rig.rig import ROOT, Rig
 from tests.rig.wheelhouse import wheelhouse
+from tests.support.waiting import DEADLINE_S
 
 FILES = BootstrapFiles.load(ROOT / "bootstrap")
 
@@ -86,7 +87,7 @@ def _build(folder: Path) -> None:
 
 def _copy_disk(machine: Machine, folder: Path) -> None:
     # cp and not Python: overlayfs stores deletions as devices and attributes.
-    run(["cp", "--archive", f"{machine.folder}/disk/upper/.", folder], timeout_s=600)
+    run(["cp", "--archive", f"{machine.folder}/disk/upper/.", folder], timeout_s=DEADLINE_S)
     for name in _OF_ONE_MACHINE:
         shutil.rmtree(folder / name)
     for path in (folder / "etc/ssh").glob("ssh_host_*"):

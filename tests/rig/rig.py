@@ -23,6 +23,7 @@ from tests.rig.machine import Machine
 from tests.rig.network import Link, address_of, joined, make_operator_network
 from tests.rig.wheelhouse import folder_on_machine, pip_conf, wheelhouse
 from tests.rig.whole import Whole
+from tests.support.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,7 +98,7 @@ class Rig(Whole):
         for machine in self.machines:
             machine.wait_for_systemd()
 
-    def wait_for_bootstrap(self, *, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
+    def wait_for_bootstrap(self, *, timeout_s: float = DEADLINE_S) -> dict[str, dict[str, Any]]:
         """Wait until every bootstrap has ended; return the last state of each machine."""
 
         def ended() -> bool:

@@ -15,6 +15,7 @@ from tests.rig.host import wait_until
 from tests.rig.machine import Machine
 from tests.rig.rig import ROOT, Rig
 from tests.rig.slurm_layer import slurm_layer
+from tests.support.waiting import DEADLINE_S
 
 SHARED = "/shared"
 CODE, VENV = "/srv/tileforge", "/srv/venv"
@@ -71,7 +72,7 @@ class SlurmCluster:
         self.login.exec(["systemctl", "start", "munge", "slurmctld"])
         for machine in self.nodes:
             self.start_node(machine)
-        wait_until(lambda: self.slurm("sinfo -h -o %t:%D") == "idle:2", what="sinfo", timeout_s=60)
+        wait_until(lambda: self.slurm("sinfo -h -o %t:%D") == "idle:2", what="sinfo")
 
     def start_node(self, machine: Machine) -> None:
         """Start a node's daemons."""
@@ -83,7 +84,7 @@ class SlurmCluster:
         return self.login.exec(shlex.split(line), check=False).stdout.strip()
 
     def do(
-        self, *arguments: str, before: Sequence[str] = (), timeout_s: float = 200
+        self, *arguments: str, before: Sequence[str] = (), timeout_s: float = DEADLINE_S
     ) -> tuple[int, str]:
         """Run a command of orchestrate; return its exit code and output.
 
@@ -93,7 +94,7 @@ class SlurmCluster:
         return self.type(argv, timeout_s=timeout_s)
 
     def type(
-        self, command: Sequence[str], *, folder: str = SHARED, timeout_s: float = 200
+        self, command: Sequence[str], *, folder: str = SHARED, timeout_s: float = DEADLINE_S
     ) -> tuple[int, str]:
         """Run a command in `folder`; return its exit code and output."""
         env = ["HOME=/home/trainer", f"PYTHONPATH={CODE}:{PACKAGES}", "TERM=dumb"]

@@ -17,6 +17,7 @@ from tests.rig.host import run
 from tests.rig.machine import Machine
 from tests.rig.prepared import FILES, node_user_data
 from tests.rig.rig import Rig
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
@@ -157,7 +158,7 @@ def test_a_file_has_its_owner_and_mode(ready: Machine, path: str, expected: str)
 def test_a_second_run_changes_nothing(ready: Machine) -> None:
     before = ready.bootstrap_state()
     ready.exec(["touch", "/var/lib/mark"])
-    ready.exec(SETUP, timeout_s=30)
+    ready.exec(SETUP, timeout_s=DEADLINE_S)
     find = ["find", "/", "-xdev", "-newer", "/var/lib/mark", "-type", "f"]
     changed = ready.exec([*find, "-not", "-path", "/var/log/journal/*"]).stdout.split()
     assert sorted(changed) == [BOOTSTRAP_STATE, LOG]
@@ -172,7 +173,7 @@ def test_a_busy_package_manager_is_waited_for(ready: Machine) -> None:
     ready.exec(["sh", "-c", "until [ -e /run/held ]; do sleep 0.1; done"])
     install = ready.exec(["apt-get", "-qq", "install", "numactl"], check=False)
     assert "Could not get lock" in install.stderr
-    ready.exec(SETUP, timeout_s=60)
+    ready.exec(SETUP, timeout_s=DEADLINE_S)
     assert (ready.root / "usr/bin/numactl").exists()
 
 
@@ -214,7 +215,7 @@ def test_on_a_prepared_disk_a_machine_is_soon_ready_with_keys_of_its_own(
     text = node_user_data(public(operator_key))
     os_login = node_user_data("", os_login_user="ada_example_com")
     with Rig([text, text, os_login], layers=[prepared.layer()], wheels=()) as rig:
-        states = rig.wait_for_bootstrap(timeout_s=60)
+        states = rig.wait_for_bootstrap(timeout_s=DEADLINE_S)
         assert [state["ok"] for state in states.values()] == [True, True, True]
         assert rig.machines[0].host_keys() != rig.machines[1].host_keys()
         done = ssh(rig, rig.machines[1], "hostname; id -un", key=operator_key)

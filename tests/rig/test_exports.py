@@ -19,11 +19,10 @@ from tests.rig.conftest import TINY_STEPS
 from tests.rig.machine import Machine
 from tests.rig.slurm_cluster import CODE, IMAGE_ENV, PACKAGES, SHARED, SlurmCluster
 from tests.support.launching import losses, summary
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
 
-TIMEOUT_S = 180
 SERVICE = "container"
 CHECKOUT = "checkout"
 
@@ -56,7 +55,7 @@ def assert_trained(
 
 def finish(started: Sequence[subprocess.Popen[str]]) -> list[str]:
     """Wait until every node has exited with 0; return their outputs."""
-    output = [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
+    output = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(output)
     return output
 
@@ -137,12 +136,11 @@ def test_skypilot_s_task_trains_and_a_restarted_one_resumes(
     wait_until(
         lambda: any(run.glob("checkpoints/step_*0/manifest.json")) or first[0].poll() is not None,
         what="a checkpoint",
-        timeout_s=TIMEOUT_S,
     )
     for node in nodes:
         node.kill_service(SERVICE)
     for process in first:
-        process.wait(TIMEOUT_S)
+        process.wait(DEADLINE_S)
     assert 20 <= len(losses(run)) <= TINY_STEPS
     output = finish(start_all())
     assert "step 1:" not in output[0] and "resum" in output[0], output[0]
@@ -278,7 +276,7 @@ def test_an_mpijob_trains_from_its_hosts_file_and_lets_no_pod_without_its_secret
     (foreign / "authorized_keys").write_bytes((secret / "id_rsa.pub").read_bytes())
     workers = pods.start_workers([secret, foreign])
     launcher = pods.start_launcher(secret)
-    output = launcher.communicate(timeout=TIMEOUT_S)[0]
+    output = launcher.communicate(timeout=DEADLINE_S)[0]
     # 255 is ssh's own status; mpirun does not print ssh's output.
     assert f"Unable to run bstrap_proxy on {pods.names[1]}" in output and "code 65280" in output, (
         output
@@ -288,7 +286,7 @@ def test_an_mpijob_trains_from_its_hosts_file_and_lets_no_pod_without_its_secret
     for machine in nodes:
         machine.kill_service(SERVICE)
     for worker in workers:
-        worker.wait(TIMEOUT_S)
+        worker.wait(DEADLINE_S)
     workers = pods.start_workers([secret, secret])
     finish([pods.start_launcher(secret)])
     assert_trained(cluster, "mpijob", one_process[:STEPS], world_size=4)

@@ -6,7 +6,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.run_record.run_files import RunState, read_json
-from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.orchestrate.operator import Operator
 from tests.rig.leftovers import HOME, marked
 from tests.rig.machine import Machine
 from tests.support.launching import metrics
@@ -31,7 +31,6 @@ def start_run(operator: Operator, machines: list[Machine], run_id: str) -> None:
     wait_until(
         lambda: (remote_run / "metrics.jsonl").exists() and bool(metrics(remote_run)),
         what=f"the first step of {run_id}",
-        timeout_s=TIMEOUT_S,
     )
 
 
@@ -44,15 +43,13 @@ def wait_for_the_verdict(machines: list[Machine], run_id: str) -> RunState:
         assert found is not None
         return found
 
-    wait_until(lambda: state().exit_class is not None, what="the end", timeout_s=TIMEOUT_S)
+    wait_until(lambda: state().exit_class is not None, what="the end")
     return state()
 
 
 def wait_for_nobody(machines: list[Machine]) -> None:
     """Wait until no process of a run remains; the supervisor ends last, after its final state."""
-    wait_until(
-        lambda: not any(map(marked, machines)), what="all processes to end", timeout_s=TIMEOUT_S
-    )
+    wait_until(lambda: not any(map(marked, machines)), what="all processes to end")
 
 
 def test_a_link_of_1_mbit_per_s_is_a_warning_with_the_time_it_costs_a_step(

@@ -80,7 +80,7 @@ def test_prometheus_sees_both_machines_by_name(rig: Rig) -> None:
         found = json.loads(fetch(head, url))["data"]["result"]
         return {each["metric"]["node"]: each["value"][1] for each in found}
 
-    wait_for(lambda: up() == {"node-0": "1", "node-1": "1"}, "both machines", timeout_s=120)
+    wait_for(lambda: up() == {"node-0": "1", "node-1": "1"}, "both machines")
     rules = json.loads(fetch(head, "http://127.0.0.1:9090/api/v1/rules"))["data"]["groups"]
     assert {group["name"] for group in rules} == {"run", "machines"}
 

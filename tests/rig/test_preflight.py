@@ -25,6 +25,7 @@ from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
 from tests.rig import prepared
 from tests.rig.prepared import FILES, node_user_data
 from tests.rig.rig import Rig
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
@@ -37,7 +38,7 @@ def rig(operator_key: Path) -> Iterator[Rig]:
     key = operator_key.with_suffix(".pub").read_text(encoding="utf-8")
     good, broken = node_user_data(key), node_user_data(key, extra_packages=("no-such-package",))
     with Rig([good, good, broken], layers=[prepared.layer()]) as rig:
-        rig.wait_for_bootstrap(timeout_s=600)
+        rig.wait_for_bootstrap(timeout_s=DEADLINE_S)
         yield rig
 
 
@@ -175,11 +176,11 @@ def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_
         hosts = tmp_path / "hosts"
         hosts.write_text(render_hosts(inventory.nodes), encoding="ascii")
         head = cluster.connect(inventory.head)
-        put(head, hosts, "hosts", timeout_s=20)
-        output = head.check_run(argv, timeout_s=60)
+        put(head, hosts, "hosts", timeout_s=DEADLINE_S)
+        output = head.check_run(argv, timeout_s=DEADLINE_S)
         remove_run_key(cluster, "run-1.00000000")
         left = [
-            cluster.connect(node).check_run(["cat", ".ssh/authorized_keys"], timeout_s=20)
+            cluster.connect(node).check_run(["cat", ".ssh/authorized_keys"], timeout_s=DEADLINE_S)
             for node in inventory.nodes
         ]
     assert sorted(output.decode().split()) == ["node-0", "node-1"]

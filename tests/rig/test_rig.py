@@ -20,6 +20,7 @@ from tests.rig.cleanup import NETWORKS, remove_leftovers
 from tests.rig.host import own_cgroups, pids_with_argument, wait_until
 from tests.rig.machine import Machine
 from tests.rig.rig import ROOT, Rig
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
@@ -99,7 +100,7 @@ def test_a_cut_link_is_silent_until_it_is_restored(pair: Rig) -> None:
     assert not pings(head, worker.address)
     assert "state UP" in worker.exec(["ip", "link", "show", "ens4"]).stdout
     worker.restore_link()
-    wait_until(lambda: pings(head, worker.address), what="link", timeout_s=60)
+    wait_until(lambda: pings(head, worker.address), what="link")
 
 
 def test_two_machines_cut_from_each_other_still_reach_the_rest(pair: Rig) -> None:
@@ -160,7 +161,10 @@ def test_a_rebooted_machine_keeps_its_disk_and_keys(pair: Rig) -> None:
 
 def test_a_killed_machine_sends_no_farewell_and_starts_again(pair: Rig) -> None:
     head, machine = pair.machines
-    with pair.joined(), socket.create_connection((machine.address, 22), timeout=5) as connection:
+    with (
+        pair.joined(),
+        socket.create_connection((machine.address, 22), timeout=DEADLINE_S) as connection,
+    ):
         assert connection.recv(100).startswith(b"SSH-")
         machine.kill()
         connection.settimeout(1)
@@ -205,4 +209,4 @@ def test_nothing_is_left_when_a_signal_kills(reaper_too: bool) -> None:
             remove_leftovers()  # as every rig does before it starts
         return not left_of(name)
 
-    wait_until(is_gone, what="everything to be removed", timeout_s=30)
+    wait_until(is_gone, what="everything to be removed")

@@ -48,14 +48,14 @@ def test_hosts_reach_each_other_and_are_gone_with_the_benchmark_however_it_ends(
         name = program.stdout.readline().strip()
         assert name.startswith("tfscale-"), "the hosts were not created"
         head = f"{name}-10.77.0.11"
-        wait_until(partial(has_processes, head), what="sleep", timeout_s=60)
+        wait_until(partial(has_processes, head), what="sleep")
         if end is None:
             program.communicate()
             assert program.returncode == 0
         else:
             program.send_signal(end)
             program.communicate()
-        wait_until(partial(is_gone, name), what=f"end of {name}", timeout_s=30)
+        wait_until(partial(is_gone, name), what=f"end of {name}")
 
 
 def has_processes(host: str) -> bool:

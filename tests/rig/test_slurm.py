@@ -18,11 +18,10 @@ from payload.run_record.run_files import RunJob, RunPaths, RunState, read_json
 from tests.rig.machine import Machine
 from tests.rig.slurm_cluster import SlurmCluster
 from tests.support.launching import losses, metrics, summary
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1200)]
 
-WAIT_S = 120.0
 TORN_STEPS, HANG_S = 800, 9.0
 SALLOC = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
 LONG = ("train.steps=1000000", "train.checkpoint_every=0", "train.eval_every=0")
@@ -63,12 +62,12 @@ def wait_for_steps(paths: RunPaths, *, beyond: int = 0) -> None:
         rows = metrics(paths.root) if paths.metrics.exists() else []
         return any(row["step"] > beyond + 3 for row in rows)
 
-    wait_until(trained, what=f"a step beyond {beyond}", timeout_s=WAIT_S)
+    wait_until(trained, what=f"a step beyond {beyond}")
 
 
 def wait_for_end(paths: RunPaths) -> RunState:
     """Wait for the run's final state and return it."""
-    wait_until(lambda: state(paths).exit_class is not None, what="the end", timeout_s=WAIT_S)
+    wait_until(lambda: state(paths).exit_class is not None, what="the end")
     return state(paths)
 
 
@@ -194,7 +193,7 @@ def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_fir
     require_nothing_left(cluster)
     first = cluster.nodes[0]
     with within_salloc(cluster, "--resume", "timed") as command:
-        wait_until(lambda: newest_step(paths) > stopped, what="a checkpoint", timeout_s=WAIT_S)
+        wait_until(lambda: newest_step(paths) > stopped, what="a checkpoint")
         first.freeze()
         try:
             code, output = command.result()
@@ -203,7 +202,8 @@ def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_fir
     assert code == ExitCode.HANG, output
     assert "does not answer): node-1" in str(state(paths).error)
     wait_until(
-        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
+        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2",
+        what="both nodes",
     )
     require_nothing_left(cluster)
 
@@ -233,13 +233,13 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
     code, output = submit(cluster, "--run-id", "torn", "--detach", *chosen)
     assert code == ExitCode.OK, output
     paths, node = paths_of(cluster, "torn"), cluster.nodes[1]
-    wait_until(lambda: newest_step(paths) > 0, what="a checkpoint", timeout_s=WAIT_S)
+    wait_until(lambda: newest_step(paths) > 0, what="a checkpoint")
     node.exec(["pkill", "-KILL", "-o", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
-    wait_until(lambda: state(paths).attempt == 2, what="a restart", timeout_s=WAIT_S)
+    wait_until(lambda: state(paths).attempt == 2, what="a restart")
     note = str(state(paths).note)
     assert "on node-2 was killed by signal 9 (SIGKILL)" in note and "(restart 1 of 1)" in note
     seen = len(metrics(paths.root))
-    wait_until(lambda: len(metrics(paths.root)) > seen, what="further steps", timeout_s=WAIT_S)
+    wait_until(lambda: len(metrics(paths.root)) > seen, what="further steps")
     node.freeze()
     try:
         ended = wait_for_end(paths)
@@ -250,9 +250,10 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
     code, output = cluster.do("attach", "torn")
     assert code == ExitCode.HANG, output
     wait_until(
-        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
+        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2",
+        what="both nodes",
     )
-    code, output = cluster.do("run", "--site", "slurm", "--resume", "torn", timeout_s=400)
+    code, output = cluster.do("run", "--site", "slurm", "--resume", "torn", timeout_s=DEADLINE_S)
     assert code == ExitCode.OK, output
     trained = losses(paths.root)
     assert len(trained) == TORN_STEPS
@@ -291,13 +292,13 @@ def test_torchrun_s_stuck_ranks_end_after_their_supervisor_while_the_allocation_
     asked = ["salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0", "sh", "-c", typed]
     paths, (first, second) = paths_of(cluster, "orphans"), cluster.nodes
     with ThreadPoolExecutor() as pool:
-        allocation = pool.submit(cluster.type, asked, timeout_s=400)
+        allocation = pool.submit(cluster.type, asked, timeout_s=DEADLINE_S)
         wait_for_steps(paths)
         second.exec(["pkill", "-STOP", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
         supervisor = "^[^ ]*python[^ ]* -P -m payload[.]supervise --run-dir "
         cluster.login.exec(["pkill", "-KILL", "-f", supervisor])
         for node in (first, second):
-            wait_until(partial(has_no_run, node), what=f"{node.name}'s end", timeout_s=WAIT_S)
+            wait_until(partial(has_no_run, node), what=f"{node.name}'s end")
         assert not allocation.done()
         cluster.login.exec(["pkill", "-x", "sleep"])
         allocation.result()
@@ -333,7 +334,6 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     wait_until(
         lambda: "PENDING" in cluster.slurm(f"squeue -h -j {job.job_id} -o %T"),
         what="the queue",
-        timeout_s=60,
     )
     code, output = cluster.do("status", run)
     assert code == ExitCode.OK, output
@@ -355,7 +355,7 @@ def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmC
     code, output = submit(cluster, "--run-id", "down", "--detach", *long)
     assert code == ExitCode.OK, output
     paths = paths_of(cluster, "down")
-    wait_until(lambda: newest_step(paths) > 0, what="a checkpoint", timeout_s=WAIT_S)
+    wait_until(lambda: newest_step(paths) > 0, what="a checkpoint")
     node = cluster.nodes[1]
     node.kill()
     ended = wait_for_end(paths)
@@ -367,10 +367,11 @@ def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmC
     cluster.start_node(node)
     cluster.slurm("scontrol update nodename=node-2 state=resume")
     wait_until(
-        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
+        lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2",
+        what="both nodes",
     )
     code, output = cluster.do(
-        "run", "--site", "slurm", "--resume", "down", "--set", "slurm.time=1", timeout_s=150
+        "run", "--site", "slurm", "--resume", "down", "--set", "slurm.time=1", timeout_s=DEADLINE_S
     )
     assert code == ExitCode.BUDGET, output
     assert "time limit is near" in output and "--site slurm --resume down" in output

@@ -13,7 +13,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.run_record.run_files import RunPaths, RunState, Summary, read_json
-from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.orchestrate.operator import Operator
 from tests.rig import prepared
 from tests.rig.leftovers import HOME
 from tests.rig.machine import Machine
@@ -23,7 +23,7 @@ from tests.rig.rig import Rig
 from tests.rig.sweep import processes_of
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.launching import losses
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
@@ -44,7 +44,7 @@ def two_clusters(operator_key: Path) -> Iterator[Rig]:
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
     user_data = node_user_data(public, bucket="create")
     with Rig([user_data] * 4, layers=[prepared.layer()], wheels=("train", "storage")) as rig:
-        states = rig.wait_for_bootstrap(timeout_s=600)
+        states = rig.wait_for_bootstrap(timeout_s=DEADLINE_S)
         assert all(state["ok"] for state in states.values()), states
         yield rig
 
@@ -89,7 +89,7 @@ def delete_in_the_middle(
         names = bucket.server.names()
         return any(n.startswith(ends) and n.endswith("/manifest.json") for n in names)
 
-    wait_until(has_checkpoint, what=f"a checkpoint of {run_id} in the bucket", timeout_s=TIMEOUT_S)
+    wait_until(has_checkpoint, what=f"a checkpoint of {run_id} in the bucket")
     for machine in machines:
         ranks = [each for each in processes_of(machine) if "-m payload.train" in each.command]
         assert ranks and all(HUB.encode() in each.environment for each in ranks)

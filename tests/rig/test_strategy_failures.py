@@ -18,7 +18,7 @@ from payload.formats.checkpoint_listing import (
     partial_checkpoints,
 )
 from payload.run_record.run_files import RunPaths, RunState, read_json
-from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.orchestrate.operator import Operator
 from tests.rig import prepared
 from tests.rig.leftovers import HOME, marked
 from tests.rig.machine import Machine
@@ -26,7 +26,7 @@ from tests.rig.prepared import node_user_data
 from tests.rig.rig import Rig
 from tests.rig.sweep import processes_of
 from tests.support.launching import losses, metrics
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
@@ -51,7 +51,7 @@ def pair(operator_key: Path) -> Iterator[Rig]:
     """Yield a head and a worker that become ready in seconds with prepared packages."""
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
     with Rig([node_user_data(public)] * 2, layers=[prepared.layer()]) as rig:
-        states = rig.wait_for_bootstrap(timeout_s=600)
+        states = rig.wait_for_bootstrap(timeout_s=DEADLINE_S)
         assert all(state["ok"] for state in states.values()), states
         yield rig
 
@@ -81,7 +81,6 @@ def start(operator: Operator, pair: Rig, run_id: str, *settings: str) -> RunPath
     wait_until(
         lambda: remote_run.metrics.exists() and bool(metrics(remote_run.root)),
         what=f"the first step of {run_id}",
-        timeout_s=TIMEOUT_S,
     )
     return remote_run
 
@@ -94,7 +93,7 @@ def wait_for_verdict(remote_run: RunPaths) -> RunState:
         assert found is not None
         return found
 
-    wait_until(lambda: state().exit_class is not None, what="the end", timeout_s=TIMEOUT_S)
+    wait_until(lambda: state().exit_class is not None, what="the end")
     return state()
 
 
@@ -136,7 +135,7 @@ def test_a_frozen_machine_is_42_by_its_name(
     assert "node frozen (accepts connections, but does not answer): node-1" in error, state
     code, output = two_machines.do("attach", run_id)
     assert code == ExitCode.HANG and "node-1" in output, output
-    wait_until(lambda: not any(map(marked, pair.machines)), what="all to end", timeout_s=TIMEOUT_S)
+    wait_until(lambda: not any(map(marked, pair.machines)), what="all to end")
 
 
 @BOTH
@@ -167,7 +166,7 @@ def cut_power_during_a_checkpoint(pair: Rig, remote_run: RunPaths) -> str:
     The machines are frozen first to check that it is still incomplete: powering off takes long on a
     busy host.
     """
-    ends_s = time.monotonic() + TIMEOUT_S
+    ends_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < ends_s:
         if not partial_checkpoints(remote_run.checkpoints):
             continue

@@ -8,13 +8,13 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.run_record.run_files import RunPaths, RunState, read_json
-from tests.orchestrate.operator import TIMEOUT_S, Operator
+from tests.orchestrate.operator import Operator
 from tests.rig.conftest import FEW_STEPS
 from tests.rig.leftovers import HOME, assert_nothing_is_left
 from tests.rig.machine import Machine
 from tests.rig.sweep import processes_of
 from tests.support.launching import losses, metrics, summary
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
 
@@ -51,19 +51,20 @@ def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both
     code, output = operator.do(*arguments, "--quick", "--detach")
     assert code == ExitCode.OK, output
     remote_run = machines[0].root / HOME / "tileforge/runs/torn"
-    wait_until(lambda: any(remote_run.glob("checkpoints/step_*0")), what="one", timeout_s=TIMEOUT_S)
+    wait_until(lambda: any(remote_run.glob("checkpoints/step_*0")), what="one")
     kill_the_rank(machines[2])
-    wait_until(lambda: state_in(remote_run).attempt == 2, what="a restart", timeout_s=TIMEOUT_S)
+    wait_until(lambda: state_in(remote_run).attempt == 2, what="a restart")
     note = str(state_in(remote_run).note)
     assert (
         "rank 2 on node-2 was killed by signal 9 (SIGKILL)" in note and "(restart 1 of 1)" in note
     )
     seen = len(metrics(remote_run))
-    wait_until(lambda: len(metrics(remote_run)) > seen, what="further steps", timeout_s=TIMEOUT_S)
+    wait_until(lambda: len(metrics(remote_run)) > seen, what="further steps")
     machines[2].freeze()
     try:
         wait_until(
-            lambda: state_in(remote_run).exit_class is not None, what="the end", timeout_s=TIMEOUT_S
+            lambda: state_in(remote_run).exit_class is not None,
+            what="the end",
         )
     finally:
         machines[2].thaw()
@@ -86,7 +87,7 @@ def test_a_killed_worker_without_a_restart_ends_the_run_with_41(
     started = operator.start(*operator.run_words("short", *settings, TORCHRUN), "--quick")
     operator.wait_for_a_step("short")
     kill_the_rank(machines[1])
-    output = "".join(started.communicate(timeout=TIMEOUT_S))
+    output = "".join(started.communicate(timeout=DEADLINE_S))
     assert started.returncode == ExitCode.RANK_LOST, output
     assert "rank 1 on node-1 was killed by signal 9 (SIGKILL)" in output
     assert_nothing_is_left(machines, operator_key)

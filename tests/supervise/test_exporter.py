@@ -35,6 +35,7 @@ from tests.supervise.planned import (
 )
 from tests.support.ports import free_port
 from tests.support.run_folders import make_run
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +45,7 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 def scrape(port: int) -> Series:
     """Return every sample that is served, by name and labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -285,7 +286,7 @@ def test_a_port_that_is_taken_ends_no_run(tmp_path: Path) -> None:
             cwd=REPO,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
         )
     assert run.returncode == 0
     assert (
@@ -317,7 +318,7 @@ def test_an_interrupt_ends_the_program_without_a_traceback(tmp_path: Path) -> No
     assert program.stdout is not None
     program.stdout.readline()
     program.send_signal(signal.SIGINT)
-    _, said = program.communicate(timeout=60)
+    _, said = program.communicate(timeout=DEADLINE_S)
     assert program.returncode == 0 and said == b""
 
 

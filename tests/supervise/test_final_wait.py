@@ -15,7 +15,8 @@ from payload.core.errors import ExitCode
 from payload.launch.plan_record import LaunchPlan
 from payload.run_record.run_files import Summary, read_json
 from payload.supervise.uploader_and_restore import Uploader
-from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, state_of
+from tests.supervise.planned import REPO, plan_stand_in, state_of
+from tests.support.waiting import DEADLINE_S
 
 _KEEPS_WHAT_IS_THERE = """
 import os, shutil, sys

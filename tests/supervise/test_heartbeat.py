@@ -16,7 +16,8 @@ import pytest
 from payload.machines.rank_variables import RUN_DIR
 from payload.run_record.run_files import RankExit, RankProgress, RunPaths, write_json
 from payload.supervise.heartbeat import EVERY_S
-from tests.supervise.planned import DEADLINE_S, REPO
+from tests.supervise.planned import REPO
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 

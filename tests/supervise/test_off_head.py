@@ -22,7 +22,6 @@ from payload.machines.machine import hostname
 from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
-    DEADLINE_S,
     ask_to_stop,
     plan_stand_in,
     state_of,
@@ -30,6 +29,7 @@ from tests.supervise.planned import (
     wait_for,
     wait_for_steps,
 )
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.ranks
 ENDLESS = ("--steps", "100000")

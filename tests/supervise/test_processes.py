@@ -22,6 +22,7 @@ from payload.supervise.processes import (
     wait_until_none,
 )
 from tests.supervise.planned import wait_for
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +41,7 @@ def test_children_without_the_mark_belong_to_the_run_too(tmp_path: Path) -> None
     )
     wait_for(lambda: len(processes_of(tmp_path)) == 2, "the child")
     assert processes_of(tmp_path / "other") == set()
-    assert kill_until_none(tmp_path, timeout_s=30.0) == set()
+    assert kill_until_none(tmp_path, timeout_s=DEADLINE_S) == set()
     assert parent.wait() == -signal.SIGKILL
     assert wait_until_none(tmp_path, timeout_s=0.0) == set()
 

@@ -19,15 +19,9 @@ from payload.supervise.shared_folders import (
     network_mounts,
     short,
 )
-from tests.supervise.planned import (
-    DEADLINE_S,
-    plan_stand_in,
-    state_of,
-    supervise,
-    wait_for,
-    wait_for_steps,
-)
+from tests.supervise.planned import plan_stand_in, state_of, supervise, wait_for, wait_for_steps
 from tests.support.sshfs_mount import sshfs_mount, stopped
+from tests.support.waiting import DEADLINE_S
 
 MOUNTS = """\
 /dev/vda / ext4 rw 0 0

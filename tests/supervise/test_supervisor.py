@@ -28,7 +28,6 @@ from payload.run_record.run_files import (
 from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
-    DEADLINE_S,
     REPO,
     ask_to_stop,
     plan_stand_in,
@@ -38,6 +37,7 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
+from tests.support.waiting import DEADLINE_S
 from tests.test_checkpoint_listing import make_checkpoint
 from tests.test_metrics_log import step_line
 

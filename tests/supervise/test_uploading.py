@@ -27,8 +27,9 @@ from payload.supervise import uploader_and_restore as module
 from payload.supervise.uploader_and_restore import Uploader
 from tests.storage.folders import write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
-from tests.supervise.planned import DEADLINE_S, plan_stand_in, state_of, supervise
+from tests.supervise.planned import plan_stand_in, state_of, supervise
 from tests.support.identities import write_identity
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
 

@@ -16,10 +16,10 @@ from typing import Any, Self
 import pytest
 
 from tests.support.left_out import leave_out
+from tests.support.waiting import DEADLINE_S
 
 _DRIVER = "chromedriver"
 _BROWSER = "chromium"
-_TIMEOUT_S = 60
 _ARGUMENTS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
     *("--hide-scrollbars", "--no-first-run", "--disable-background-networking"),
@@ -91,7 +91,7 @@ class Browser:
                 self._ask("DELETE", "", None)
         finally:
             self._driver.terminate()
-            self._driver.wait(timeout=_TIMEOUT_S)
+            self._driver.wait(timeout=DEADLINE_S)
 
     def open(self, page: Path) -> None:
         """Load a file, and wait until it is rendered."""
@@ -197,5 +197,5 @@ class Browser:
             headers={"Content-Type": "application/json"},
             method=method,
         )
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return json.load(answer)["value"]

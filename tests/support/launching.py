@@ -14,10 +14,10 @@ from typing import Any
 from tests.support import fork_server, forked
 from tests.support.ports import free_port
 from tests.support.several_runs import Planned
+from tests.support.waiting import DEADLINE_S
 
 REPO = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-DEADLINE_S = 300
 PYTHON = (sys.executable, "-I", "-S", forked.__file__)
 """Runs `-m MODULE` or a file like Python, in a fork that has imported torch."""
 SEVERAL = ("-m", "tests.support.several_runs")

@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-DEADLINE_S = 90.0
+from tests.support.waiting import DEADLINE_S
+
 _CSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 

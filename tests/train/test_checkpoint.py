@@ -27,7 +27,8 @@ from payload.train.checkpoints.checkpoint import (
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.optimizers.optimizer import Optimizers, build_optimizers
-from tests.support.launching import DEADLINE_S, REPO, rank_env
+from tests.support.launching import REPO, rank_env
+from tests.support.waiting import DEADLINE_S
 from tests.train.test_model import make_model, tokens
 
 STATE = TrainerState(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import DEADLINE_S, REPO, rank_env
+from tests.support.launching import REPO, rank_env
+from tests.support.waiting import DEADLINE_S
 
 
 @pytest.mark.processes

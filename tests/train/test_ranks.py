@@ -19,7 +19,6 @@ from torch import equal
 from payload.config.run_config import load_run_config
 from payload.train.start_clock import process_age_s
 from tests.support.launching import (
-    DEADLINE_S,
     evaluations,
     losses,
     metrics,
@@ -32,7 +31,7 @@ from tests.support.launching import (
     train_program,
     train_several,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.ranks
 

@@ -34,10 +34,9 @@ from payload.train.optimizers.optimizer import Optimizers
 from payload.train.session import train
 from payload.train.start_clock import StartClock
 from payload.train.tasks import text
+from tests.support.waiting import DEADLINE_S
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_checkpoint import STATE, model_of, trained_optimizers
-
-DEADLINE_S = 60
 
 
 class Gated(UserDict[str, Tensor]):

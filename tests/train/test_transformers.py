@@ -23,7 +23,8 @@ from payload.formats.data_folder import load_meta
 from payload.formats.hf_folder import TOKENIZER_FILES
 from payload.run_record.run_files import RunPaths
 from tests.support.data_folders import make_data_folder
-from tests.support.launching import DEADLINE_S, TINY_RUN
+from tests.support.launching import TINY_RUN
+from tests.support.waiting import DEADLINE_S
 from tests.train.alone import train_alone
 
 ONE_STEP = ("train.steps=1", "train.eval_tokens=64")

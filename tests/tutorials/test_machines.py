@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.chat_data import conversations
+from tests.support.waiting import DEADLINE_S
 from tests.test_install_payload import make_wheel, write_lock
 from tests.tutorials.conftest import RunPage, run_script
 from tests.tutorials.pages import ROOT, TUTORIALS, read_page, script
@@ -23,7 +24,9 @@ _EXTRAS = "train, quant, fp8, orchestrate, infra, monitor, dev"
 def git(*words: str, cwd: Path) -> None:
     """Run git as a user with a name."""
     who = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-    subprocess.run(["git", *who, *words], cwd=cwd, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        ["git", *who, *words], cwd=cwd, check=True, capture_output=True, timeout=DEADLINE_S
+    )
 
 
 def test_an_environment_and_a_run_need_no_network(clone: Path, tiny: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.smollm2 import kept
+from tests.support.waiting import DEADLINE_S
 
 FOLDER = Path(__file__).parent
 REQUIREMENTS = FOLDER / "requirements.txt"
@@ -27,7 +28,7 @@ def parse(engine: str, file: Path, *, home: Path) -> subprocess.CompletedProcess
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
 

@@ -16,6 +16,7 @@ from payload.orchestrate.clouds.gcp.endpoints import VARIABLE, Endpoints
 from payload.orchestrate.clouds.gcp.listing import list_everything
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import Fault
+from tests.support.waiting import DEADLINE_S
 from tests.test_architecture import ROOT
 
 INSTANCES = "aggregated/instances"
@@ -207,7 +208,7 @@ def test_without_credentials_it_says_how_to_log_in(site: Site) -> None:
         env={"HOME": str(site.folder), "PYTHONPATH": str(ROOT), "NO_GCE_CHECK": "true"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 13
@@ -223,6 +224,10 @@ def test_commands_without_the_cloud_do_not_import_googles_libraries() -> None:
         "sys.exit(any(name.startswith(('google.cloud', 'google.api')) for name in sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

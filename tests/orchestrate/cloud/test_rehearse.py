@@ -27,7 +27,7 @@ from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
 from tests.support.data_folders import make_data_folder
 from tests.support.identities import CLUSTER, cluster_labels
 from tests.support.launching import TINY_RUN
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 from tests.test_architecture import ROOT
 
 NAME = f"rehearsal-{CLUSTER[:8]}"
@@ -276,7 +276,7 @@ def test_ctrl_c_takes_everything_down(rehearsal: Site) -> None:
             lambda: any("preview" in each for each in words(rehearsal)), what="the preview to begin"
         )
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
     assert process.returncode == INTERRUPTED

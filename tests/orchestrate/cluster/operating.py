@@ -6,10 +6,9 @@ from pathlib import Path
 
 from tests.orchestrate import operator
 from tests.orchestrate.cluster.separate import SeparateNodes
-from tests.orchestrate.operator import TIMEOUT_S
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
-__all__ = ["TIMEOUT_S", "Operator", "wait_for_nobody"]
+__all__ = ["DEADLINE_S", "Operator", "wait_for_nobody"]
 
 
 class Operator(operator.Operator):

@@ -67,7 +67,7 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
         return partial.stat().st_size if partial.exists() else 0
 
     def wait_for_bytes(count: int) -> None:
-        wait_until(lambda: arrived_bytes() > count, what=f"{count} bytes", timeout_s=60)
+        wait_until(lambda: arrived_bytes() > count, what=f"{count} bytes")
 
     trusted = nodes.home_of(1) / ".ssh" / "authorized_keys"
     with trusted.open("a", encoding="ascii") as file:

@@ -10,10 +10,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths, RunState
-from tests.orchestrate.cluster.operating import (
-    TIMEOUT_S,
-    Operator,
-)
+from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.supervise.planned import state_of
 from tests.support.launching import losses, summary
@@ -33,7 +30,7 @@ def start_run(operator: Operator, run_id: str, *settings: str) -> RunPaths:
     code, said = operator.do(*operator.run_words(run_id, *settings), "--detach")
     assert code == ExitCode.OK, said
     paths = RunPaths(operator.nodes.home_of(0) / "tileforge" / "runs" / run_id)
-    wait_until(lambda: last_step(paths) > 0, what="the first step", timeout_s=TIMEOUT_S)
+    wait_until(lambda: last_step(paths) > 0, what="the first step")
     return paths
 
 
@@ -42,7 +39,7 @@ def last_step(paths: RunPaths) -> int:
 
 
 def wait_for_the_end(paths: RunPaths) -> RunState:
-    wait_until(lambda: state_of(paths).exit_class is not None, what="the end", timeout_s=TIMEOUT_S)
+    wait_until(lambda: state_of(paths).exit_class is not None, what="the end")
     return state_of(paths)
 
 
@@ -52,12 +49,10 @@ def test_a_run_continues_after_a_cut_link_and_ends_with_41_when_the_node_is_gone
     link = operator.nodes.links[1]
     settings = ("train.steps=100000", "train.checkpoint_every=5", "limits.max_restarts=1")
     paths = start_run(operator, "one", *settings)
-    wait_until(
-        lambda: paths.newest_checkpoint() is not None, what="a checkpoint", timeout_s=TIMEOUT_S
-    )
+    wait_until(lambda: paths.newest_checkpoint() is not None, what="a checkpoint")
     link.unplug()
     # Within this time: gloo would have waited for 600 s.
-    wait_until(lambda: bool(state_of(paths).note), what="the verdict", timeout_s=TIMEOUT_S)
+    wait_until(lambda: bool(state_of(paths).note), what="the verdict")
     note = str(state_of(paths).note)
     assert "node lost: node-1 cannot be reached" in note, note
     assert "Checking whether the run can be restarted" in note and state_of(paths).attempt == 1
@@ -67,7 +62,6 @@ def test_a_run_continues_after_a_cut_link_and_ends_with_41_when_the_node_is_gone
     wait_until(
         lambda: last_step(paths) > seen and state_of(paths).status == "running",
         what="steps beyond those before",
-        timeout_s=TIMEOUT_S,
     )
     note = str(state_of(paths).note)
     assert "Continuing from checkpoint step_" in note and "(restart 1 of 1)" in note

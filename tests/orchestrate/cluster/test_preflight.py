@@ -21,9 +21,9 @@ from payload.stack.node_paths import VENV
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.support.formats import assert_format, keys_of
 from tests.support.launching import REPO
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
-TIMEOUT_S = 120.0
 
 
 class Operator:
@@ -44,7 +44,7 @@ class Operator:
             env={**os.environ, "PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=DEADLINE_S,
             check=False,
         )
         assert done.stdout, done.stderr

@@ -15,6 +15,7 @@ from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 _TINY = """\
@@ -97,7 +98,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         env = {"PATH": f"{pulumi.bin}:{os.environ['PATH']}", VARIABLE: cloud.url}
         words_typed = ("rehearse", "--project", PROJECT, "--config", str(config), "--yes")
         # Ten commands, one after the other: two minutes with two cores.
-        code, said = operator.do(*words_typed, env=env, timeout_s=500)
+        code, said = operator.do(*words_typed, env=env, timeout_s=DEADLINE_S)
         assert code == 0, said
         deleted = [each for each in cloud.requests if each.startswith("DELETE")]
         told = [" ".join(str(word) for word in call[1:]) for call in pulumi.calls()]

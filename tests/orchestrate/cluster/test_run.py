@@ -36,17 +36,13 @@ from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.conftest import STEPS, Trained
-from tests.orchestrate.cluster.operating import (
-    TIMEOUT_S,
-    Operator,
-    wait_for_nobody,
-)
+from tests.orchestrate.cluster.operating import Operator, wait_for_nobody
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.operator import finish
 from tests.orchestrate.sshd import make_cluster, make_gcloud, make_key
 from tests.supervise.planned import state_of
 from tests.support.launching import losses, summary
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
@@ -184,13 +180,13 @@ def test_a_run_continues_without_the_operator_and_stops_on_request(operator: Ope
     metrics = operator.paths("one").metrics
     operator.wait_for_a_step()
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=TIMEOUT_S)
+    first.communicate(timeout=DEADLINE_S)
     # Again: the run is followed, not started.
     again = operator.start(*words)
     seen = metrics.stat().st_size
-    wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive", timeout_s=TIMEOUT_S)
+    wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive")
     again.send_signal(signal.SIGINT)
-    _, err = again.communicate(timeout=TIMEOUT_S)
+    _, err = again.communicate(timeout=DEADLINE_S)
     assert again.returncode == INTERRUPTED and "detached; run one continues" in err, err
     assert "run one is active on this cluster, so nothing was started" in err
     logins = operator.nodes.log_of(0).count("Accepted publickey")
@@ -265,10 +261,9 @@ def test_ctrl_c_shows_how_to_attach_and_keeps_the_tunnel_for_a_second_one_that_s
         wait_until(
             lambda: len(programs_of_head(another)) > 1,  # The claim is of the other attempt.
             what="the head to be told to start",
-            timeout_s=TIMEOUT_S,
         )
         interrupt(process)
-        _, err = process.communicate(timeout=TIMEOUT_S)
+        _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
     assert "unknown whether the run has begun; if so, run one continues. Follow it with: " in err, (
         err
@@ -286,7 +281,7 @@ def test_ctrl_c_shows_how_to_attach_and_keeps_the_tunnel_for_a_second_one_that_s
         assert process.poll() is None
     time.sleep(PRESS_S)
     interrupt(process)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED and "status           stopped" in out, out + err
     assert tunnels.read_text(encoding="ascii") == opened
     steps = summary(another.paths("one").root)["steps"]
@@ -306,9 +301,7 @@ def keys_of_runs(operator: Operator) -> list[list[str]]:
 
 def wait_for_a_key(operator: Operator) -> None:
     """Until the head lets one in."""
-    wait_until(
-        lambda: bool(keys_of_runs(operator)[0]), what="the head to trust it", timeout_s=TIMEOUT_S
-    )
+    wait_until(lambda: bool(keys_of_runs(operator)[0]), what="the head to trust it")
 
 
 def wait_for_a_waiter(lock: Path) -> None:
@@ -320,7 +313,6 @@ def wait_for_a_waiter(lock: Path) -> None:
             for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()
         ),
         what="the worker to wait for its lock",
-        timeout_s=TIMEOUT_S,
     )
 
 
@@ -332,7 +324,7 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
         process = another.start(*words)
         wait_for_a_key(another)
         interrupt(process)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
     assert keys_of_runs(another) == [[], []] and not list((folders[0] / "tileforge").iterdir())
     assert not another.paths("one").root.exists()
@@ -366,7 +358,7 @@ def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_
         # The worker's part has begun as well: it continues when the operator is gone.
         wait_for_a_waiter(lock)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT_S)
+        process.communicate(timeout=DEADLINE_S)
     wait_for_nobody(another)
     before = keys_of_runs(another)
     assert before[0] == before[1] and before[0][0].startswith("one.")
@@ -399,7 +391,6 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
     wait_until(
         lambda: any(process.poll() is not None for process in processes),
         what="one of them to have started it",
-        timeout_s=TIMEOUT_S,
     )
     (name,), same = keys_of_runs(another)
     assert same == [name]
@@ -419,7 +410,7 @@ def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> Non
     code, said = operator.do(*operator.run_words("one", *endless), "--detach")
     assert code == ExitCode.OK and "detached; run one continues" in said, said
     far = operator.nodes.home_of(1) / "tileforge" / "runs" / "one" / "progress"
-    wait_until(lambda: any(far.glob("*.json")), what="the worker's rank", timeout_s=TIMEOUT_S)
+    wait_until(lambda: any(far.glob("*.json")), what="the worker's rank")
     operator.nodes.kill(0, "payload.supervise ")
     wait_for_nobody(operator)
     code, said = operator.do("status", "one")

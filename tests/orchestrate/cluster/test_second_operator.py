@@ -11,11 +11,11 @@ import pytest
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import known_identity
-from tests.orchestrate.cluster.operating import TIMEOUT_S, Operator, wait_for_nobody
+from tests.orchestrate.cluster.operating import Operator, wait_for_nobody
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.sshd import make_key
 from tests.support.launching import summary
-from tests.support.waiting import wait_until
+from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
@@ -60,7 +60,7 @@ def test_a_second_operator_attaches_and_stops_with_the_inventory_and_a_key_of_he
     following = colleague.start(*colleague.on_cluster("attach"))
     colleague.wait_for_a_step()
     os.killpg(following.pid, 2)
-    said = "".join(following.communicate(timeout=TIMEOUT_S))
+    said = "".join(following.communicate(timeout=DEADLINE_S))
     assert following.returncode == INTERRUPTED and "detached; run one continues" in said, said
     # Her copy has the address from now on.
     code, said = colleague.do("stop", "one")
@@ -80,7 +80,6 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     wait_until(
         lambda: metrics.exists() and bool(metrics.read_bytes()),
         what="the first step",
-        timeout_s=TIMEOUT_S,
     )
     colleague = Colleague(tmp_path / "second", first.nodes)
     colleague.let_in()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tests.support.waiting import DEADLINE_S
+
 _LISTED = Path(__file__).with_name("deepspeed.txt")
 _WHEELS = ("msgpack==1.2.4",)
 """Packages with a wheel for each Python; installing a wheel does not run its code."""
@@ -35,7 +37,7 @@ def _install(folder: Path, *words: str) -> None:
         env=os.environ | {"DS_BUILD_OPS": "0"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=DEADLINE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
