@@ -136,6 +136,10 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
             f"{where}: unknown role {shown(given[role_key])}. Use one of: {', '.join(ROLES)}."
         )
     content = given.get(content_key)
+    if len(given) == 2 and isinstance(content, str) and role != "function_call":
+        # Most messages have nothing else to convert.
+        plain = {"role": role, "content": require_text(content, f"{where} {content_key}")}
+        return plain, role == ASSISTANT
     found: dict[str, Any] = {"role": role, "content": _content(content, f"{where} {content_key}")}
     is_trained = role in (ASSISTANT, "function_call")
     for key, value in given.items():

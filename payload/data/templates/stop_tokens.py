@@ -58,6 +58,9 @@ def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, i
 
     If several begin at the same place, returns the range of the longest.
     """
+    if len(tokens) == 1:
+        place = text.find(tokens[0], start)
+        return None if place < 0 else (place, place + len(tokens[0]))
     found = [(text.find(token, start), -len(token)) for token in tokens]
     place, size = min(((each, size) for each, size in found if each >= 0), default=(-1, 0))
     return None if place < 0 else (place, place - size)
