@@ -53,7 +53,8 @@ def test_a_command_in_a_message_stays_whole() -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_real_run_fits_80_columns(workplace: Workplace) -> None:
-    command = workplace.arguments("run", *workplace.settings(), "--inventory", "local")
+    short = ("--set", "train.steps=20", "--inventory", "local")
+    command = workplace.arguments("run", *workplace.settings(), *short)
     terminal = Terminal(
         [sys.executable, "-m", "payload.orchestrate", *command], columns=80, cwd=REPO
     )

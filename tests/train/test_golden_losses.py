@@ -36,7 +36,8 @@ PAIRS = [
 ]
 """A case of each strategy that needs no DeepSpeed."""
 OTHERS = [case for case in PORTABLE if case not in ALONE and case not in PAIRS]
-GROUPS = ("1 rank", "2 ranks", "2 ranks with DeepSpeed", "4 ranks")
+GROUPS = ("1 rank", "2 ranks")
+LONG_GROUPS = ("2 ranks with DeepSpeed", "4 ranks")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,9 @@ def test_two_ranks_have_the_stored_losses(tmp_path: Path, inputs: Path, stored: 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [*GROUPS, *(pytest.param(each, marks=pytest.mark.seeds) for each in LONG_GROUPS)]
+)
 def test_every_other_case_has_the_stored_losses(
     tmp_path: Path, all_inputs: Path, stored: Stored, group: str
 ) -> None:
@@ -111,4 +114,4 @@ def test_every_other_case_has_the_stored_losses(
 
 
 def test_every_case_with_stored_values_is_in_a_group() -> None:
-    assert {group_of(case) for case in OTHERS} == set(GROUPS)
+    assert {group_of(case) for case in OTHERS} == {*GROUPS, *LONG_GROUPS}
