@@ -67,7 +67,7 @@ def outcome(
 
 def found(outcome: Outcome) -> list[Finding]:
     mpirun = find("mpirun")
-    return failures(NODES, outcome, hostnames=HOSTNAMES, deadline_s=24, launcher=mpirun)
+    return failures(NODES, outcome, hostnames=HOSTNAMES, deadline_s=60, launcher=mpirun)
 
 
 def unable(code: int, address: str = "10.0.0.4") -> str:
@@ -176,15 +176,15 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED[:2], status=None),
-            *("node-2", "mpirun", "mpirun started no rank on this node within 24 s", "Python"),
+            *("node-2", "mpirun", "mpirun started no rank on this node within 60 s", "Python"),
         ),
         (
             outcome(*STARTED, *JOINED[:2], stdout=KILLED.format("14 (Alarm clock)")),
-            *("node-2", "gloo", "its rank did not find the other ranks within 24 s", "TCP ports"),
+            *("node-2", "gloo", "its rank did not find the other ranks within 60 s", "TCP ports"),
         ),
         (
             outcome(*STARTED, *JOINED, status=None),
-            *("node-0", "gloo", "the measurement did not end within 24 s", "Check the network"),
+            *("node-0", "gloo", "the measurement did not end within 60 s", "Check the network"),
         ),
     ],
 )

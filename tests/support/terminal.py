@@ -53,7 +53,7 @@ class Terminal:
         """
         ends = time.monotonic() + DEADLINE_S
         while text is None or text not in self.raw()[after:]:
-            assert time.monotonic() < ends, f"not within {DEADLINE_S:g} s; printed: {self.raw()!r}"
+            assert time.monotonic() < ends, f"no end in {DEADLINE_S:g} s: {self.raw()[-2000:]!r}"
             if not select.select([self._ours], [], [], 0.1)[0]:
                 continue
             try:
