@@ -62,7 +62,8 @@ class Margin:
 
     points: float
     standard_error: float
-    """Standard error of the difference on paired texts, in points, clustered by source."""
+    """Standard error of the difference in percentage points, from paired texts that are clustered
+    by source."""
     p: float
     """Two-sided p-value of a normal distribution."""
 

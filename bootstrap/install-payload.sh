@@ -505,7 +505,7 @@ install_rest() {
     local list=$1 source=()
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
     local what
-    what="${verb}ing $(grep -c . "$list") packages for $extras"
+    what="${verb}ing the packages for $extras"
     say "$what"
     pip_get "$what" "$list" ${source[@]+"${source[@]}"} ||
         fail_get "the packages of $lock"

@@ -46,11 +46,12 @@ class DistributedSection:
     pipeline part of the model. Gradients are averaged over all groups. none = one group of all
     ranks."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
-    """Ranks that compute each layer together on the same data. Each rank has a part of the heads,
-    the MLP and the vocabulary. These ranks must be on one node."""
+    """Number of ranks that compute each layer together on the same data. Each rank has a part of
+    the heads, the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
-    """Number of pipeline stages, each with some of the layers. Further ranks form copies of
-    the pipeline, which are data parallel: replicas, or shards with `strategy = "shard"`."""
+    """Number of pipeline stages, each with some of the layers. Further ranks form more pipelines,
+    which train on other data. With `strategy = "replicate"`, each pipeline has all weights; with
+    `shard`, each has a shard of them."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, and a stage keeps the
     activations of at most one micro-batch per stage. `gpipe`: all forward passes come first."""

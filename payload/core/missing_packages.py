@@ -17,7 +17,7 @@ from payload.core.suggested_commands import quoted
 _DISTRIBUTION = "tileforge-train"
 _SET_UP = Path("bootstrap", "install-payload.sh")
 _STAMP = ".tileforge-setup"
-"""A file that set-up leaves in the environments that it makes."""
+"""Name of the file with which set-up marks the environments that it makes."""
 _OTHER_NAMES = {"sklearn": "scikit-learn", "oneccl_bindings_for_pytorch": "oneccl-bind-pt"}
 """Packages whose name is not the name of their module."""
 

@@ -130,7 +130,7 @@ class ChatRecord:
     added_tokens: int = checked(0, low=0)
     """Tokens of the added samples."""
     literal_samples: int = checked(0, low=0)
-    """Samples whose row has a special token in its text; the token was encoded as plain text."""
+    """Number of samples in which a special token in the row's text is encoded as plain text."""
     unescaped_samples: int = checked(0, low=0)
     """Samples in which the tokenizer still encodes such text as the special token."""
 
@@ -171,7 +171,7 @@ class PreferenceRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     literal_samples: int = checked(0, low=0)
-    """Conversations whose row has a special token in its text; the token was encoded as plain
+    """Number of conversations in which a special token in the row's text is encoded as plain
     text."""
     unescaped_samples: int = checked(0, low=0)
     """Conversations in which the tokenizer still encodes such text as the special token."""

@@ -32,7 +32,7 @@ _RECORDS = 200
 _FEWEST_RECORDS = 3
 """A file without a table's suffix needs this many records, with the header, to be a table."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
-"""First line by which Excel declares the delimiter."""
+"""Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
 _ARRAY = re.compile(r"\s*\[\s*(\{|\]\s*$)")
 _TABLES: dict[FileKind, tuple[bytes, ...]] = {

@@ -208,7 +208,8 @@ class PlannedTensors(LazyTensors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """Each tensor that would be set, by the name of the file's tensor that it would get."""
+        """The model's tensors that would be set, each by the name of the file's tensor that would
+        be copied into it."""
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
