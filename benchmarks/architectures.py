@@ -24,9 +24,9 @@ from benchmarks.architecture_cases import CASES, Comparison, compare
 from benchmarks.harness import Benchmark
 
 DIFFERENCE_BOUND = 1e-4
-"""Bound of the differences of logits, gradients and cached logits."""
+"""Limit on the differences of logits, gradients and cached logits."""
 FLOPS_BOUND = 1e-3
-"""Bound of the relative difference from torch's FLOPs; parameters must be equal."""
+"""Limit on the relative difference from the FLOPs that torch counts."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -52,7 +52,7 @@ _OWN_VALIDATION = 0.01
 """Share of the training texts that `prepare` reserves for the run's evaluations."""
 _OURS = "tileforge"
 _STRENGTHS = (3.0, 10.0, 30.0, 100.0)
-"""Inverse regularisation of the logistic regression."""
+"""Values of C, the inverse regularisation strength of the logistic regression, to choose from."""
 _FEWEST_SOURCES = 3
 
 

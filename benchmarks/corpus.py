@@ -20,7 +20,7 @@ PASSAGE_BYTES = 2000
 """Minimum size of a passage, which ends at the end of a line."""
 MOST_PASSAGES = 6
 RENAMED_WORDS = 4
-"""Words replaced in each passage, at all their occurrences."""
+"""Number of different words that are replaced in each passage, wherever they occur."""
 FILES = 16
 """Number of files, so that a reader can use several processes."""
 
@@ -31,7 +31,7 @@ _WORD = re.compile(rb"[A-Za-z]{5,}")
 class _Passage:
     text: bytes
     words: tuple[bytes, ...]
-    """Each different word."""
+    """The different words in the passage."""
 
 
 def write_corpus(folder: Path, texts: Sequence[bytes], *, size_bytes: int, seed: int) -> int:

@@ -27,7 +27,7 @@ from benchmarks.harness import REPO, Benchmark
 
 TOKENS = 16
 LOGITS_BOUND = 1e-3
-"""Largest difference of a logit in fp32."""
+"""Limit on the difference of a logit in fp32."""
 NUM_MERGES = 744
 EOS = 256 + NUM_MERGES
 _PROMPT = [464, 206, 758, 218]

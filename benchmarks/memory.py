@@ -37,7 +37,7 @@ from payload.run_record.run_files import RunPaths
 ESTIMATE_BOUND = 0.15
 """Limit on the estimate's error, as a share of the measured peak."""
 PEER_BOUND = 0.5
-"""Limit on this project's share of nanoGPT's peak, from `PEER_BOUND_FROM` sequences on."""
+"""Limit on our peak divided by nanoGPT's, for `PEER_BOUND_FROM` sequences or more."""
 PEER_BOUND_FROM = 8
 STEPS = 2
 SEQUENCE_LENGTH = 1024

@@ -26,9 +26,9 @@ class Run:
     """The results of a run."""
 
     series: Mapping[str, Mapping[int, float]]
-    """Numbers of each of `SERIES` by step."""
+    """For each name in `SERIES`, the number at each step."""
     weights: Mapping[int, str]
-    """The sha256 of each checkpoint's weights by step."""
+    """SHA-256 of the weights of each checkpoint, by step."""
 
 
 def train_cases(

@@ -20,7 +20,7 @@ from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 _UNIX_S = re.compile(r"[0-9]{1,11}")
 
 IGNORED = ("description",)
-"""Attributes for `ignore_changes` of resources whose description is a `mark`."""
+"""Value of `ignore_changes` for resources whose description comes from `mark`."""
 
 
 def program_identity(root: Path, cluster: str) -> str:

@@ -37,7 +37,7 @@ class SlurmSection:
     """[slurm]; the job that `run --site slurm` submits; docs/guides/slurm.md"""
 
     nodes: int = checked(1, low=1, high=4096, unit="nodes")
-    """Nodes of the job."""
+    """Number of nodes of the job."""
     partition: str | None = None
     """Partition of the job; none = the cluster's default."""
     account: str | None = None

@@ -27,14 +27,13 @@ class StoreAddress:
     """A prefix in a bucket, or a folder."""
 
     bucket: str | None
-    """None for a folder."""
+    """Name of the bucket; None if the store is a folder."""
     path: str
     """The prefix without leading and trailing slashes, or the folder's absolute path."""
     num_below: int = field(default=0, compare=False)
-    """Number of trailing parts of the path that are below the configured folder.
-
-    Other users with write access to that folder could replace these parts with symlinks, so they
-    are opened without following links.
+    """Number of components at the end of `path` that are below the configured folder. Other users
+    with write access to that folder could replace them with symlinks, so these components are
+    opened without following links.
     """
 
     def under(self, name: str) -> StoreAddress:

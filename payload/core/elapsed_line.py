@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _AFTER_S = 2.0
-"""Shorter parts show no line."""
+"""Work that takes less time shows no line."""
 _EVERY_S = 1.0
 _CLEAR = "\r\033[K"
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 PRESS_S = 0.3
-"""A signal within this time of a press belongs to that press."""
+"""Further signals within this time of a Ctrl-C count as the same Ctrl-C."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -19,7 +19,7 @@ _SET_UP = Path("bootstrap", "install-payload.sh")
 _STAMP = ".tileforge-setup"
 """A file that set-up leaves in the environments that it makes."""
 _OTHER_NAMES = {"sklearn": "scikit-learn", "oneccl_bindings_for_pytorch": "oneccl-bind-pt"}
-"""Packages whose name is not the name of their module."""
+"""Package names by module name, where the two differ."""
 
 
 def explain_missing_packages() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
-"""Equivalent of `-P` as a variable, for launchers that build the ranks' command lines themselves.
+"""Environment variable with the effect of Python's option `-P`, for launchers that build the ranks'
+command lines themselves.
 """
 
 

@@ -31,7 +31,7 @@ from payload.data.sources.source_flags import (
 )
 
 _SAMPLE = 2000
-"""Number of rows that are read."""
+"""Number of rows that are read to detect the format."""
 _LABEL_COLUMNS = (
     *("label", "labels", "class", "category", "target", "sentiment", "section", "topic"),
     *("queue", "intent"),

@@ -37,7 +37,7 @@ SCHEMA_VERSION = 1
 _DTYPE = np.dtype("<f8")
 
 LogProbs = npt.NDArray[np.float64]
-"""(pairs, 2) log-probability of the chosen and of the rejected answer."""
+"""Shape (pairs, 2): log-probability of the chosen and of the rejected answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

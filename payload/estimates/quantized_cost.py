@@ -24,8 +24,9 @@ class QuantizedCost:
     """Compares a run with its base in 4 bits to the same run with an unquantised base."""
 
     whole_dtype: Dtype
-    """Dtype of the unquantised base and its matmuls: normally the dtype of the run. If only bf16
-    fits, it is bf16, unless a 4-bit base fits and takes less time."""
+    """Dtype of the unquantised base and its matmuls: the dtype of the run or, if only bf16 fits
+    into memory, bf16. If a 4-bit base fits and takes less time than bf16, it stays the dtype of the
+    run."""
     whole_bytes: int
     """Estimate of a rank's peak memory with one sequence per micro-batch."""
     nf4_dtype: Dtype
@@ -36,7 +37,7 @@ class QuantizedCost:
     nf4_step_s: float
     """Predicted compute time of a step with 4 bits, without kernels and with dequantising."""
     dequantize_s: float
-    """The part of `nf4_step_s` for dequantising."""
+    """The part of `nf4_step_s` in which weights are dequantised."""
     is_measured: bool
     """True if a run's calibration has measured dequantising on this machine."""
     room_bytes: float | None

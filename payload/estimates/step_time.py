@@ -39,9 +39,10 @@ class StepTime:
     exchange_s: float
     """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float
-    """The part of the exchange after the backward pass, for which the step waits."""
+    """The part of the exchange that comes after the backward pass, so that the step waits for
+    it."""
     busy_s: float
-    """Compute time that is lost because the exchange overlaps."""
+    """Compute time that is lost because the exchange runs at the same time."""
     update_s: float = 0.0
     """Time of the optimizer's update of the rank's weights, if counted separately."""
     copies_s: float = 0.0

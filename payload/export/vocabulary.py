@@ -37,7 +37,8 @@ from payload.formats.tokenizer_canonical import canonical_parts
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FIX = "Use --format hf."
 _NO_SPACES_LEFT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
-"""Gemma's pre-tokenizer, which has no effect after spaces are replaced."""
+"""Gemma's pre-tokenizer. It has no effect, because the normalizer has already replaced the
+spaces."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
 

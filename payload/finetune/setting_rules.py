@@ -15,9 +15,9 @@ from payload.models.spec import ModelSpec
 Method = Literal["full", "lora", "nf4"]
 
 MAX_TOKENS = 8192
-"""Longest sequence that is chosen; `--set data.sequence_length` overrides it."""
+"""Longest sequence length that is chosen; `--set data.sequence_length` can set a longer one."""
 _UNTRUNCATED_SHARE = 0.99
-"""Share of the texts that must fit into a sequence without truncation."""
+"""Share of the texts that the chosen sequence length must hold without truncation."""
 _MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
@@ -50,7 +50,8 @@ class DataSize:
     """Size of the training data."""
 
     sequences: int
-    """Samples of an epoch: texts for `classify`, otherwise blocks of the sequence length."""
+    """Number of samples in an epoch: texts for `classify`, otherwise blocks of the sequence
+    length."""
     tokens: int
 
 

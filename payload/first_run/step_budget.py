@@ -13,9 +13,10 @@ from payload.estimates.step_time import predict_step
 from payload.models.spec import ModelSpec
 
 TRAINING_S = 120.0
-"""Training takes at most this long at the predicted speed."""
+"""Longest training time, at the predicted speed."""
 MIN_STEPS = 12
-"""In one run, the training loss was 2.33 before the first step, and 1.16 after 10 steps."""
+"""Minimum number of steps. In one run, the training loss was 2.33 before the first step, and 1.16
+after 10 steps."""
 _SHORT_SEQUENCES = 2.0
 """Factor on the predicted time, because the prediction is fitted to long sequences, whose matmuls
 are larger."""

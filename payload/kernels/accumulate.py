@@ -25,7 +25,8 @@ class WeightGradients:
     def __init__(self, library: Library) -> None:
         self._library = library
         self.place: Callable[[Tensor], Tensor] = _new_gradient
-        """Returns the memory for a weight's gradient; a gradient exchange replaces it."""
+        """Returns the memory for a weight's gradient. A gradient exchange replaces this
+        function."""
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add the gradient of `weight` (R, C) in x (N, C) @ weight.T, from `grad` (N, R).

@@ -29,10 +29,10 @@ class NormScale:
     """The scale of an RMS norm (weight + offset), and `eps`, which is added to the mean square."""
 
     weight: Tensor
-    """(C,) fp32."""
+    """The norm's weight: (C,) fp32."""
     eps: float
     offset: float = 0.0
-    """1 in Gemma, where a weight of zero means a scale of 1."""
+    """Number added to the weight: 1 in Gemma, where a weight of zero means a scale of 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ _SUM_ROWS = 64
 """Number of rows that are added up into one partial sum."""
 
 Slices = Sequence[Tensor]
-"""Slices of a matrix by columns; each tensor has equally many columns."""
+"""Column slices of a matrix; all have the same number of columns."""
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double

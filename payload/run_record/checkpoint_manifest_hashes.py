@@ -27,7 +27,8 @@ from payload.run_record.run_files import NAMES, RunPaths
 SCHEMA_VERSION = 1
 HASHES_FILE = NAMES.manifest_hashes.name
 MOST_HASHES = 500
-"""Limited because a full record has 90 kB, and every command that shows the run reads it."""
+"""Limit on the hashes in a record. A full record has 90 kB, and every command that shows the run
+reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

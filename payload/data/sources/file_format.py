@@ -59,7 +59,8 @@ _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
     (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )
-"""Offset, first bytes, name and fix of formats that are not read."""
+"""Formats that are not read: the offset of the identifying bytes, these bytes, the name, the
+fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ _COUNTED = (
     *("truncated_conversations", "truncated_tokens", "long_dropped_conversations"),
     *("split_conversations", "dropped_conversations", "added_samples", "added_tokens"),
 )
-"""Fields of the record that this job counts."""
+"""Fields of ChatRecord with numbers that this job counts."""
 
 
 def chat_job(args: argparse.Namespace) -> ChatJob:

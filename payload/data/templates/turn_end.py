@@ -12,7 +12,8 @@ from payload.data.templates.stop_tokens import KnownTokens, first_marker, first_
 Part = tuple[int, bool]
 """A number of leading messages, and whether to add the generation prompt."""
 Render = Callable[..., Sequence[str | None]]
-"""Renders parts of the keyword `messages` with the keyword `tools`; None for a rejected part."""
+"""A function that renders the given parts of its argument `messages`, with its argument `tools`.
+It returns None for each part that the template rejects."""
 
 # Texts that no template changes, and that are in no template.
 _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"

@@ -19,7 +19,7 @@ from payload.data.tokenizers.gigatoken_adapter import byte_symbols
 Numbers = npt.NDArray[np.int64]
 
 _NOT_BYTES = -(2**31)
-"""Width of a token outside the text: a sum that includes it never equals a text's length."""
+"""Width of a token that is not from the text. No sum with this width equals a text's length."""
 _SPACE = "\u0120"
 """Symbol of a space in a byte-level vocabulary."""
 

@@ -68,7 +68,7 @@ class PrepareSettings:
     allow_odd_tokenizer: bool = False
     """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Further values that change the output; they are part of the fingerprint."""
+    """Further values on which the output depends, so the fingerprint covers them."""
 
     def dtype(self) -> TokenDtype:
         """Return the type of a token in the files."""

@@ -34,7 +34,8 @@ FLOAT8 = ("F8_E4M3", "F8_E5M2")
 POWERS_OF_TWO = ("F8_E8M0", "U8")
 _SCALES = (*FLOAT_DTYPES, *POWERS_OF_TWO)
 _FP4_BLOCK = (1, 32)
-"""Rows and columns that share a scale of 4-bit floats; `weight_block_size` is for 8-bit ones."""
+"""Number of rows and columns that share a scale, for 4-bit floats. (For 8-bit floats,
+`weight_block_size` sets these numbers.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,8 @@ def _grace_s(paths: RunPaths) -> float:
 _TICK_S = 0.2
 _END_BYTES = 256
 _LINE_BYTES = 2**20
-"""Longer than any readable line; limits the memory for a file without line breaks."""
+"""Limit on the length of a line, above that of any real line. It bounds the memory for a file
+without line breaks."""
 _SHOWN_STEPS = 100
 
 

@@ -13,7 +13,7 @@ from payload.run_record.run_files import RunPaths
 
 TRASH_NAME = ".trash"
 _KEPT_S = 86_400.0
-"""A run is deleted by the first `remove` after this time in the trash."""
+"""Time that a run stays in the trash. The first `remove` after this time deletes the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,8 @@ class Classifier(CausalLM):
         self.body = body
         self.labels = tuple(labels)
         self.pad_token = pad_token
-        """Pads the shorter texts of a batch; the same token at a text's end counts as padding."""
+        """Token that pads the shorter texts of a batch. If a text ends with this token, the end
+        counts as padding."""
         self.objective = Classification()
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
         if named is not None:

@@ -62,7 +62,8 @@ class Sweep:
     kept: Sequence[Resource] = ()
     """Buckets, which are kept on purpose."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
-    """Clusters within their lifetime; empty if the search is for one cluster."""
+    """Resources of clusters within their lifetime, by cluster; empty if the search is for one
+    cluster."""
     blind: Sequence[str] = ()
     """Reasons why some resources could not be listed."""
     node_usd: Mapping[str, float | None]
