@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def problems(row: Comparison) -> list[str]:
-    """Return a description of each bound that a row misses; NaN misses them, too."""
+    """Return a description of each bound that a row misses; NaN misses every bound."""
     found = [
         f"{quantity} differ by {value:.1e}, bound {DIFFERENCE_BOUND:.0e}"
         for quantity, value in (

@@ -1,4 +1,4 @@
-"""A fine-tuned model's accuracy on Debian's package descriptions, beside TF-IDF features.
+"""A fine-tuned model's accuracy on Debian's package descriptions, compared with TF-IDF features.
 
     python -m benchmarks.classify --model FOLDER [--config TOML] [--set KEY=VALUE]
     python -m benchmarks.classify --model FOLDER --on validation --texts 2000

@@ -2,8 +2,8 @@
 
 Plain copies of the library's 31 MB would be easy for a tokenizer that caches words. So a document
 has one to six random passages of the library. In every passage a few words are replaced by new
-ones, made of the halves of two others: the number of different words grows with the corpus, as in
-natural text.
+words, each made of the halves of two other words. So the number of different words grows with the
+corpus, as in natural text.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ def rounded_weights(model: Any, dtype: str) -> dict[str, Any]:
 
 
 def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[int]) -> Any:
-    """Export a model and generate in both; return the equal tokens and the logits' difference."""
+    """Export a model, generate with both programs, and return the equal tokens and the logits'
+    difference."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -71,7 +71,7 @@ class Peak:
     estimated_bytes: int | None = None
 
     def estimate_error(self) -> float | None:
-        """Return the estimate's error as a share of the peak; below 0 it was too low."""
+        """Return the estimate's error as a share of the peak; negative for a low estimate."""
         if self.estimated_bytes is None:
             return None
         return self.estimated_bytes / self.peak_bytes - 1

@@ -4,7 +4,8 @@
     python -m benchmarks.record_run --out docs/images/make_run.svg --replay make_run.jsonl
 
 The first form runs the command and also writes its lines with their times next to the SVG, as
-`.jsonl`. The second form draws such a file again. Programs that show no animation show the end.
+`.jsonl`. The second form draws such a file again. A program without animations shows the end of the
+output.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def train_cases(
 ) -> dict[str, Run]:
     """Train the cases with the trainer in `code`; return their results by name.
 
-    Cases with as many ranks share their processes. `label` names the code in the progress output.
-    Raises SystemExit if a run fails.
+    Cases with the same number of ranks share their processes. `label` names the code in the
+    progress output. Raises SystemExit if a run fails.
     """
     root.mkdir()
     (root / "run.toml").write_text(CONFIG, encoding="utf-8")

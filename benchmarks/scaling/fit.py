@@ -80,7 +80,7 @@ def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
 
 
 def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the step of one rank over the step of two, for each arrangement of two ranks.
+    """Return one rank's step time divided by that of two, for each arrangement of two ranks.
 
     `vs_alone`: the one rank has the machine's memory and cache for itself. `vs_side_by_side`: it
     shares them with another run, so that only the exchange is lost. `best_...` compares the

@@ -91,7 +91,7 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
 
 
 def resolve_results_address(results: str, *, bucket: str | None) -> str:
-    """Resolve `auto` for a cluster with this results bucket; None means no bucket."""
+    """Return `results`, with `auto` resolved for a cluster with this results bucket or none."""
     if results != AUTO:
         return results
     return NONE if bucket is None else str(StoreAddress(bucket, RUNS_PREFIX))

@@ -183,7 +183,7 @@ class BatchSection:
         return self.micro_batch_size
 
     def per_pass(self, world_size: int) -> int:
-        """Return the sequences of one micro-batch over all ranks; with `auto`, of a whole step."""
+        """Return the sequences in the micro-batches of all ranks; with `auto`, those in a step."""
         if self.micro_batch_size == AUTO:
             return max(1, self.global_batch_size // world_size) * world_size
         return self.micro_batch_size * world_size
@@ -196,7 +196,8 @@ class BatchSection:
             self.grad_accum_steps(world_size)
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Return the micro-batches per step on each rank. Raises ConfigError if it is not whole."""
+        """Return each rank's number of micro-batches per step. Raises ConfigError if it is not
+        whole."""
         size = self.micro_batch()
         per_pass = size * world_size
         self._require_multiple(
@@ -276,7 +277,7 @@ class TrainSection:
     def require_profiled(self, world_size: int) -> None:
         """Raise ConfigError if no rank would record the step to profile.
 
-        This is not checked for a checkpoint's settings, as the resumed run can change them.
+        A checkpoint's settings are not checked, because the resumed run can change them.
         """
         if self.profile_step is None:
             return

@@ -88,7 +88,7 @@ class CommandParser(argparse.ArgumentParser):
         return group
 
     def refuse_option(self, name: str, fix: str) -> None:
-        """Refuse an option that people expect here, with the sentence that names its place."""
+        """Reject an option that people expect here; `fix` states where the option belongs."""
         self.add_argument(name, action=_Refuse, const=fix, help=argparse.SUPPRESS)
 
     def add_older_spelling(self, name: str, action: argparse.Action) -> None:

@@ -62,7 +62,7 @@ class _Requests:
 
 
 class Interrupts:
-    """Counts requests to end in the block: each Ctrl-C, and SIGTERM or SIGHUP only once."""
+    """Counts the requests to end in the block: every Ctrl-C, but SIGTERM and SIGHUP only once."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -195,7 +195,7 @@ def _out_folder(arguments: argparse.Namespace) -> Path:
 
 
 def _skipped_rows(folder: Path) -> bool:
-    """Return True if the prepared data in the folder was made without bad rows."""
+    """Return True if `prepare` left out bad rows when it made the data in the folder."""
     from payload.formats.data_folder import load_meta
 
     try:

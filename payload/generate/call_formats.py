@@ -78,7 +78,7 @@ class CallFormat(Protocol):
 def call_format_of(
     answer: str, *, before: str, tools: Sequence[Mapping[str, Any]]
 ) -> CallFormat | None:
-    """Return the format of the first call of `NAMES`, which is in `answer`.
+    """Return the format of the call in `answer`, which calls the first function of `NAMES`.
 
     `before` is the text that precedes the name in every call; None means an unknown format.
     """

@@ -123,7 +123,7 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
 
 
 def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
-    """Return the FLOP/s of the fastest of many square matmuls; noise slows only the others."""
+    """Return the FLOP/s of the fastest of many square matmuls, which noise has slowed least."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
     return 2 * size**3 / best_s

@@ -59,8 +59,9 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
     If no name declares training data, the names are ignored, and all files are for training. A file
-    whose name declares no split is for training, too. Text files may be those of a program, where
-    words such as test are common. So the names of text files count only if each declares a split.
+    whose name declares no split is for training, too. Text files may be the source files of a
+    program, whose names often have words such as test. So the names of text files count only if
+    each declares a split.
     """
     names = [split_of(path) for path in files]
     if "train" not in names or (is_text and None in names):

@@ -56,7 +56,7 @@ def render_samples(
 
 
 class RowRendering:
-    """`render_samples` in two steps: the first request can be sent in a batch with other rows'."""
+    """`render_samples` in two steps: the first request can be batched with those of other rows."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, options: SampleOptions
@@ -99,7 +99,7 @@ class RowRendering:
 
 
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
-    """Return the samples; turns whose texts begin the same text share one."""
+    """Return the samples; turns share a sample whose text begins with the text of each."""
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):

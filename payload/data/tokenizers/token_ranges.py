@@ -25,7 +25,8 @@ _SPACE = "\u0120"
 
 
 class TokenRanges:
-    """For each token, the number of bytes, and of spaces that the tokenizer cuts from its range."""
+    """For each token, its number of bytes, and of the spaces that the tokenizer cuts from its
+    range."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """`raw` is a tokenizer.json that `has_token_ranges`."""

@@ -65,7 +65,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def is_expired(trashed: TrashedRun) -> bool:
-    """Return True if the run was in the trash for the time that runs are kept."""
+    """Return True if the run has been in the trash for longer than runs are kept."""
     return trashed.record.removed_unix < time.time() - _KEPT_S
 
 

@@ -98,8 +98,8 @@ class SlurmAccess(LocalAccess):
     def executable(self, launcher: Launcher) -> str:
         """Return the launcher's path.
 
-        Raises PreflightError if it cannot be used. Raises ConfigError if it would start the ranks
-        on this machine and this machine is not a node of the job.
+        Raises PreflightError if it cannot be used. Raises ConfigError if the launcher would start
+        the ranks on this machine, but this machine is not a node of the job.
         """
         if len(self._reports) == 1 and launcher.scheduler is None and self._is_off_head():
             raise ConfigError(
