@@ -60,7 +60,7 @@ LAST_LR = 0.1
 """Learning rate at the end of the cosine, as a share of the highest learning rate."""
 SEEDS = (1, 2, 3)
 JOBS = 2
-"""Runs at a time."""
+"""Number of runs that train at the same time."""
 FIRST_LRS = (2e-3, 1e-3, 4e-3)
 CLEARLY = 1.02
 """A learning rate is clearly worse if its loss exceeds the best loss by this factor. Losses of

@@ -29,7 +29,7 @@ from payload.stack.stack_settings import LOGIN, NODE_PATH
 
 NODE_USER = "trainer"
 GRAFANA_VERSION = "12.4.0"
-"""Pinned version; Grafana's repository, apt.grafana.com, keeps old versions."""
+"""Pinned version of Grafana; its repository, apt.grafana.com, keeps old versions."""
 MAX_BYTES = 256 * 1024
 """Size limit of a metadata value in Compute Engine."""
 

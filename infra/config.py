@@ -86,4 +86,4 @@ def key_of(field: str) -> str:
 KEYS: Mapping[str, DeclaredField] = {
     key_of(name): field for name, field in fields_of(ClusterConfig).items()
 }
-"""Fields by key in Pulumi.yaml."""
+"""The declared field for each key in Pulumi.yaml."""

@@ -144,8 +144,8 @@ class LimitsSection:
     times the median step. Loading, compiling and saving may take nine tenths of
     distributed.timeout_s, which is also the longest wait in other phases."""
     max_restarts: int = checked(3, low=0, unit="restarts")
-    """Restarts from the last checkpoint after a lost rank, a lost node or a hang, as long as each
-    attempt completes at least one more step; 0 = none."""
+    """Limit on restarts from the last checkpoint after a lost rank, a lost node or a hang; 0 = no
+    restarts. A run is not restarted after an attempt that completed no further step."""
     max_hours: float | None = checked(None, above=0.0, unit="hours")
     """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
     checkpoint and stops. The machines of a cluster are billed until `down`."""

@@ -28,7 +28,7 @@ _OWN_OPTIONS = (
 """Options of sbatch that the run sets itself. Source: https://slurm.schedmd.com/sbatch.html"""
 _OWN_LETTERS = frozenset("AaDehJMNnopqtVW")
 _LETTERS_WITHOUT_VALUE = frozenset("HkOQsuv")
-"""Letters of sbatch's options without a value; more letters can follow in the same argument."""
+"""One-letter options of sbatch that take no value; more letters can follow in one argument."""
 _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 

@@ -19,7 +19,8 @@ RUNS_PREFIX = "runs"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,199}")
 _MOST_CHARS = 700
-"""Longest prefix: an object's name has at most 1,024 bytes, and the rest is for the run's files."""
+"""Limit on the length of a prefix. An object's name has at most 1,024 bytes; the rest is for the
+names of the run's files."""
 
 
 @dataclass(frozen=True, slots=True)

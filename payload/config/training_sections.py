@@ -310,7 +310,8 @@ class EngineSection:
     """[engine]; docs/explanations/speed.md"""
 
     kind: Literal["native", "ipex"] = "native"
-    """`ipex` needs the extra `intel`."""
+    """`native`: stock torch. `ipex`: Intel's archived extension for torch; needs the extra
+    `intel`."""
     compile: bool = False
     """Pass the model through torch.compile; needs a C++ compiler on every node."""
     kernels: Literal["auto", "off"] = "auto"

@@ -29,7 +29,7 @@ class Option:
     group: str | None = None
     """Heading in the help; None for `options`."""
     advanced: bool = False
-    """Shown by `--help-all` only."""
+    """True if only `--help-all` shows the option."""
     positional: bool = False
     exclusive: bool = False
     """At most one of a command's exclusive options can be given."""

@@ -45,7 +45,7 @@ class ReferenceModel:
     """The model that computed the log-probabilities."""
 
     source: str
-    """Folder or hub name."""
+    """Folder or hub name of the model."""
     revision: str | None = None
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     """SHA-256 over the weight files."""

@@ -28,12 +28,14 @@ class QuantizedCost:
     into memory, bf16. If a 4-bit base fits and takes less time than bf16, it stays the dtype of the
     run."""
     whole_bytes: int
-    """Estimate of a rank's peak memory with one sequence per micro-batch."""
+    """Estimate of a rank's peak memory with the unquantised base and one sequence per
+    micro-batch."""
     nf4_dtype: Dtype
     """Dtype of the matmuls with 4-bit weights: the dtype of the run, or bf16 if only bf16 fits."""
     nf4_bytes: int
     whole_step_s: float
-    """Predicted compute time of a step, with kernels if the run uses them."""
+    """Predicted compute time of a step with the unquantised base, and with kernels if the run uses
+    them."""
     nf4_step_s: float
     """Predicted compute time of a step with 4 bits, without kernels and with dequantising."""
     dequantize_s: float

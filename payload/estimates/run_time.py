@@ -36,7 +36,7 @@ class RunTime:
     training_s: float
     evaluation_s: float
     saving_s: float
-    """Time of the checkpoints."""
+    """Time that saving the checkpoints takes."""
     samples_s: float = 0.0
     """Time of the samples before and after the run; 0 for a run without samples."""
 

@@ -35,7 +35,8 @@ class StepTime:
     """The parts of a step's time, in seconds."""
 
     compute_s: float
-    """Forward and backward without exchange, including the update if `update_s` is 0."""
+    """Time of the forward and backward passes without exchange; includes the update if `update_s`
+    is 0."""
     exchange_s: float
     """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float

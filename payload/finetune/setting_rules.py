@@ -40,7 +40,7 @@ class Choice:
     """One setting of run.toml."""
 
     key: str
-    """`section.name`"""
+    """Name of the setting, as `section.name`."""
     value: Any
     reason: str
 

@@ -118,7 +118,8 @@ class ChatRecord:
     """Conversations longer than a block, which were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Conversations without a trained token, for example because truncation removed it."""
+    """Conversations that were dropped because no trained token was in them or remained after
+    truncation."""
     on_long: OnLong = "truncate"
     """Treatment of conversations longer than a block, as in --on-long."""
     long_dropped_conversations: int = checked(0, low=0)

@@ -35,7 +35,7 @@ class Gpu:
     capability: tuple[int, int]
     """Compute capability."""
     quota: str
-    """Name of the regional quota on demand; the quota for spot machines has the prefix
+    """Name of the regional quota for on-demand machines; for spot machines, it has the prefix
     PREEMPTIBLE_."""
 
 

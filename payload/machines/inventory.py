@@ -83,7 +83,7 @@ class Node:
     gpu_capability: str | None = checked(None, pattern=CAPABILITY, wanted="such as 8.9")
     """Compute capability, or None if unknown."""
     hourly_usd: float | None = checked(None, low=0, high=1e6)
-    """Price of this node, or None if unknown."""
+    """Price of this node in US dollars per hour, or None if unknown."""
     instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")
     """The cloud's number of the machine, which differs for a new machine of the same name."""
 

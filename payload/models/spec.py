@@ -182,8 +182,8 @@ class ModelSpec(ABC):
 
         A sharded rank has 1/N of the state. Two things are gathered in full at a time: the weights
         outside the layers (and their gradients if trained), and one layer with its weights, its
-        gradients and both exchange buffers. At the end of the backward pass, the weights outside
-        the layers need these buffers instead of the activations.
+        gradients and both exchange buffers. At the end of the backward pass, the activations are
+        gone, and the weights outside the layers need the buffers.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
         if setting.tensor > 1 or setting.stages > 1:

@@ -30,7 +30,8 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""A file without a table's suffix needs this many records, with the header, to be a table."""
+"""Number of records, including the header, that a file without a table's suffix needs to count as a
+table."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """First line by which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')

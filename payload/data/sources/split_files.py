@@ -32,7 +32,7 @@ class SplitFiles:
     train: tuple[Path, ...]
     valid: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
-    """Files that are left out."""
+    """Test files, which are left out."""
 
     def read(self) -> list[Path]:
         """Return the files to read: the training files, then the validation files."""

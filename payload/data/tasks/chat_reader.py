@@ -60,7 +60,7 @@ class _Sample:
     """Key of the split: the group's number or, without groups, the row's number."""
     rendered: RenderedSample
     is_added: bool
-    """False for one sample of each row, True for its other samples."""
+    """False for one sample of each row, True for the row's other samples."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class PrepareSettings:
     """Share of the documents for validation; None means `default_val_fraction`."""
     seed: int
     max_documents: int | None = None
-    """Limit of documents, from the start of the source."""
+    """Limit on the number of documents, counted from the start of the source."""
     force: bool = False
     """Replace the output of an earlier run in the folder."""
     wait: bool = False

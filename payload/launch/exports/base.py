@@ -18,7 +18,7 @@ MOUNT = "/mnt/tileforge"
 MASTER_PORT = 29500
 """The rendezvous port of ranks on dedicated nodes; it is the default of torch and Kubeflow."""
 VCPUS_PER_CORE = 2
-"""Clouds and Kubernetes count hardware threads; a plan counts cores."""
+"""Hardware threads per core: clouds and Kubernetes count threads, a plan counts cores."""
 
 _CONFIG_END = "END_OF_RUN_TOML"
 _NAME_LENGTH = 40

@@ -88,7 +88,7 @@ class DecoderSpec(ModelSpec):
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     hidden_act: Activation = "silu"
-    """Activation of the gate: SwiGLU, or GeGLU with one of the GELUs."""
+    """Activation of the gate: SiLU (for SwiGLU), or one of the GELUs (for GeGLU)."""
     tie_word_embeddings: bool = False
     """True if the output head is the token embedding."""
     qkv_bias: bool = False

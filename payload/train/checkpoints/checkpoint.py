@@ -48,7 +48,7 @@ class BaseModel:
     """Identifies the frozen base weights of an adapter; its checkpoints do not contain them."""
 
     source: str
-    """Folder or hub name."""
+    """Folder or hub name of the base model."""
     revision: str | None = None
     """Commit on the hub."""
     sha256: str = ""

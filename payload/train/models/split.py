@@ -43,7 +43,7 @@ class SplitModule(nn.Module):
     """A module that can be split over several ranks."""
 
     ranks: TensorRanks | None = None
-    """Set if the module's parameters are only this rank's parts."""
+    """The ranks that split the module's parameters; None if each rank has all of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class _Rule:
     pattern: re.Pattern[str]
     error: type[TileforgeError]
     advice: str
-    """Template with `{project}` and the pattern's named groups."""
+    """Template of the fix, with placeholders `{project}` and the pattern's named groups."""
 
 
 def _rule(pattern: str, error: type[TileforgeError], advice: str) -> _Rule:
