@@ -346,7 +346,7 @@ def _adds_special_tokens(
 def _chat_template(
     folder: Path, config: Mapping[str, Any]
 ) -> str | Sequence[Mapping[str, str]] | None:
-    """Return the chat template; tokenizer_config.json can have several with names.
+    """Return the chat template; tokenizer_config.json can have several named ones.
 
     Raises CheckpointError.
     """

@@ -41,7 +41,7 @@ class WeightGradients:
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
 
     def add_made(self, weight: Tensor, grad: Tensor, scale: float) -> None:
-        """Add `grad`, fp32 with the weight's shape, times `scale` to the weight's gradient."""
+        """Add `grad` (fp32, of the weight's shape) times `scale` to the weight's gradient."""
         total, adds = self._total(weight)
         if adds:
             total.add_(grad, alpha=scale)

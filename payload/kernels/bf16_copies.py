@@ -33,7 +33,8 @@ class Bf16Copies:
         return copy
 
     def existing(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter's copy or None; code that writes one of them must write both."""
+        """Return the copy of the parameter, or None; code that writes the parameter must write
+        both."""
         return self._copies.get(parameter)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:

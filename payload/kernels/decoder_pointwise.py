@@ -122,7 +122,7 @@ def rms_norm_backward(
 def rotate(
     library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
 ) -> None:
-    """Rotate the queries and keys in qkv (N, H + 2 K, D) bf16 in place; with `back`, invert it."""
+    """Rotate the queries and keys in qkv (N, H + 2 K, D) bf16 in place; `back` inverts this."""
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)

@@ -160,7 +160,7 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; its part for queries and keys is for `qk`, if that is given.
+        """Return the gradient of qkv; if `qk` is given, the queries' and keys' part is for `qk`.
 
         `out` and `log_sums` are from the forward pass.
         """

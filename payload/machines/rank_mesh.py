@@ -110,7 +110,7 @@ class Mesh:
 def make_mesh(
     world_size: int, *, shards: bool, shard_size: int | None, tensor: int, pipeline: int
 ) -> Mesh:
-    """Return the mesh of `world_size` ranks; `shards`: data-parallel ranks shard the weights.
+    """Return the mesh of `world_size` ranks; with `shards`, data-parallel ranks shard weights.
 
     Raises ConfigError if a dimension does not divide the ranks.
     """

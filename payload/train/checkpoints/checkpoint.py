@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """Identifies the frozen base weights of an adapter; its checkpoints do not contain them."""
+    """Identifies the frozen base weights of an adapter, which its checkpoints do not contain."""
 
     source: str
     """Folder or hub name of the base model."""

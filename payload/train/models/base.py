@@ -243,7 +243,7 @@ class CausalLM(SplitModule, ABC):
         return True
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        """Return whether PEFT takes this linear, by its name, for a linear of an expert."""
         del linear
         return False
 

@@ -38,7 +38,7 @@ class Endpoints:
     """The URL of each service."""
 
     template: str | None = None
-    """URL with the placeholder `{service}` for a service's name; None for Google's public endpoints."""
+    """URL with the placeholder `{service}` for a service; None for Google's public endpoints."""
     request_log: Path | None = None
     login: GoogleLogin = field(default_factory=GoogleLogin)
 
