@@ -52,7 +52,7 @@ _OWN_VALIDATION = 0.01
 """Share of the training texts that `prepare` reserves for the run's evaluations."""
 _OURS = "tileforge"
 _STRENGTHS = (3.0, 10.0, 30.0, 100.0)
-"""Values of C, the inverse regularisation strength of the logistic regression, to choose from."""
+"""Tried values of C, the inverse regularisation strength of the logistic regression."""
 _FEWEST_SOURCES = 3
 
 
@@ -62,7 +62,8 @@ class Margin:
 
     points: float
     standard_error: float
-    """Standard error of the difference on paired texts, in points, clustered by source."""
+    """Standard error of the difference in percentage points, from paired texts that are clustered
+    by source."""
     p: float
     """Two-sided p-value of a normal distribution."""
 

@@ -22,7 +22,7 @@ MOST_PASSAGES = 6
 RENAMED_WORDS = 4
 """Number of different words that are replaced in each passage, wherever they occur."""
 FILES = 16
-"""Number of files, so that a reader can use several processes."""
+"""Number of files; with several files, a reader can use several processes."""
 
 _WORD = re.compile(rb"[A-Za-z]{5,}")
 

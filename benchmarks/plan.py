@@ -100,7 +100,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         sliding_window=512,
     ),
 }
-"""The published config.json of each model, without what a plan ignores."""
+"""The published config.json of each model, without the keys that a plan ignores."""
 
 
 def main(argv: Sequence[str]) -> int:

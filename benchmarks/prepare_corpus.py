@@ -60,7 +60,7 @@ class _Done:
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    """Peak memory of the largest of these processes."""
+    """Peak memory of the process or child process that needed the most."""
 
     def tokens(self) -> int:
         """Return the tokens of both splits from this project's report."""

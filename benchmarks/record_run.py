@@ -27,7 +27,8 @@ from benchmarks.harness import argument_parser
 _COLUMNS, _ROWS = 80, 47
 _CHAR_PX, _LINE_PX, _PAD_PX, _BAR_PX = 8.4, 19, 14, 28
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.2
-"""Limits on the pause between two lines; longer and shorter waits are shown with the limit."""
+"""Shortest and longest pause between two lines in the recording; other waits are set to the nearer
+limit."""
 _END_S = 8.0
 
 

@@ -42,7 +42,7 @@ class Score:
     """Number of requests that the model answered with one call of the right function, with
     parseable arguments."""
     right_values: int
-    """Number of these calls whose arguments have the values of the request."""
+    """Number of calls of the right function whose arguments also have the values of the request."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -42,15 +42,16 @@ class DistributedSection:
     `deepspeed`.
     """
     shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
-    """`shard`: number of ranks that together hold one copy of the model (with tensor or pipeline
-    parallelism: of their part of the model). Gradients are averaged over all copies. none = all
-    ranks share one copy."""
+    """`shard`: number of ranks that together hold one copy of the model; with tensor or pipeline
+    parallelism, one copy of their part of the model. Gradients are averaged over all copies. none =
+    all ranks share one copy."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
-    """Ranks that compute each layer together on the same data. Each rank has a part of the heads,
-    the MLP and the vocabulary. These ranks must be on one node."""
+    """Number of ranks that compute each layer together on the same data. Each rank has a part of
+    the heads, the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
-    """Number of pipeline stages, each with some of the layers. Further ranks form copies of
-    the pipeline, which are data parallel: replicas, or shards with `strategy = "shard"`."""
+    """Number of pipeline stages, each with some of the layers. Further ranks form more pipelines,
+    which train on other data. With `strategy = "replicate"`, each pipeline has all weights; with
+    `shard`, each has a shard of them."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, so a stage keeps the
     activations of at most as many micro-batches as there are stages. `gpipe`: all forward passes
@@ -141,8 +142,8 @@ class LimitsSection:
 
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
     """If no rank makes progress for this time, the run counts as hung. The run waits at least ten
-    times the median step. Loading, compiling and saving may take nine tenths of
-    distributed.timeout_s, which is also the longest wait in other phases."""
+    times the median step, but never longer than nine tenths of distributed.timeout_s. While ranks
+    load, compile or save, it always waits this longest time."""
     max_restarts: int = checked(3, low=0, unit="restarts")
     """Limit on restarts from the last checkpoint after a lost rank, a lost node or a hang; 0 = no
     restarts. A run is not restarted after an attempt that completed no further step."""

@@ -12,8 +12,8 @@ from typing import BinaryIO
 from payload.core.regular_files import open_regular
 
 _SETTLED_S = 2.0
-"""A hash is cached only if the last change is older than this. A second change within one tick of
-the file system's clock would go unnoticed; the longest tick is two seconds, on FAT."""
+"""A hash is cached only if the file's last change is longer ago than this. A second change within
+one tick of the file system's clock would go unnoticed; the longest tick is two seconds, on FAT."""
 _MOST_FILES = 1000
 
 

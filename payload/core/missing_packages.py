@@ -17,7 +17,7 @@ from payload.core.suggested_commands import quoted
 _DISTRIBUTION = "tileforge-train"
 _SET_UP = Path("bootstrap", "install-payload.sh")
 _STAMP = ".tileforge-setup"
-"""A file that set-up leaves in the environments that it makes."""
+"""Name of the file with which set-up marks the environments that it makes."""
 _OTHER_NAMES = {"sklearn": "scikit-learn", "oneccl_bindings_for_pytorch": "oneccl-bind-pt"}
 """Package names by module name, where the two differ."""
 
@@ -57,8 +57,8 @@ def missing_package_error(error: BaseException) -> BootstrapError | None:
 def _is_installed(top: str) -> bool:
     """Return True if Python finds the package.
 
-    Then only a module of the package is missing, or the package has the wrong version. A namespace
-    such as `google` does not count, because several packages share it.
+    If it does, only a module of the package is missing, or the package has the wrong version. A
+    namespace such as `google` does not count, because several packages share it.
     """
     # find_spec raises ValueError for a module without a spec.
     with suppress(ImportError, ValueError):

@@ -13,8 +13,8 @@ from payload.models.spec import ModelSpec
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
 """Weights that an AVX-512 core dequantises per second, used if no run has measured this rate. The
-value for bf16 was measured on an EPYC, the value for fp32 on a Xeon without bf16 instructions,
-where bf16 reached 4.1e9."""
+value for bf16 was measured on an EPYC. The value for fp32 was measured on a Xeon without bf16
+instructions."""
 
 _GIB = 2**30
 
@@ -25,8 +25,8 @@ class QuantizedCost:
 
     whole_dtype: Dtype
     """Dtype of the unquantised base and its matmuls: the dtype of the run or, if only bf16 fits
-    into memory, bf16. If a 4-bit base fits and takes less time than bf16, it stays the dtype of the
-    run."""
+    into memory, bf16. The run's dtype also counts if a 4-bit base fits with it and takes less time
+    than bf16."""
     whole_bytes: int
     """Estimate of a rank's peak memory with the unquantised base and one sequence per
     micro-batch."""

@@ -70,7 +70,7 @@ class Speed:
     step_s: float
     """Seconds of a step."""
     flops_per_s: float
-    """Rate at which the ranks evaluate."""
+    """FLOP/s of all ranks together in an evaluation."""
 
     @classmethod
     def of_steps(cls, numbers: RunEstimate, *, step_s: float) -> Speed:

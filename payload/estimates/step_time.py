@@ -25,9 +25,9 @@ from payload.models.stages import largest_stage, slowest_share
 from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
-"""At AdamW's rate, 16 cores move 190 GB/s, about a socket's memory bandwidth: eight channels of
-DDR5-4800 have 307 GB/s by specification. More cores are assumed not to help; a rank with more cores
-was not measured."""
+"""More cores of a rank are assumed not to speed up its copies; a rank with more cores was not
+measured. At AdamW's rate, 16 cores move 190 GB/s, about a socket's memory bandwidth: eight channels
+of DDR5-4800 have 307 GB/s by specification."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ _STEP_TOKENS = 16384
 """Highest number of tokens per step; common for LoRA and full fine-tuning of small models."""
 _TARGET_STEPS = 100
 _MIN_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
-"""Two annealed epochs at 1e-4 reached 81.8 % on 8,000 labelled texts.
+"""Minimum number of epochs by task. Two annealed epochs at 1e-4 reached 81.8 % on 8,000 labelled
+texts.
 
 Source: benchmarks/results/2026-11-25_classify_epyc-2-cores.md. One epoch was not measured under the
 same conditions.

@@ -118,7 +118,7 @@ class ChatRecord:
     """Conversations longer than a block, which were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Conversations that were dropped because no trained token was in them or remained after
+    """Conversations that were dropped because they had no trained token, or none after
     truncation."""
     on_long: OnLong = "truncate"
     """Treatment of conversations longer than a block, as in --on-long."""
@@ -134,9 +134,9 @@ class ChatRecord:
     added_tokens: int = checked(0, low=0)
     """Tokens of the added samples."""
     literal_samples: int = checked(0, low=0)
-    """Samples whose row has a special token in its text; the token was encoded as plain text."""
+    """Number of samples in which a special token in the row's text is encoded as plain text."""
     unescaped_samples: int = checked(0, low=0)
-    """Samples whose row has a special token in its text, and the token is encoded as the special
+    """Number of samples in which a special token in the row's text is encoded as a special
     token."""
 
 
@@ -175,11 +175,11 @@ class PreferenceRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     literal_samples: int = checked(0, low=0)
-    """Conversations whose row has a special token in its text; the token was encoded as plain
+    """Number of conversations in which a special token in the row's text is encoded as plain
     text."""
     unescaped_samples: int = checked(0, low=0)
-    """Conversations whose row has a special token in its text, and the token is encoded as the
-    special token."""
+    """Number of conversations in which a special token in the row's text is encoded as a special
+    token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

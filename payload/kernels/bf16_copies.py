@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Bf16Copies:
-    """Keeps copies until the next update; autocast would make new ones in every forward pass."""
+    """Keeps bf16 copies of weights until the next update; autocast would make new copies in every
+    forward pass."""
 
     def __init__(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}

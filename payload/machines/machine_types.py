@@ -50,8 +50,8 @@ class _Family:
     gib_per_vcpu: dict[str, float]
     """GiB of memory per vCPU, by the middle part of the type's name, such as highmem."""
     domains: tuple[tuple[int, int], ...]
-    """Pairs of a number of vCPUs and a number of NUMA domains: a machine with at most that many
-    vCPUs has that many domains."""
+    """Pairs (vCPUs, NUMA domains), ascending: a machine has the domains of the first pair that has
+    at least the machine's vCPUs."""
     disk_types: tuple[str, ...]
     tier1_from: int | None
     """Smallest number of vCPUs with Tier_1 bandwidth; None if no size supports it."""

@@ -65,7 +65,8 @@ class Catalog:
 
     read_unix: float = checked(low=0, high=1e11)
     rates: Mapping[str, float] = checked(low=0, high=1e4)
-    """Dollars by `rate_key`: an hour of a vCPU or of a GiB of memory, a month of a GiB of disk."""
+    """Dollars by `rate_key`: for an hour of a vCPU or of a GiB of memory, and for a month of a GiB
+    of disk."""
 
     def machine(self, name: str, *, region: str, spot: bool) -> float | None:
         """Return a machine's price in dollars an hour, or None if a rate is missing."""

@@ -174,7 +174,8 @@ class Exchange:
     """Speed of an all-reduce over all ranks."""
 
     num_bytes: int
-    """Bytes of the largest message, which is smaller on a slow network."""
+    """Bytes of the largest message that was sent. On a slow network, the benchmark sends smaller
+    messages."""
     took_s: float
     latency_s: float
     """Time to all-reduce the smallest message."""

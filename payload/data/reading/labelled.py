@@ -33,7 +33,7 @@ class LabelledTexts:
     tokens: npt.NDArray[np.unsignedinteger]
     starts: Indices
     lengths: Indices
-    """Number of leading tokens of each text that are read: at most `sequence_length`."""
+    """Number of tokens that are read from the start of each text: at most `sequence_length`."""
     labels: Indices
     vocab_size: int
     pad_token: int

@@ -30,10 +30,10 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""Number of records, including the header, that a file without a table's suffix needs to count as a
-table."""
+"""A file without a table's suffix counts as a table only with at least this number of records,
+including the header."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
-"""First line by which Excel declares the delimiter."""
+"""Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
 _ARRAY = re.compile(r"\s*\[\s*(\{|\]\s*$)")
 _TABLES: dict[FileKind, tuple[bytes, ...]] = {

@@ -21,7 +21,7 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
     "eval": "valid",
     "test": "test",
 }
-"""Split that each word declares, in the name of a file or of its folder."""
+"""For each word that can occur in the name of a file or of its folder, the file's split."""
 _SEPARATORS = re.compile(r"[-_. ]+")
 
 

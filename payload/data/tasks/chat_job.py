@@ -210,7 +210,8 @@ class ChatJob:
         encoder.choose_fast(seed=self.settings.seed, log=self.log)
 
     def _read(self, store: ResumableTokenFiles | None) -> SampleFiles:
-        """Return the samples. If gigatoken differs, start again with the reference encoder."""
+        """Return the samples. If gigatoken's tokens differ from the reference encoder's, start
+        again with the reference encoder."""
         reader, encoder = self.reader, self.reader.tokenizer.encoder
         samples = SampleFiles(store)
         try:

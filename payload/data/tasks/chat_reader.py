@@ -83,7 +83,7 @@ class ChatReader:
     _num_read: int = 0
     """Number of rows read so far, without bad rows of the source."""
     _fault: Exception | None = None
-    """Error of the source that follows the last row read; None without an error."""
+    """Error that the source raised after the last row that was read; None without an error."""
     _is_early_checked: bool = False
     _start: dict[str, Any] = field(default_factory=dict)
     """State before the first row."""

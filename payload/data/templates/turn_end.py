@@ -34,7 +34,7 @@ class TurnEnd:
     next: str
     """The text after the answer, up to the stop token, if another message follows."""
     prompt_only: str = ""
-    """The end of the generation prompt, if the text of an answered turn lacks this end."""
+    """The last part of the generation prompt, if an answered turn does not contain this part."""
     opener: str = ""
     """The first token of the generation prompt, which begins a turn of the assistant."""
 

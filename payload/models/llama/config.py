@@ -64,9 +64,9 @@ class TypeDefaults:
     """Defaults of one `model_type`, for values that config.json may omit."""
 
     kv_heads: int | None = None
-    """None = the number of heads."""
+    """Number of key and value heads; None = the number of heads."""
     head_dim: int | None = None
-    """None = hidden_size / num_attention_heads."""
+    """Width of a head; None = hidden_size / num_attention_heads."""
     theta: float = 10_000.0
     window: int | None = None
     context: int = 32_768

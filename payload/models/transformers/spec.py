@@ -111,7 +111,7 @@ class Counts:
     others: tuple[ParameterSize, ...] = ()
     """Other matrices of the module, and stacks of matrices; empty before the module is built."""
     has_modules: bool = False
-    """True if the names are those in the built module; False if they are from the files."""
+    """True if the linears' names are from the built module; False if they are from the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ MOST_CHARS = 2**16
 """Maximum length of nvidia-smi's output that is read; a GPU's row has about 150 characters."""
 
 _MEMORY_SHARE = 0.9
-"""Share of the memory in the inventory that a GPU must at least show. Firmware reserves some
+"""A GPU must show at least this share of its memory in the inventory. Firmware reserves some
 memory: an L4 of 24 GB shows 23,034 MiB."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")

@@ -47,7 +47,7 @@ class ClusterAccess:
     code: PurePosixPath
     """Parent folder of the payload package."""
     ssh_config: PurePosixPath
-    """ssh_config file on the head with which ssh uses the run's key."""
+    """Path of the ssh_config file on the head that makes ssh use the run's key."""
     tcmalloc_library: str | None
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None

@@ -36,7 +36,8 @@ class Loss(ABC):
     """The quantity that a task minimises."""
 
     is_mean: ClassVar[bool] = False
-    """True for the mean over a batch's targets, which the model's head computes directly."""
+    """True if the loss is the mean over a batch's targets, which the model's head computes
+    directly."""
 
     @classmethod
     def of(cls, task: TaskSection, meta: DataMeta) -> Self:

@@ -208,13 +208,14 @@ class PlannedTensors(LazyTensors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """Each tensor that would be set, by the name of the file's tensor that it would get."""
+        """The model's tensors that would be set, each by the name of the file's tensor that would
+        be copied into it."""
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
     """Return rank 0's `path`, a file or folder of weights, if all ranks see it; otherwise None.
 
-    All ranks see it on a shared disk, or if each node has a copy. On other ranks, `path` is
+    All ranks see the path if the disk is shared or each node has a copy. On other ranks, `path` is
     ignored.
     """
     main_path = world.broadcast(str(path.resolve()) if path else "", str)

@@ -47,7 +47,7 @@ class Findings:
 
     network: str
     differing: Mapping[str, str]
-    """Rules of the cluster program that were changed or are missing: the difference, by rule
+    """The difference for each rule of the cluster program that was changed or is missing, by rule
     name."""
     foreign: tuple[str, ...]
     """Names of the network's enabled rules that the cluster program did not create."""

@@ -46,7 +46,8 @@ _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
 
 _EXPERT_LINEARS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Source: PEFT, utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`."""
+"""Names of an expert's linears. Source: PEFT, utils/transformers_weight_conversion.py,
+`_MOE_TARGET_MODULE_MAPPING`."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ADAPTER_PARTS = (".lora_A", ".lora_B", ".lora_magnitude_vector")
 # Buffers saved by old releases.
