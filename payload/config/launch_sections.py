@@ -42,9 +42,9 @@ class DistributedSection:
     `deepspeed`.
     """
     shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
-    """`shard`: number of ranks that together hold one copy of the model; with tensor or pipeline
-    parallelism, one copy of their part of the model. Gradients are averaged over all copies. none =
-    all ranks share one copy."""
+    """`shard`: number of ranks that together hold one copy of the model. With tensor or pipeline
+    parallelism, they hold one copy of the same part of the model. Gradients are averaged over all
+    copies. none = all ranks share one copy."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
     """Number of ranks that compute each layer together on the same data. Each rank has a part of
     the heads, the MLP and the vocabulary. These ranks must be on one node."""

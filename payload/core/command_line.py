@@ -54,7 +54,8 @@ class HelpFormatter(argparse.HelpFormatter):
     """Wraps lines only at spaces, to keep options whole; does not wrap text with line breaks."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Add an action. Add the indent of subcommands to the column's width; argparse does not."""
+        """Add an action, and add the indent of subcommands to the column's width (argparse does
+        not)."""
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
             self._action_max_length += self._indent_increment

@@ -62,7 +62,10 @@ class _Requests:
 
 
 class Interrupts:
-    """Counts the requests to end in the block: every Ctrl-C, but SIGTERM and SIGHUP only once."""
+    """Counts the requests to end that arrive during the context.
+
+    Every Ctrl-C counts. However many SIGTERM and SIGHUP arrive, they count once.
+    """
 
     def __init__(self) -> None:
         self.count = 0

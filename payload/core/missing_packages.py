@@ -40,7 +40,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def missing_package_error(error: BaseException) -> BootstrapError | None:
-    """Return the error to show for a failed import; None unless a package is not installed."""
+    """Return the error to show for a failed import, or None if its cause is not a missing
+    package."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     top = (name or "").partition(".")[0]
     if name is None or top in sys.stdlib_module_names or top in ("", "payload", "infra"):

@@ -25,7 +25,7 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
 
 
 def code_path(env: Mapping[str, str]) -> str | None:
-    """Return a PYTHONPATH that begins with this package's parent folder, or None if installed.
+    """Return a PYTHONPATH that begins with this package's parent; None if the package is installed.
 
     Empty entries of `env`'s PYTHONPATH mean the current folder and are left out.
     """

@@ -261,8 +261,8 @@ def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def _renames(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs for --columns that rename columns whose names differ only in case from known
-    ones."""
+    """Return pairs for --columns; each renames a column whose name differs from a known name only
+    in case."""
     known = {*chat_columns(), *preference_columns()} - set(columns)
     found: dict[str, str] = {}
     for name in columns:

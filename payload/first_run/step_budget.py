@@ -47,5 +47,6 @@ def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any
 
 
 def steps_within_budget(step_s: float, *, most: int) -> int:
-    """Return the steps of `step_s` seconds that fit into two minutes: `MIN_STEPS` to `most`."""
+    """Return how many steps of `step_s` seconds fit into two minutes, from `MIN_STEPS` to
+    `most`."""
     return max(MIN_STEPS, min(most, int(TRAINING_S / step_s)))

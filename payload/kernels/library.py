@@ -160,7 +160,8 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; if `qk` is given, the queries' and keys' part is for `qk`.
+        """Return the gradient of qkv; if `qk` is given, the gradient of `qk` is the part for
+        queries and keys.
 
         `out` and `log_sums` are from the forward pass.
         """

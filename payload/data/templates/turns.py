@@ -99,7 +99,8 @@ class RowRendering:
 
 
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
-    """Return the samples; turns share a sample whose text begins with the text of each."""
+    """Return the samples; several turns share a sample if its text begins with the text of each of
+    them."""
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):

@@ -25,7 +25,7 @@ _SPACE = "\u0120"
 
 
 class TokenRanges:
-    """For each token, its number of bytes, and of the spaces that the tokenizer cuts from its
+    """For each token, the numbers of its bytes and of the spaces that the tokenizer cuts from its
     range."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:

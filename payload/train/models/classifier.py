@@ -226,8 +226,7 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for a text of
-    padding.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for only padding.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """

@@ -154,7 +154,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def _copy_dequantized(
         self, name: str, weight: StoredWeight, target: Tensor, *, first: int, parts: list[Part]
     ) -> None:
-        """Copy rows of a quantised weight from row `first` on, and of these only `parts`."""
+        """Copy rows of a quantised weight from row `first` on; of each row, copy only `parts`."""
         read = open_rows(name, weight, self._stored_rows)
         row_bytes = weight.num_elements() // weight.shape[0] * torch.float32.itemsize
         at_once = max(1, _CHUNK_BYTES // row_bytes)

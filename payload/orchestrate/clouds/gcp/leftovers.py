@@ -85,8 +85,8 @@ class Sweep:
     def may_live(self) -> bool:
         """Return whether apparent leftovers can be in use.
 
-        True if the search was for all clusters and some locations could not be listed. Their
-        machines would show that a cluster is in use.
+        True if the search was for all clusters and some locations could not be listed: machines in
+        these locations would show that a cluster is in use.
         """
         return self.cluster is None and bool(self.blind)
 
