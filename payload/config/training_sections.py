@@ -116,7 +116,7 @@ class TaskSection:
     docs/guides/recipes.md"""
 
     kind: str = checked("text", choices=training_tasks)
-    """What the model learns to predict. `text`: the next token of plain text. `chat`: the
+    """The prediction that the model learns. `text`: the next token of plain text. `chat`: the
     assistant's tokens of conversations. `classify`: a label for each text. `preference`: which of
     two answers is better (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 TaskKind = Literal["text", "chat", "classify", "preference"]
-"""What a model learns to predict. `text`: the next token of plain text. `chat`: the assistant's
+"""The prediction that a model learns. `text`: the next token of plain text. `chat`: the assistant's
 tokens of conversations. `classify`: a label for each text. `preference`: which of two answers is
 better (DPO)."""
 TASK_KINDS: tuple[TaskKind, ...] = get_args(TaskKind)

@@ -54,7 +54,7 @@ class ManifestHashes:
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def is_gap(self, checkpoint: str) -> bool:
-        """Return True if an earlier and a later checkpoint have a hash and this one has none.
+        """Return True if earlier and later checkpoints have a hash, and this one lacks a hash.
 
         The head has a hash of each checkpoint that it uploads, so it has not uploaded this one.
         """
