@@ -3,7 +3,7 @@
     python -m benchmarks
     python -m benchmarks --short [--data data/stdlib]
 
-The short set runs the benchmarks that need no peer's checkout, with small sizes and few
+The short set runs the benchmarks that need no other project's checkout, with small sizes and few
 repetitions, in about two minutes. It shows whether everything works on this machine; result pages
 come from the benchmarks themselves, with their own sizes. Tables go to stderr, and one JSON object
 with all results to stdout. Missed bounds are listed. The exit status is 1 when a benchmark failed.

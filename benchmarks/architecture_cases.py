@@ -24,7 +24,7 @@ from payload.train.models.loading import load
 
 BATCH, LENGTH = 2, 48
 CHUNKS = [13, 1, 1, 6, 27]
-"""Tokens of each forward pass with a cache; some are longer than a window, some shorter."""
+"""Number of tokens in each forward pass with a cache; some exceed the sliding window."""
 _SEED = 20261123
 
 _LLAMA: Mapping[str, Any] = {
@@ -162,7 +162,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Cases by their names in the table."""
+"""The config.json of each case, by the name of its row in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,15 +173,15 @@ class Comparison:
     path: str
     """The layers that compute the model: `native` or `transformers`."""
     logits: float
-    """Largest difference of a logit, fp32."""
+    """Largest difference between the logits of the two libraries, in fp32."""
     gradients: float
-    """Largest difference of a weight's gradient, relative to its norm."""
+    """Largest difference of a weight's gradient, relative to the gradient's norm."""
     cache: float
     """Largest difference between a logit with and without the cache."""
     params: int
     torch_params: int
     flops: int
-    """FLOPs of a token, forward and backward."""
+    """FLOPs per token, forward and backward."""
     torch_flops: float
 
 

@@ -24,9 +24,9 @@ from benchmarks.architecture_cases import CASES, Comparison, compare
 from benchmarks.harness import Benchmark
 
 DIFFERENCE_BOUND = 1e-4
-"""Bound of the differences of logits, gradients and cached logits."""
+"""Limit on the differences of logits, gradients and cached logits."""
 FLOPS_BOUND = 1e-3
-"""Bound of the relative difference from torch's FLOPs; parameters must be equal."""
+"""Limit on the relative difference from the FLOPs that torch counts."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def problems(row: Comparison) -> list[str]:
-    """Return a description of each bound that a row misses; NaN misses them, too."""
+    """Return a description of each bound that a row misses; NaN misses every bound."""
     found = [
         f"{quantity} differ by {value:.1e}, bound {DIFFERENCE_BOUND:.0e}"
         for quantity, value in (

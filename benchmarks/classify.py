@@ -1,4 +1,4 @@
-"""A fine-tuned model's accuracy on Debian's package descriptions, beside TF-IDF features.
+"""A fine-tuned model's accuracy on Debian's package descriptions, compared with TF-IDF features.
 
     python -m benchmarks.classify --model FOLDER [--config TOML] [--set KEY=VALUE]
     python -m benchmarks.classify --model FOLDER --on validation --texts 2000
@@ -52,7 +52,7 @@ _OWN_VALIDATION = 0.01
 """Share of the training texts that `prepare` reserves for the run's evaluations."""
 _OURS = "tileforge"
 _STRENGTHS = (3.0, 10.0, 30.0, 100.0)
-"""Inverse regularisation of the logistic regression."""
+"""Tried values of C, the inverse regularisation strength of the logistic regression."""
 _FEWEST_SOURCES = 3
 
 

@@ -2,8 +2,8 @@
 
 Plain copies of the library's 31 MB would be easy for a tokenizer that caches words. So a document
 has one to six random passages of the library. In every passage a few words are replaced by new
-ones, made of the halves of two others: the number of different words grows with the corpus, as in
-natural text.
+words, each made of the halves of two other words. So the number of different words grows with the
+corpus, as in natural text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PASSAGE_BYTES = 2000
 """Minimum size of a passage, which ends at the end of a line."""
 MOST_PASSAGES = 6
 RENAMED_WORDS = 4
-"""Words replaced in each passage, at all their occurrences."""
+"""Number of different words that are replaced in each passage, wherever they occur."""
 FILES = 16
 """Number of files; with several files, a reader can use several processes."""
 
@@ -31,7 +31,7 @@ _WORD = re.compile(rb"[A-Za-z]{5,}")
 class _Passage:
     text: bytes
     words: tuple[bytes, ...]
-    """Each different word."""
+    """The different words in the passage."""
 
 
 def write_corpus(folder: Path, texts: Sequence[bytes], *, size_bytes: int, seed: int) -> int:

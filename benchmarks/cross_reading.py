@@ -62,7 +62,7 @@ _STEPS, _SAVED = 10, 5
 _WAIT_S = 1500
 _KILL_STEPS, _KILL_WITHIN_S = 90, 2.0
 _VERDICT = "differing.json"
-"""File in a run's folder: tensors of all ranks that differ from the checkpoint."""
+"""File in a run's folder with the names of all tensors that differ from the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Case:
     kernel: Callable[[], object]
     torch: Callable[[], object]
     restore: Callable[[], object] = lambda: None
-    """Restores the input that the kernel overwrote; its time does not count."""
+    """Restores the input that the kernel overwrote; the time for this does not count."""
 
     def timed_calls(self) -> dict[str, Callable[[], float]]:
         """Return calls that run the kernel and torch's operations and return their seconds."""

@@ -27,7 +27,7 @@ from benchmarks.harness import REPO, Benchmark
 
 TOKENS = 16
 LOGITS_BOUND = 1e-3
-"""Largest difference of a logit in fp32."""
+"""Limit on the difference of a logit in fp32."""
 NUM_MERGES = 744
 EOS = 256 + NUM_MERGES
 _PROMPT = [464, 206, 758, 218]
@@ -105,7 +105,8 @@ def rounded_weights(model: Any, dtype: str) -> dict[str, Any]:
 
 
 def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[int]) -> Any:
-    """Export a model and generate in both; return the equal tokens and the logits' difference."""
+    """Export a model, generate with both programs, and return the equal tokens and the logits'
+    difference."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -37,7 +37,7 @@ from payload.run_record.run_files import RunPaths
 ESTIMATE_BOUND = 0.15
 """Limit on the estimate's error, as a share of the measured peak."""
 PEER_BOUND = 0.5
-"""Limit on this project's share of nanoGPT's peak, from `PEER_BOUND_FROM` sequences on."""
+"""Limit on our peak divided by nanoGPT's, for `PEER_BOUND_FROM` sequences or more."""
 PEER_BOUND_FROM = 8
 STEPS = 2
 SEQUENCE_LENGTH = 1024
@@ -71,7 +71,7 @@ class Peak:
     estimated_bytes: int | None = None
 
     def estimate_error(self) -> float | None:
-        """Return the estimate's error as a share of the peak; below 0 it was too low."""
+        """Return the estimate's error as a share of the peak; negative for a low estimate."""
         if self.estimated_bytes is None:
             return None
         return self.estimated_bytes / self.peak_bytes - 1

@@ -85,7 +85,8 @@ def layout(text: str) -> Layout:
 
 
 def prepare(root: Path, *, steps: int) -> None:
-    """Make data, the Llama's weights and run.toml in `root`, unless it has the same run.toml."""
+    """Make data, the Llama's weights and run.toml in `root`, unless `root` has the same
+    run.toml."""
     from benchmarks.architecture_cases import CASES, make_folder
 
     text, path = _CONFIG.format(data=root.resolve() / "data", steps=steps), root / "run.toml"
@@ -109,7 +110,7 @@ def is_trained(run: Path, *, keep: bool = False) -> bool:
 
 
 def overrides_of(model: str, mesh: str, root: Path, **settings: object) -> list[str]:
-    """Return what a model on a mesh adds to the settings in `root`'s run.toml, and `settings`."""
+    """Return the settings that a model and a mesh add to `root`'s run.toml, and `settings`."""
     found: dict[str, object] = {**mesh_settings(mesh), **settings}
     if model == "llama":
         sizes = dict.fromkeys(("model.n_layer", "model.n_head", "model.n_embd"), "none")

@@ -51,19 +51,20 @@ SETTING: dict[str, Any] = {
 }
 """Settings of all runs."""
 STEPS = 128
-"""Steps of AdamW."""
+"""Number of steps of a run with AdamW."""
 SHARE = 0.75
-"""Steps of Muon as a share of the steps of AdamW."""
+"""Number of steps of a run with Muon, as a share of `STEPS`."""
 WARM_UP = 0.1
 """Steps of the warm-up as a share of a run's steps."""
 LAST_LR = 0.1
-"""Learning rate at the end of the cosine, as a share of the highest one."""
+"""Learning rate at the end of the cosine, as a share of the highest learning rate."""
 SEEDS = (1, 2, 3)
 JOBS = 2
-"""Runs at a time."""
+"""Number of runs that train at the same time."""
 FIRST_LRS = (2e-3, 1e-3, 4e-3)
 CLEARLY = 1.02
-"""Ratio to the best loss above which a rate is clearly worse; seeds differ by about as much."""
+"""A learning rate is clearly worse if its loss exceeds the best loss by this factor. Losses of
+different seeds differ by about as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +219,9 @@ class Compared:
     """The runs of one optimizer."""
 
     grid: Mapping[Trial, Trained]
-    """All learning rates with the first seed, ascending."""
+    """Results of all learning rates with the first seed, by ascending learning rate."""
     seeds: Mapping[Trial, Trained]
-    """The best learning rate with every seed."""
+    """Results of the best learning rate with every seed."""
 
     def best(self) -> Trial:
         """Return the best of the grid."""

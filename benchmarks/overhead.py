@@ -43,7 +43,7 @@ from payload.train.step_clock import StepClock
 from payload.train.torch_engines import apply_engine
 
 GOAL = 0.005
-"""Limit on the cost, as a share of the step's time."""
+"""Limit on the cost of all records together, as a share of a step's time."""
 _START_S = 5.0
 """Time for the tracker's imports, which a run pays once."""
 
@@ -129,7 +129,7 @@ class _Training:
         self._clock = StepClock(rank=0, world_size=1)
         self._steps = 0
         self.records_s = 0.0
-        """Time within the calls that write records."""
+        """Time spent in the calls that write records."""
 
     def step(self) -> None:
         """Take one step and write its records."""

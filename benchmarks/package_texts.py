@@ -49,7 +49,7 @@ FORMS = frozenset(
         "zope",
     }
 )
-"""Sections for the form or the language of a package; the others name a topic."""
+"""Sections that state a package's form or language; all other sections state a topic."""
 _SEED = 20261123
 
 
@@ -70,9 +70,9 @@ class Parts:
 
     train: list[PackageText]
     validation: list[PackageText]
-    """Texts to choose a recipe."""
+    """Texts for the choice of a recipe."""
     held_out: list[PackageText]
-    """Texts to measure the chosen recipe once."""
+    """Texts with which the chosen recipe is measured once."""
 
 
 def packages() -> Iterator[PackageText]:

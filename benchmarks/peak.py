@@ -31,11 +31,11 @@ from payload.kernels.build import built_library
 KINDS = ("AMX bf16", "AVX-512 bf16", "AVX-512 fp32", "AVX2 fp32")
 """The kinds of instructions, in the order of the numbers that peak.cpp gives them."""
 BANDWIDTHS = ("read", "write", "write past caches", "copy")
-"""The kinds of memory operations, in the order of their numbers."""
+"""The kinds of memory operations, in the order of the numbers that peak.cpp gives them."""
 _L1_BYTES, _L2_BYTES, _MEMORY_BYTES = 24 << 10, 512 << 10, 256 << 20
 _PLACES = {"registers": 0, "L1": _L1_BYTES, "L2": _L2_BYTES, "memory": _MEMORY_BYTES}
 _GEMM_SIZES = ((1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (4096, 768, 2304))
-"""Rows, depth and columns of the products."""
+"""Rows, inner dimension and columns of each matmul."""
 
 Rates = dict[int, float]
 """The rate for each number of threads."""

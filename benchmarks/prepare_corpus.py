@@ -56,11 +56,11 @@ class _Done:
     """A successful process, with its child processes."""
 
     report: dict[str, Any]
-    """Last line of its stdout."""
+    """The last line of stdout, parsed as JSON."""
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    """Peak of its largest process."""
+    """Peak memory of the process or child process that needed the most."""
 
     def tokens(self) -> int:
         """Return the tokens of both splits from this project's report."""

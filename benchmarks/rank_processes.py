@@ -17,10 +17,10 @@ from benchmarks.harness import REPO
 from tests.support.ports import free_port
 
 _SHOWN = 3000
-"""Characters of a failed rank's output in the error."""
+"""Number of characters of a failed rank's output that the error shows."""
 _POLL_S = 0.1
 _GRACE_S = 20
-"""Time for the other ranks to end after one failed, in seconds."""
+"""Seconds in which the other ranks must end after a rank has failed."""
 
 
 class RankProcesses:

@@ -4,7 +4,8 @@
     python -m benchmarks.record_run --out docs/images/make_run.svg --replay make_run.jsonl
 
 The first form runs the command and also writes its lines with their times next to the SVG, as
-`.jsonl`. The second form draws such a file again. Programs that show no animation show the end.
+`.jsonl`. The second form draws such a file again. A program without animations shows the end of the
+output.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks.harness import argument_parser
 _COLUMNS, _ROWS = 80, 47
 _CHAR_PX, _LINE_PX, _PAD_PX, _BAR_PX = 8.4, 19, 14, 28
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.2
-"""Waits between two lines are shown within these limits."""
+"""Shortest and longest pause between two lines in the recording; other waits are set to the nearer
+limit."""
 _END_S = 8.0
 
 

@@ -31,11 +31,12 @@ SMOLLM2_135M = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-"""The shape of SmolLM2-135M; without weights in its folder, they are random."""
+"""The config.json of SmolLM2-135M; the weights are random."""
 _FAST_BF16 = ("amx", "avx512_bf16")
 """The classes of CPUs on which runs compute in bf16."""
 _FOUR_SEQUENCES_BYTES = 20 * 10**9
-"""Memory of a machine on which transformers can train on 4 x 1024 tokens; it needs 13 GB."""
+"""Memory that a machine must have for transformers to train on 4 x 1024 tokens, which takes 13
+GB."""
 
 
 def apply_auto(arguments: argparse.Namespace, folder: Path) -> None:

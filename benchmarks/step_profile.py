@@ -50,7 +50,7 @@ class Profile:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._is_inside = False
         self.steps: list[dict[str, float]] = []
-        """Seconds by kind, with the whole step as `step`."""
+        """Seconds of each kind of work in a step; `step` is the whole step."""
 
     def timed(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """Return `call` with a timer; a timed call inside another one counts for the outer one."""

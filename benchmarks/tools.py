@@ -39,9 +39,10 @@ class Score:
 
     requests: int
     right_function: int
-    """Requests with one call of the right function and parseable arguments."""
+    """Number of requests that the model answered with one call of the right function, with
+    parseable arguments."""
     right_values: int
-    """Those of them whose arguments have the values of the request."""
+    """Number of calls of the right function whose arguments also have the values of the request."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,8 +2,8 @@
 
 uv resolves for every supported system and Python version. All extras share one version of each
 package, except torch, whose version differs in `intel`. Each line lists the extras that need the
-package, so install-payload.sh can select lines without a resolver. The lines after it list the
-SHA-256 hashes of the package's wheels for the supported systems and Python versions.
+package, so install-payload.sh can select lines without a resolver. The next lines list the SHA-256
+hashes of the package's wheels for the supported systems and Python versions.
 
 torch has two lines: `torch==V` for the default package index, whose Linux builds require CUDA
 packages (extras that end in `-cuda`), and `torch==V+cpu` for PyTorch's index of CPU builds. If that
@@ -79,7 +79,8 @@ def _run(command: Sequence[str]) -> None:
 
 
 def hashes_of(pylock: str) -> dict[str, list[str]]:
-    """Return the hashes in a pylock.toml of wheels for supported systems and Python versions.
+    """Return the hashes that a pylock.toml lists for wheels of supported systems and Python
+    versions.
 
     Raises SystemExit for a package without any such wheel.
     """

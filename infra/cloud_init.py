@@ -29,9 +29,9 @@ from payload.stack.stack_settings import LOGIN, NODE_PATH
 
 NODE_USER = "trainer"
 GRAFANA_VERSION = "12.4.0"
-"""Pinned version; Grafana's repository, apt.grafana.com, keeps old versions."""
+"""Pinned version of Grafana; its repository, apt.grafana.com, keeps old versions."""
 MAX_BYTES = 256 * 1024
-"""Compute Engine's size limit of a metadata value."""
+"""Size limit of a metadata value in Compute Engine."""
 
 _SCRIPTS = PurePosixPath("/usr/local/lib/tileforge")
 # python3-dev and g++ are for torch.compile, which compiles C++ with Python.h.
@@ -73,7 +73,7 @@ class NodeBootstrap:
     nodes: tuple[tuple[str, str], ...] = ()
     """Name and address of every node, the head first; empty if no node needs this list."""
     shared: str = "none"
-    """The shared folder: none, nfs from the head, or filestore."""
+    """Source of the shared folder: `none`, `nfs` (the head exports it) or `filestore`."""
     shared_clients: str = ""
     """Address range to which the head exports the shared folder."""
     os_login_user: str | None = None

@@ -32,7 +32,8 @@ class ClusterConfig(StackSettings):
         return self.zones[0]
 
     def uses_spot(self) -> bool:
-        """Return whether machines are spot; `auto` means spot until `up` sets it to false."""
+        """Return whether the machines are spot. `auto` counts as spot until `up` sets it to
+        false."""
         return self.spot in ("true", "auto")
 
     def max_lifetime_s(self) -> int | None:
@@ -85,4 +86,4 @@ def key_of(field: str) -> str:
 KEYS: Mapping[str, DeclaredField] = {
     key_of(name): field for name, field in fields_of(ClusterConfig).items()
 }
-"""Fields by key in Pulumi.yaml."""
+"""The declared field for each key in Pulumi.yaml."""

@@ -19,7 +19,7 @@ Problems = list[tuple[str, str]]
 
 
 def make_missing_key(public_file: Path) -> str:
-    """Create a missing key pair and return its public half; a preview only reports the key."""
+    """Create a missing key pair and return its public key; a preview only reports it as missing."""
     private_file = public_file.with_suffix("")
     if pulumi.runtime.is_dry_run():
         pulumi.info(f"would create the cluster's SSH key: {private_file}")

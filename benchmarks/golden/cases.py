@@ -83,7 +83,7 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
 }
 """Settings of each feature. `resume` stops the run after `HALF` steps and resumes it."""
 _PER_MACHINE = ("bf16", "bf16grad", "muon", "dropout")
-"""Features with CPU-dependent losses, for comparisons of commits on one machine only.
+"""Features whose losses depend on the CPU, so that they are compared on one machine only.
 
 CPUs round bf16 matmuls differently, and Muon's updates are bf16 matmuls, too. PyTorch draws dropout
 masks with MKL on Intel CPUs, and with its own generator on others."""

@@ -79,7 +79,7 @@ def find_main() -> Main | None:
 
 
 def _forget_ranks() -> None:
-    """Reset the state of the last run's ranks that libraries keep in the process."""
+    """Reset the state that libraries keep in this process about the last run's ranks."""
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
     if comm := sys.modules.get("deepspeed.comm.comm"):

@@ -26,9 +26,9 @@ class Run:
     """The results of a run."""
 
     series: Mapping[str, Mapping[int, float]]
-    """Numbers of each of `SERIES` by step."""
+    """For each name in `SERIES`, the number at each step."""
     weights: Mapping[int, str]
-    """The sha256 of each checkpoint's weights by step."""
+    """SHA-256 of the weights of each checkpoint, by step."""
 
 
 def train_cases(
@@ -36,8 +36,8 @@ def train_cases(
 ) -> dict[str, Run]:
     """Train the cases with the trainer in `code`; return their results by name.
 
-    Cases with as many ranks share their processes. `label` names the code in the progress output.
-    Raises SystemExit if a run fails.
+    Cases with the same number of ranks share their processes. `label` names the code in the
+    progress output. Raises SystemExit if a run fails.
     """
     root.mkdir()
     (root / "run.toml").write_text(CONFIG, encoding="utf-8")

@@ -13,7 +13,7 @@ from benchmarks.harness import REPO
 
 PATH = REPO / "tests" / "golden" / "losses.json"
 TOLERANCE = 1e-4
-"""Largest relative difference from the stored values, as CPUs and kernels round differently."""
+"""Allowed relative difference from the stored values: CPUs and kernels round differently."""
 _SCHEMA_VERSION = 1
 
 

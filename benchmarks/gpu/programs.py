@@ -17,7 +17,7 @@ from payload.supervise.processes import die_with_parent
 
 _NAMES_ERROR = re.compile(r"(error|(\w+\.)*\w*(Error|Exception|Exit)): ")
 _LOG_BYTES = 2**20
-"""Number of bytes at the end of a log that are searched for the cause."""
+"""Number of bytes at the end of a log that are searched for the cause of a failure."""
 
 
 class ProgramError(RuntimeError):
@@ -44,7 +44,7 @@ class Programs:
         self.logs = logs
         """Folder of the logs."""
         self.limit_s = 0.0
-        """Total time of the current stage's programs, in seconds."""
+        """Time limit for all programs of the current stage together."""
         self._ends_s = 0.0
         self._running: list[Program] = []
 

@@ -26,7 +26,7 @@ def at_micro_batch(
     also: str | None = None,
     settings: Callable[[Runs], Settings] = lambda _runs: {},
 ) -> Stage:
-    """Return a stage that trains with this micro-batch; `also` names the change by `settings`."""
+    """Return a stage that trains with this micro-batch; `also` names what `settings` change."""
     name = f"speed at micro-batch {size}" + (f" with {also}" if also else "")
     return Stage(
         name=name,

@@ -15,9 +15,9 @@ from benchmarks.gpu.runs import Runs
 from payload.core.files import write_whole
 
 _LIMIT_FACTOR = 3.0
-"""Multiple of a stage's estimate after which it counts as hanging."""
+"""A stage counts as hung after its estimated time, multiplied by this factor."""
 _REHEARSAL_LIMIT_FACTOR = 10.0
-"""Multiple of a stage's estimate in a rehearsal, on a machine slower than the estimates assume."""
+"""The factor in a rehearsal, whose machine is slower than the estimates assume."""
 
 Outcome = Literal["passed", "failed", "skipped", "not tried here"]
 
@@ -46,7 +46,7 @@ class Stage:
     compared: str
     wanted: str
     estimate_s: float
-    """Time on a machine with an H100; with less time left, the stage is skipped."""
+    """Estimated time on a machine with an H100. If less time is left, the stage is skipped."""
     run: Callable[[Runs], Found]
     """Function of the stage. Raises NoGpuError, NotTriedError and ProgramError."""
 

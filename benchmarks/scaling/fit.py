@@ -18,9 +18,10 @@ Record = Mapping[str, Any]
 PREDICTED_NODES = (3, 16, 64)
 PREDICTED_GBIT_PER_S = (10.0, 16.0, 23.0, 32.0)
 PREDICTED_DELAY_S = 1e-4
-"""Delay of a message in a cloud's network; namespaces have hardly any."""
+"""Delay of a message in a cloud's network. The measured network, between namespaces of one machine,
+has almost no delay."""
 PREDICTED_SPEEDS = (1, 10, 30)
-"""Speed of a rank, as a multiple of the speed of this machine."""
+"""Speeds of a rank that are predicted, as multiples of this machine's speed."""
 
 # Above this share, the processors are the limit and not the cable.
 _MOST_OF_LOOPBACK = 0.5
@@ -37,7 +38,8 @@ class Constants:
     loopback_bytes_per_s: float
     """Rate of a rank that sends and receives on one machine with one core."""
     hosts_bytes_per_s: float
-    """Rate of a rank between hosts if the cable is not the limit; packets are smaller there."""
+    """Rate of a rank between hosts if the cable is not the limit. Packets between hosts are smaller
+    than on loopback."""
     busy_s_per_byte: float
     convert_s_per_number: float
 
@@ -78,7 +80,7 @@ def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
 
 
 def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the step of one rank over the step of two, for each arrangement of two ranks.
+    """Return one rank's step time divided by that of two, for each arrangement of two ranks.
 
     `vs_alone`: the one rank has the machine's memory and cache for itself. `vs_side_by_side`: it
     shares them with another run, so that only the exchange is lost. `best_...` compares the

@@ -42,7 +42,7 @@ class Hosts(Whole):
         self._reaper: subprocess.Popen[bytes] | None = None
 
     def _make(self) -> None:
-        """Raises RigError."""
+        """Make the hosts. Raises RigError."""
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scaling.hosts", self.name],
             cwd=REPO,

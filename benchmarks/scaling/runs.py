@@ -51,9 +51,9 @@ class Work:
     grad_dtype: str
     connections: int
     steps: int
-    """Steps that count, after one to warm up."""
+    """Number of measured steps, which follow one warm-up step."""
     mesh: str = "replicate"
-    """Short name, as in `benchmarks.meshes`."""
+    """Short name of the mesh, as in `benchmarks.meshes`."""
     program: tuple[str, ...] = ("payload.train",)
     """The module that a rank runs, and its first arguments."""
     python_path: str = str(REPO)
@@ -99,7 +99,7 @@ class Arrangement:
     name: str
     ranks: int
     gbit_per_s: float | None
-    """Rate of each host's cable, each way; None means one machine."""
+    """Rate of each host's cable in each direction; None if all ranks are on one machine."""
     exchanges_only: bool = False
 
     @classmethod

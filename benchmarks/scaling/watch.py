@@ -26,11 +26,11 @@ class Watched:
     """One run, with its observed steps."""
 
     process: subprocess.Popen[str]
-    """The run's mpirun."""
+    """The `mpirun` process of the run."""
     paths: RunPaths
     ranks: int
     rows: list[Mapping[str, Any]] = field(default_factory=list)
-    """Steps in metrics.jsonl."""
+    """Rows of metrics.jsonl, one per step."""
     cpu_s: list[float] = field(default_factory=list)
     """CPU time of rank 0 from its start to the end of each step, in seconds."""
     peak_bytes: int = 0

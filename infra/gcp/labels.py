@@ -20,15 +20,14 @@ from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 _UNIX_S = re.compile(r"[0-9]{1,11}")
 
 IGNORED = ("description",)
-"""Attributes for `ignore_changes` of resources whose description is a `mark`."""
+"""Value of `ignore_changes` for resources whose description comes from `mark`."""
 
 
 def program_identity(root: Path, cluster: str) -> str:
     """Return the identity of the stack's cluster; a preview does not store a new one.
 
-    `root` is the project's folder. Raises ConfigError, also if identity.json has no signature of
-    this user: a build would then treat existing resources with the identity in the file as
-    resources of this user.
+    `root` is the project's folder. Raises ConfigError, also if this user has not signed
+    identity.json: with such a file, a build could treat another user's resources as this user's.
     """
     is_preview = pulumi.runtime.is_dry_run()
     recorded, is_proven = recorded_cluster_identity(root, cluster)

@@ -49,16 +49,17 @@ class NodesArgs:
     config: ClusterConfig
     user_data: str
     boots_alike: tuple[str, str]
-    """User-data that triggers a rebuild of head and worker: `bootstrap_values.rebuild_triggers`."""
+    """User-data of the head and of a worker. A change rebuilds the machine
+    (`bootstrap_values.rebuild_triggers`)."""
     kept_metadata: tuple[str, ...]
     """Keys of metadata that people added to machines."""
     shared_source: Input[str] | None
-    """SERVER:/PATH of the folder that all nodes mount, if Google assigns the address."""
+    """SERVER:/PATH of the folder that all nodes mount; None unless Google assigns the address."""
     labels: dict[str, str]
     subnetwork: Input[str]
     service_account: Input[str]
     after: tuple[Resource, ...]
-    """Resources that must exist as long as the nodes, such as the NAT and firewall for packages."""
+    """Resources that the nodes depend on, such as the NAT and firewall for packages."""
 
 
 class ClusterNodes(ComponentResource):

@@ -13,10 +13,12 @@ from payload.stack.resource_labels import EXPIRES_LABEL, KEPT_LABEL
 ROLE = "roles/storage.objectUser"
 """Permits reading, writing and deleting objects, but nothing on the bucket itself."""
 RUNS = "runs/"
-"""Prefix of the objects that nodes can access: storage.results `auto` is gs://BUCKET/runs."""
+"""Prefix of the objects that nodes can access. `storage.results = "auto"` means
+gs://BUCKET/runs."""
 KEPT_S = 7 * 86_400
-"""How long a deleted or overwritten object can be restored and is billed. Nodes cannot shorten this
-time or delete the kept objects, but they could delete versions of an object."""
+"""How long a deleted or overwritten object can be restored and is billed. Nodes can neither shorten
+this time nor delete such an object permanently. They could delete object versions, so the bucket
+has no versioning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

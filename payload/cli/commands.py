@@ -13,7 +13,7 @@ class Command:
 
     name: str
     group: str
-    """Heading in the help."""
+    """Heading under which the help lists the command."""
     package: str
     """The subpackage of `payload` that runs the command."""
     summary: str

@@ -18,7 +18,8 @@ from payload.core.suggested_commands import program_name
 
 SHELLS = ("bash", "zsh", "fish")
 REQUEST = "_ARGCOMPLETE"
-"""Variable that the shell sets during completion: the number of words before the first argument."""
+"""Environment variable that the shell sets during completion. Its value is the number of words
+before the first argument."""
 
 _PARSERS = {
     "orchestrate": "payload.orchestrate.__main__",

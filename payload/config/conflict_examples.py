@@ -15,7 +15,7 @@ class Conflict:
     """Two or more settings with values that a run refuses together."""
 
     settings: tuple[str, ...]
-    """Names as in `--set`."""
+    """Settings that conflict, written as for `--set`."""
     message: str
     """The error message of a run with these values; it names the values and the fix."""
 

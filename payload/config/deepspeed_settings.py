@@ -9,9 +9,9 @@ from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 
 _REDUCED_ELEMENTS = 5_000_000
-"""Elements of a gradient bucket; a larger gradient has a separate bucket."""
+"""Number of elements in a gradient bucket; a larger gradient has a separate bucket."""
 _UPDATED_ELEMENTS = 50_000_000
-"""Elements updated together; DeepSpeed copies their gradients."""
+"""Number of elements that DeepSpeed updates at a time; it copies their gradients."""
 
 
 def deepspeed_config(config: RunConfig, *, dtype: Dtype) -> dict[str, Any]:

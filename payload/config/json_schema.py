@@ -46,10 +46,10 @@ def schema_file(name: str) -> Path:
 
 
 def schema_line() -> str:
-    """Return the first line for a run.toml in any folder of this machine.
+    """Return a comment that is the first line of a run.toml in any folder of this machine.
 
-    Editors find the schema by this comment. If the schema's path cannot be written in a comment,
-    the line is empty.
+    Editors find the schema by this comment. Returns "" if the schema's path cannot be written in a
+    comment.
     """
     path = str(schema_file("run"))
     return f"#:schema {path}\n" if PLAIN_TEXT.fullmatch(path) else ""

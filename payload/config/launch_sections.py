@@ -42,9 +42,9 @@ class DistributedSection:
     `deepspeed`.
     """
     shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
-    """`shard`: ranks in a group that together holds one copy of the model, or of a tensor or
-    pipeline part of the model. Gradients are averaged over all groups. none = one group of all
-    ranks."""
+    """`shard`: number of ranks that together hold one copy of the model. With tensor or pipeline
+    parallelism, they hold one copy of the same part of the model. Gradients are averaged over all
+    copies. none = all ranks share one copy."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
     """Number of ranks that compute each layer together on the same data. Each rank has a part of
     the heads, the MLP and the vocabulary. These ranks must be on one node."""
@@ -53,8 +53,9 @@ class DistributedSection:
     which train on other data. With `strategy = "replicate"`, each pipeline has all weights; with
     `shard`, each has a shard of them."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of a stage's micro-batches. `1f1b`: backward passes begin early, and a stage keeps the
-    activations of at most one micro-batch per stage. `gpipe`: all forward passes come first."""
+    """Order of a stage's micro-batches. `1f1b`: backward passes begin early, so a stage keeps the
+    activations of at most as many micro-batches as there are stages. `gpipe`: all forward passes
+    come first."""
     timeout_s: float = checked(600.0, above=0.0, high=1e7, unit="seconds")
     """Longest wait of one rank for another."""
 
@@ -113,7 +114,7 @@ class MonitorSection:
     """Serve the run's metrics to Prometheus, only on the head's loopback address. auto: on a head
     that was set up with `monitoring: prometheus`. Needs the extra `monitor`."""
     port: int = checked(9464, low=1024, high=65535)
-    """Port on 127.0.0.1. If it is in use, the run logs that and continues without metrics."""
+    """Port on 127.0.0.1. If the port is in use, the run logs a message and serves no metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +132,8 @@ class LaunchSection:
     """none = the node's physical cores divided evenly among its ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc keeps large freed blocks for reuse. `lean`: glibc returns them to the kernel
-    immediately. With `tuned`, strategy `shard` returns blocks of 4 MiB and more, `zero3` blocks of
-    1 MiB and more."""
+    immediately. With `tuned`, glibc still returns large blocks under strategy `shard` (from 4 MiB)
+    and `zero3` (from 1 MiB)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +141,12 @@ class LimitsSection:
     """[limits]; the supervisor on the head enforces them; docs/guides/recovery.md"""
 
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
-    """If no rank makes progress for this time, the run counts as hung. The time is at least ten
-    times the median step. Loading, compiling and saving may take nine tenths of
-    distributed.timeout_s, which is also the highest value of this setting."""
+    """If no rank makes progress for this time, the run counts as hung. The run waits at least ten
+    times the median step, but never longer than nine tenths of distributed.timeout_s. While ranks
+    load, compile or save, it always waits this longest time."""
     max_restarts: int = checked(3, low=0, unit="restarts")
-    """Restarts from the last checkpoint after a lost rank, a lost node or a hang, as long as each
-    attempt completes at least one more step; 0 = none."""
+    """Limit on restarts from the last checkpoint after a lost rank, a lost node or a hang; 0 = no
+    restarts. A run is not restarted after an attempt that completed no further step."""
     max_hours: float | None = checked(None, above=0.0, unit="hours")
     """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
     checkpoint and stops. The machines of a cluster are billed until `down`."""

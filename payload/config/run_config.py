@@ -159,7 +159,8 @@ class RunConfig:
         return self.engine
 
     def passes(self, world_size: int) -> int:
-        """Return the micro-batches per step on each rank. Raises ConfigError for uneven shares."""
+        """Return each rank's number of micro-batches per step. Raises ConfigError if it is not
+        whole."""
         return self.batch.grad_accum_steps(self.distributed.mesh(world_size).data_ranks)
 
     def require_even(self, world_size: int) -> None:

@@ -33,12 +33,12 @@ class Setting:
     section: str
     key: str
     hint: Any
-    """The type of its field."""
+    """Type of the setting's field."""
     default: Any
     limits: Mapping[str, Any]
-    """The arguments of `checked`."""
+    """Arguments of the call of `checked` that declares the field."""
     meaning: str
-    """Sentences on one line."""
+    """Description of the setting, on one line."""
 
     @property
     def name(self) -> str:
@@ -111,9 +111,9 @@ class SectionReference:
 
     name: str
     meaning: str
-    """A phrase, or empty."""
+    """Short description of the section; it can be empty."""
     page: str
-    """The docs page about these settings, from the root of the repository."""
+    """Path of the docs page about these settings, relative to the repository."""
     settings: tuple[Setting, ...]
 
 

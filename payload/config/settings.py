@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _Names = Mapping[str, Sequence[str]]
 """The keys of each section."""
 _Problem = tuple[str, str]
-"""A section or `section.key`, and a sentence about the problem."""
+"""The name of a section or setting, and a sentence about the problem."""
 
 
 def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where: str) -> _T:

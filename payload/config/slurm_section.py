@@ -28,7 +28,7 @@ _OWN_OPTIONS = (
 """Options of sbatch that the run sets itself. Source: https://slurm.schedmd.com/sbatch.html"""
 _OWN_LETTERS = frozenset("AaDehJMNnopqtVW")
 _LETTERS_WITHOUT_VALUE = frozenset("HkOQsuv")
-"""Letters of sbatch's options without a value; more letters can follow in the same argument."""
+"""One-letter options of sbatch that take no value; more letters can follow in one argument."""
 _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
@@ -37,7 +37,7 @@ class SlurmSection:
     """[slurm]; the job that `run --site slurm` submits; docs/guides/slurm.md"""
 
     nodes: int = checked(1, low=1, high=4096, unit="nodes")
-    """Nodes of the job."""
+    """Number of nodes of the job."""
     partition: str | None = None
     """Partition of the job; none = the cluster's default."""
     account: str | None = None

@@ -19,7 +19,8 @@ RUNS_PREFIX = "runs"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@-]{0,199}")
 _MOST_CHARS = 700
-"""Longest prefix: an object's name has at most 1,024 bytes, and the rest is for the run's files."""
+"""Limit on the length of a prefix. An object's name has at most 1,024 bytes; the rest is for the
+names of the run's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,13 @@ class StoreAddress:
     """A prefix in a bucket, or a folder."""
 
     bucket: str | None
-    """None for a folder."""
+    """Name of the bucket; None if the store is a folder."""
     path: str
     """The prefix without leading and trailing slashes, or the folder's absolute path."""
     num_below: int = field(default=0, compare=False)
-    """Number of trailing parts of the path that are below the configured folder.
-
-    Other users with write access to that folder could replace these parts with symlinks, so they
-    are opened without following links.
+    """Number of components at the end of `path` that are below the configured folder. Other users
+    with write access to that folder could replace them with symlinks, so these components are
+    opened without following links.
     """
 
     def under(self, name: str) -> StoreAddress:
@@ -92,7 +92,7 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
 
 
 def resolve_results_address(results: str, *, bucket: str | None) -> str:
-    """Resolve `auto` for a cluster with this results bucket; None means no bucket."""
+    """Return `results`, with `auto` resolved for a cluster with this results bucket or none."""
     if results != AUTO:
         return results
     return NONE if bucket is None else str(StoreAddress(bucket, RUNS_PREFIX))

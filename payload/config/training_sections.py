@@ -72,12 +72,12 @@ class ModelSection:
     """`nf4`: the linears of the layers are stored in 4 bits; needs an adapter and the extra
     `quant`."""
     router: Literal["auto", "train", "freeze"] = "auto"
-    """Routers of a mixture of experts. auto: trained in full fine-tuning, frozen beside an adapter,
-    which trains a router only if `adapter.target` names it."""
+    """Treatment of the routers of a mixture of experts. auto: trained in full fine-tuning, frozen
+    with an adapter. (An adapter trains a router only if `adapter.target` names it.)"""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     """Dropout in the model's layers."""
     bias: bool = True
-    """Biases of a model from scratch."""
+    """True if a model from scratch has biases."""
     n_layer: int | None = checked(None, low=1, high=1000, unit="layers")
     """Layers of a model from scratch; none = the number in the preset."""
     n_head: int | None = checked(None, low=1, high=1000, unit="heads")
@@ -116,10 +116,12 @@ class TaskSection:
     docs/guides/recipes.md"""
 
     kind: str = checked("text", choices=training_tasks)
-    """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
-    `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
+    """The prediction that the model learns. `text`: the next token of plain text. `chat`: the
+    assistant's tokens of conversations. `classify`: a label for each text. `preference`: which of
+    two answers is better (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
-    """preference: DPO's beta; higher keeps the model closer to the reference. 0.1 is TRL's default.
+    """preference: DPO's beta. A higher value keeps the model closer to the reference model. TRL's
+    default is 0.1.
     """
     class_weights: str = "none"
     """classify: `none`; `balanced`, so that all labels have the same weight in the loss; or a
@@ -146,7 +148,7 @@ class AdapterSection:
     kind: Literal["none", "lora"] = "none"
     """`lora`: two low-rank matrices for each target linear; checkpoints have PEFT's format."""
     rank: int = checked(16, low=1, high=4096)
-    """Rank of the two matrices: a higher rank trains more parameters."""
+    """Rank of the two matrices. A higher rank trains more parameters."""
     alpha: float = checked(32.0, above=0.0)
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
@@ -154,7 +156,8 @@ class AdapterSection:
     target: str = "all-linear"
     """`all-linear`, or names of linears separated by commas: `q_proj,v_proj`."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, which keeps the scale at high ranks."""
+    """True multiplies the adapter's output by alpha / sqrt(rank) instead, which keeps its scale at
+    high ranks."""
     dora: bool = False
     """DoRA: also train the norm of each output's weights. Runs without the project's kernels."""
 
@@ -180,7 +183,7 @@ class BatchSection:
         return self.micro_batch_size
 
     def per_pass(self, world_size: int) -> int:
-        """Return the sequences of one micro-batch over all ranks; with `auto`, of a whole step."""
+        """Return the sequences in the micro-batches of all ranks; with `auto`, those in a step."""
         if self.micro_batch_size == AUTO:
             return max(1, self.global_batch_size // world_size) * world_size
         return self.micro_batch_size * world_size
@@ -193,7 +196,8 @@ class BatchSection:
             self.grad_accum_steps(world_size)
 
     def grad_accum_steps(self, world_size: int) -> int:
-        """Return the micro-batches per step on each rank. Raises ConfigError if it is not whole."""
+        """Return each rank's number of micro-batches per step. Raises ConfigError if it is not
+        whole."""
         size = self.micro_batch()
         per_pass = size * world_size
         self._require_multiple(
@@ -216,17 +220,18 @@ class OptimizerSection:
     """[optimizer]; docs/guides/recipes.md"""
 
     name: str = checked(DEFAULT, choices=names)
-    """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
+    """`muon`: Muon for hidden matrices, AdamW for the rest. Muon's updates are scaled to AdamW's
+    step size."""
     lr: float = checked(3e-5, above=0.0)
     """Highest learning rate. nanoGPT uses 3e-5 to fine-tune GPT-2."""
     min_lr: float = checked(3e-6, low=0.0)
     """Learning rate at the end of the decay."""
     weight_decay: float = checked(0.1, low=0.0)
-    """Applied only to matrices and embeddings."""
+    """Weight decay of matrices and embeddings; other parameters are not decayed."""
     beta1: float = checked(0.9, low=0.0, high=0.9999)
-    """AdamW's decay of the mean gradient."""
+    """Decay rate of AdamW's running mean of the gradient."""
     beta2: float = checked(0.95, low=0.0, high=0.99999)
-    """AdamW's decay of the mean squared gradient."""
+    """Decay rate of AdamW's running mean of the squared gradient."""
     grad_clip: float = checked(1.0, low=0.0)
     """Gradient norm above which gradients are clipped; 0 = no clipping."""
 
@@ -236,7 +241,8 @@ class ScheduleSection:
     """[schedule]; docs/guides/recipes.md"""
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
-    """`wsd`: warm up, stay constant, decay linearly over the last `decay_steps`."""
+    """Course of the learning rate. `wsd`: warm up, stay constant, decay linearly over the last
+    `decay_steps`."""
     warmup_steps: int = checked(0, low=0, unit="steps")
     """Steps over which the learning rate rises from zero to lr."""
     decay_steps: int | None = checked(None, low=1, unit="steps")
@@ -271,7 +277,7 @@ class TrainSection:
     def require_profiled(self, world_size: int) -> None:
         """Raise ConfigError if no rank would record the step to profile.
 
-        This is not checked for a checkpoint's settings, as the resumed run can change them.
+        A checkpoint's settings are not checked, because the resumed run can change them.
         """
         if self.profile_step is None:
             return
@@ -304,7 +310,8 @@ class EngineSection:
     """[engine]; docs/explanations/speed.md"""
 
     kind: Literal["native", "ipex"] = "native"
-    """`ipex` needs the extra `intel`."""
+    """`native`: stock torch. `ipex`: Intel's archived extension for torch; needs the extra
+    `intel`."""
     compile: bool = False
     """Pass the model through torch.compile; needs a C++ compiler on every node."""
     kernels: Literal["auto", "off"] = "auto"

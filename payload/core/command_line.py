@@ -29,7 +29,7 @@ class Option:
     group: str | None = None
     """Heading in the help; None for `options`."""
     advanced: bool = False
-    """Shown by `--help-all` only."""
+    """True if only `--help-all` shows the option."""
     positional: bool = False
     exclusive: bool = False
     """At most one of a command's exclusive options can be given."""
@@ -54,7 +54,8 @@ class HelpFormatter(argparse.HelpFormatter):
     """Wraps lines only at spaces, to keep options whole; does not wrap text with line breaks."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Add an action, and count the indent of subcommands, which argparse leaves out."""
+        """Add an action, and add the indent of subcommands to the column's width (argparse does
+        not)."""
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
             self._action_max_length += self._indent_increment
@@ -88,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
         return group
 
     def refuse_option(self, name: str, fix: str) -> None:
-        """Refuse an option that people expect here, with the sentence that names its place."""
+        """Reject an option that people expect here; `fix` states where the option belongs."""
         self.add_argument(name, action=_Refuse, const=fix, help=argparse.SUPPRESS)
 
     def add_older_spelling(self, name: str, action: argparse.Action) -> None:

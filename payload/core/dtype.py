@@ -6,4 +6,5 @@ from typing import Literal
 
 Dtype = Literal["bf16", "fp32"]
 BF16_MIN_GAIN = 1.1
-"""Lowest speed of bf16, relative to fp32, at which `auto` resolves to bf16, which rounds more."""
+"""`auto` resolves to bf16 if bf16 is at least this many times as fast as fp32. bf16 must be faster
+because it rounds more."""

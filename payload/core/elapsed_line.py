@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _AFTER_S = 2.0
-"""Shorter parts show no line."""
+"""Work that takes less time shows no line."""
 _EVERY_S = 1.0
 _CLEAR = "\r\033[K"
 
@@ -18,8 +18,8 @@ _CLEAR = "\r\033[K"
 def elapsed_line(what: str | Callable[[], str]) -> Iterator[None]:
     """During the context, show `what` and the elapsed seconds on a terminal; nothing in a pipe.
 
-    A function is called for each update of the line. Code in the context must not print, because
-    its text would land in the line.
+    If `what` is a function, each update of the line calls it. Code in the context must not print,
+    because its text would land in the line.
     """
     if not sys.stderr.isatty():
         yield

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 PRESS_S = 0.3
-"""A signal within this time of a press belongs to that press."""
+"""Further signals within this time of a Ctrl-C count as the same Ctrl-C."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -62,7 +62,10 @@ class _Requests:
 
 
 class Interrupts:
-    """Counts requests to end in the block: each Ctrl-C, and SIGTERM or SIGHUP only once."""
+    """Counts the requests to end that arrive during the context.
+
+    Every Ctrl-C counts. However many SIGTERM and SIGHUP arrive, they count once.
+    """
 
     def __init__(self) -> None:
         self.count = 0

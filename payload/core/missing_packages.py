@@ -19,7 +19,7 @@ _SET_UP = Path("bootstrap", "install-payload.sh")
 _STAMP = ".tileforge-setup"
 """Name of the file with which set-up marks the environments that it makes."""
 _OTHER_NAMES = {"sklearn": "scikit-learn", "oneccl_bindings_for_pytorch": "oneccl-bind-pt"}
-"""Packages whose name is not the name of their module."""
+"""Package names by module name, where the two differ."""
 
 
 def explain_missing_packages() -> None:
@@ -40,7 +40,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def missing_package_error(error: BaseException) -> BootstrapError | None:
-    """Return the error to show for a failed import; None unless a package is not installed."""
+    """Return the error to show for a failed import, or None if its cause is not a missing
+    package."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     top = (name or "").partition(".")[0]
     if name is None or top in sys.stdlib_module_names or top in ("", "payload", "infra"):
@@ -57,8 +58,8 @@ def missing_package_error(error: BaseException) -> BootstrapError | None:
 def _is_installed(top: str) -> bool:
     """Return True if Python finds the package.
 
-    Then only a module of the package is missing, or the package has the wrong version. A namespace
-    such as `google` does not count, because several packages share it.
+    If it does, only a module of the package is missing, or the package has the wrong version. A
+    namespace such as `google` does not count, because several packages share it.
     """
     # find_spec raises ValueError for a module without a spec.
     with suppress(ImportError, ValueError):
@@ -119,7 +120,7 @@ def _requirements(root: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _extra_of(name: str, requirements: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first extra that requires the module's package; None if none names it."""
+    """Return the first extra that requires the module's package; None if no extra does."""
     top = name.partition(".")[0]
     wanted = re.sub(r"[-_.]+", "-", _OTHER_NAMES.get(top, top)).lower()
     for extra, packages in requirements.items():

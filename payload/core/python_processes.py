@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
-"""Equivalent of `-P` as a variable, for launchers that build the ranks' command lines themselves.
+"""Environment variable with the effect of Python's option `-P`, for launchers that build the ranks'
+command lines themselves.
 """
 
 
@@ -24,7 +25,7 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
 
 
 def code_path(env: Mapping[str, str]) -> str | None:
-    """Return a PYTHONPATH that begins with this package's parent folder, or None if installed.
+    """Return a PYTHONPATH that begins with this package's parent; None if the package is installed.
 
     Empty entries of `env`'s PYTHONPATH mean the current folder and are left out.
     """

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 TaskKind = Literal["text", "chat", "classify", "preference"]
-"""`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
-`classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
+"""The prediction that a model learns. `text`: the next token of plain text. `chat`: the assistant's
+tokens of conversations. `classify`: a label for each text. `preference`: which of two answers is
+better (DPO)."""
 TASK_KINDS: tuple[TaskKind, ...] = get_args(TaskKind)
 
 

@@ -31,7 +31,7 @@ from payload.data.sources.source_flags import (
 )
 
 _SAMPLE = 2000
-"""Number of rows that are read."""
+"""Number of rows that are read to detect the format."""
 _LABEL_COLUMNS = (
     *("label", "labels", "class", "category", "target", "sentiment", "section", "topic"),
     *("queue", "intent"),
@@ -225,7 +225,7 @@ def _column_fix(rows: Sequence[Row]) -> str:
 
 
 def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, str | None]:
-    """Return the column with the longest texts, and another whose few values repeat."""
+    """Return the column with the longest texts, and a column with few, repeated values."""
     values: dict[str, list[str]] = {}
     for row in rows:
         for name, value in row.values.items():
@@ -261,7 +261,8 @@ def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def _renames(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs for --columns that give columns in another case their known names."""
+    """Return pairs for --columns; each renames a column whose name differs from a known name only
+    in case."""
     known = {*chat_columns(), *preference_columns()} - set(columns)
     found: dict[str, str] = {}
     for name in columns:

@@ -37,7 +37,7 @@ SCHEMA_VERSION = 1
 _DTYPE = np.dtype("<f8")
 
 LogProbs = npt.NDArray[np.float64]
-"""(pairs, 2) log-probability of the chosen and of the rejected answer."""
+"""Shape (pairs, 2): log-probability of the chosen and of the rejected answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class ReferenceModel:
     """The model that computed the log-probabilities."""
 
     source: str
-    """Folder or hub name."""
+    """Folder or hub name of the model."""
     revision: str | None = None
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     """SHA-256 over the weight files."""

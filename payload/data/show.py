@@ -36,7 +36,8 @@ class Sample:
     name: str
     """Heading of the sample, as in `conversation 3 of 120 in train, block 1`."""
     parts: list[tuple[str, bool]]
-    """Pieces of text, each with True if it is trained; the flags alternate."""
+    """Pieces of the sample's text, each with a flag: True if the loss covers the piece. The flags
+    alternate."""
     num_tokens: int
     num_trained: int
 

@@ -11,7 +11,8 @@ from payload.config.run_config import RunConfig
 from payload.models.spec import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
-"""Share of the backward pass in a micro-batch's time: two matmuls for each matmul in forward."""
+"""Share of the backward pass in a micro-batch's time. It has two matmuls for each matmul of the
+forward pass."""
 _FORWARD_SHARE = 1 / 3
 
 

@@ -11,7 +11,7 @@ FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket in fp32 gradients; small, so that the exchange begins early. This size
 and `BUCKET_BYTES` are as in DDP."""
 BUCKET_BYTES = 25 * 2**20
-"""A bucket is full with the first parameter that reaches this size."""
+"""A bucket is full once its gradients reach this size."""
 
 # In n tokens of Python source, taken in random blocks, 1.2 n^0.7 tokens were distinct, within 25 %
 # for up to 250,000 tokens. Prose has more distinct tokens, so the factor is three times as large.

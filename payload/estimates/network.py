@@ -46,7 +46,7 @@ class Network:
 
     ranks: int
     bytes_per_s: float
-    """Send rate of the slowest link while it also receives; all ranks wait for this link."""
+    """Rate at which the slowest link sends while it also receives. All ranks wait for this link."""
     latency_s: float = 0.0
     """Latency of one round of a ring. It is 0 if `bytes_per_s` was measured with all-reduces of
     about a bucket's size, which include the latency."""

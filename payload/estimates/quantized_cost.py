@@ -13,8 +13,8 @@ from payload.models.spec import ModelSpec
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
 """Weights that an AVX-512 core dequantises per second, used if no run has measured this rate. The
-value for bf16 was measured on an EPYC, the value for fp32 on a Xeon without bf16 instructions,
-where bf16 reached 4.1e9."""
+value for bf16 was measured on an EPYC. The value for fp32 was measured on a Xeon without bf16
+instructions."""
 
 _GIB = 2**30
 
@@ -24,19 +24,22 @@ class QuantizedCost:
     """Compares a run with its base in 4 bits to the same run with an unquantised base."""
 
     whole_dtype: Dtype
-    """Dtype of the unquantised base and its matmuls: normally the dtype of the run. If only bf16
-    fits, it is bf16, unless a 4-bit base fits and takes less time."""
+    """Dtype of the unquantised base and its matmuls: the dtype of the run or, if only bf16 fits
+    into memory, bf16. The run's dtype also counts if a 4-bit base fits with it and takes less time
+    than bf16."""
     whole_bytes: int
-    """Estimate of a rank's peak memory with one sequence per micro-batch."""
+    """Estimate of a rank's peak memory with the unquantised base and one sequence per
+    micro-batch."""
     nf4_dtype: Dtype
     """Dtype of the matmuls with 4-bit weights: the dtype of the run, or bf16 if only bf16 fits."""
     nf4_bytes: int
     whole_step_s: float
-    """Predicted compute time of a step, with kernels if the run uses them."""
+    """Predicted compute time of a step with the unquantised base, and with kernels if the run uses
+    them."""
     nf4_step_s: float
     """Predicted compute time of a step with 4 bits, without kernels and with dequantising."""
     dequantize_s: float
-    """The part of `nf4_step_s` for dequantising."""
+    """The part of `nf4_step_s` in which weights are dequantised."""
     is_measured: bool
     """True if a run's calibration has measured dequantising on this machine."""
     room_bytes: float | None

@@ -30,21 +30,21 @@ class RunEstimate:
     memory_bytes_per_rank: int
     """Estimated peak memory of a rank."""
     grad_bytes: int
-    """Gradients that each rank has to exchange per step."""
+    """Bytes of gradients that each rank has to exchange per step."""
     replicas: int
-    """First dimension of the mesh: groups of ranks that each have a whole model."""
+    """First dimension of the mesh: number of groups of ranks; each group has a whole model."""
     shards: int
-    """Second dimension of the mesh: ranks that shard one model."""
+    """Second dimension of the mesh: number of ranks that shard one model."""
     replicate_bytes: int
     """Bytes that each rank sends per step over the first dimension."""
     shard_bytes: int
     """Bytes that each rank sends per step over the second dimension."""
     tensor: int = 1
-    """Ranks that split each layer."""
+    """Number of ranks that together compute each layer."""
     tensor_bytes: int = 0
     """Bytes that each rank sends per step to the other tensor ranks."""
     pipeline: int = 1
-    """Stages that each have some of the layers."""
+    """Number of pipeline stages, each with some of the layers."""
     pipeline_bytes: int = 0
     """Bytes that a rank sends per step to the adjacent stages."""
     sync_s: float

@@ -22,7 +22,7 @@ torch, calibration and the report. Measured with SmolLM2-135M on two cores."""
 _SAVED_BYTES_PER_S = 0.5e9
 """Rate at which a checkpoint is hashed and written, assumed for a disk that was not measured."""
 _SAMPLES_START_S = 8.0
-"""Time until a process generates the samples of one model."""
+"""Start-up time of the process that generates the samples of one model."""
 _SAMPLED_TOKENS = 40
 _READ_BYTES_PER_S = 8e9
 """Rate at which two cores read fp32 weights while they generate."""
@@ -36,7 +36,7 @@ class RunTime:
     training_s: float
     evaluation_s: float
     saving_s: float
-    """Time of the checkpoints."""
+    """Time that saving the checkpoints takes."""
     samples_s: float = 0.0
     """Time of the samples before and after the run; 0 for a run without samples."""
 

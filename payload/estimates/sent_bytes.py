@@ -64,7 +64,7 @@ def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> SentBytes:
 
 
 def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
-    """Return the bytes of weights that the largest stage's shards gather in a micro-batch.
+    """Return the bytes of weights that sharded ranks of the largest stage gather in a micro-batch.
 
     Layers are gathered twice, and weights outside the layers once; DeepSpeed gathers all weights
     twice.

@@ -35,13 +35,15 @@ class StepTime:
     """The parts of a step's time, in seconds."""
 
     compute_s: float
-    """Forward and backward without exchange, including the update if `update_s` is 0."""
+    """Time of the forward and backward passes without exchange; includes the update if `update_s`
+    is 0."""
     exchange_s: float
     """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float
-    """The part of the exchange after the backward pass, for which the step waits."""
+    """The part of the exchange that comes after the backward pass, so that the step waits for
+    it."""
     busy_s: float
-    """Compute time that is lost because the exchange overlaps."""
+    """Compute time that is lost because the exchange runs at the same time."""
     update_s: float = 0.0
     """Time of the optimizer's update of the rank's weights, if counted separately."""
     copies_s: float = 0.0

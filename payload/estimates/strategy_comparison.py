@@ -26,7 +26,7 @@ class StrategyPrediction:
 
     strategy: str
     shard_size: int
-    """Ranks that shard one model."""
+    """Number of ranks that shard one model."""
     mesh: str
     """Description of the mesh of ranks."""
     memory_bytes: int

@@ -26,8 +26,8 @@ class WeightFiles:
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """Entries of a merged classifier's config.json that are missing in the base's
-        config.json."""
+        """Entries that config.json needs for a merged classifier, and that the base's config.json
+        lacks."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, without reading it."""

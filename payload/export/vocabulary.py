@@ -37,7 +37,8 @@ from payload.formats.tokenizer_canonical import canonical_parts
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FIX = "Use --format hf."
 _NO_SPACES_LEFT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
-"""Gemma's pre-tokenizer, which has no effect after spaces are replaced."""
+"""Gemma's pre-tokenizer. It has no effect, because the normalizer has already replaced the
+spaces."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
 
@@ -345,7 +346,7 @@ def _adds_special_tokens(
 def _chat_template(
     folder: Path, config: Mapping[str, Any]
 ) -> str | Sequence[Mapping[str, str]] | None:
-    """Return the chat template; tokenizer_config.json can have several with names.
+    """Return the chat template; tokenizer_config.json can have several named ones.
 
     Raises CheckpointError.
     """

@@ -51,9 +51,9 @@ from payload.weights.model_option import MODEL_HELP
 from payload.weights.run_names import path_of_run
 
 _ANY_WIDTH = 1_000_000
-"""A pipe has no width: a program reads one line for each decision."""
+"""Width of lines that go to a pipe, so that a program reads one line for each decision."""
 _HEADLINE_COLUMN = 8
-"""Width of the name of a decision."""
+"""Width of the column with the names of the decisions."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -195,7 +195,7 @@ def _out_folder(arguments: argparse.Namespace) -> Path:
 
 
 def _skipped_rows(folder: Path) -> bool:
-    """Return True if the prepared data in the folder was made without bad rows."""
+    """Return True if `prepare` left out bad rows when it made the data in the folder."""
     from payload.formats.data_folder import load_meta
 
     try:

@@ -49,7 +49,8 @@ _GIB = 2**30
 _DIVISIBLE_BATCH_SIZE = 720_720
 """A batch size that up to 16 ranks divide evenly, used to find the number of ranks."""
 _SAMPLED_PARAMS = 1_000_000_000
-"""Largest model that gets samples by default: reading it twice takes seconds."""
+"""Number of parameters of the largest model that gets samples by default. Reading such a model
+twice takes seconds."""
 _DEDICATED_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
 
 RunForJson = Callable[[Sequence[str]], Any]
@@ -420,7 +421,7 @@ def _choices(
 
 
 _ASSUMED_STEPS = 100
-"""Assumed steps of an epoch if the tokens of a source cannot be counted beforehand."""
+"""Assumed number of steps in an epoch, if a source's tokens cannot be counted before the run."""
 
 
 def _run_name(data: str) -> str:

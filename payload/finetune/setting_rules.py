@@ -15,9 +15,9 @@ from payload.models.spec import ModelSpec
 Method = Literal["full", "lora", "nf4"]
 
 MAX_TOKENS = 8192
-"""Longest sequence that is chosen; `--set data.sequence_length` overrides it."""
+"""Longest sequence length that is chosen; `--set data.sequence_length` can set a longer one."""
 _UNTRUNCATED_SHARE = 0.99
-"""Share of the texts that must fit into a sequence without truncation."""
+"""Share of the texts that the chosen sequence length must hold without truncation."""
 _MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
@@ -41,7 +41,7 @@ class Choice:
     """One setting of run.toml."""
 
     key: str
-    """`section.name`"""
+    """Name of the setting, as `section.name`."""
     value: Any
     reason: str
 
@@ -51,7 +51,8 @@ class DataSize:
     """Size of the training data."""
 
     sequences: int
-    """Samples of an epoch: texts for `classify`, otherwise blocks of the sequence length."""
+    """Number of samples in an epoch: texts for `classify`, otherwise blocks of the sequence
+    length."""
     tokens: int
 
 
@@ -111,7 +112,7 @@ def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice
 
 
 def steps(task: TaskKind, found: DataSize, *, batch_size: int, requested: int | None) -> Choice:
-    """Return train.steps: the fewest epochs, one to three, with at least a hundred steps.
+    """Return train.steps: as few epochs (one to three) as give at least a hundred steps.
 
     With labelled texts, the run has at least two epochs.
     """

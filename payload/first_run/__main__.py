@@ -178,7 +178,8 @@ def _text_of(path: Path) -> str | None:
 
 
 def step_settings(config: RunConfig, steps: int) -> list[str]:
-    """Return the overrides for a run of `steps` steps, without warm-up if it would not end."""
+    """Return the overrides for a run of `steps` steps; no warm-up if the run would end within
+    it."""
     found = [f"train.steps={steps}"]
     if steps <= config.schedule.warmup_steps:
         found.append("schedule.warmup_steps=0")

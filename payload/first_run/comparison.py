@@ -15,7 +15,7 @@ from payload.first_run.function_records import KEYS, FunctionRecord
 _SIDE_BY_SIDE_COLUMNS = 72
 _GAP = "  "
 _SHOWN_CHARS = 230
-"""Longest printed answer. Only an answer that never became JSON is longer; it is cut."""
+"""Length after which a printed answer is cut. Only answers that are not JSON are longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Scores:
 
     loss: float
     parsed: int
-    """Answers that are a JSON object with exactly the keys of a record."""
+    """Number of answers that are a JSON object with exactly the keys of a record."""
     correct: int
-    """Parsed answers whose function name and arguments are right."""
+    """Number of answers whose function name and arguments are right."""
     total: int
 
 

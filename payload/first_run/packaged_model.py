@@ -31,7 +31,8 @@ _NAME = "smollm2-135m-instruct"
 _RECIPE = "1"
 """Version of the converted folder; increase it when the conversion changes."""
 _NEEDED_BYTES = 1_300_000_000
-"""Package, GGUF file, fp32 and bf16 weights exist together for a moment: 1.1 GB."""
+"""Free disk space that the conversion needs. For a moment, the package, the GGUF file, and the fp32
+and bf16 weights exist together: 1.1 GB."""
 
 Working = Callable[[str], AbstractContextManager[object]]
 """Takes a description of some work, and shows during the context that this work is in progress."""

@@ -13,9 +13,10 @@ from payload.estimates.step_time import predict_step
 from payload.models.spec import ModelSpec
 
 TRAINING_S = 120.0
-"""Training takes at most this long at the predicted speed."""
+"""Longest training time, at the predicted speed."""
 MIN_STEPS = 12
-"""In one run, the training loss was 2.33 before the first step, and 1.16 after 10 steps."""
+"""Minimum number of steps. In one run, the training loss was 2.33 before the first step, and 1.16
+after 10 steps."""
 _SHORT_SEQUENCES = 2.0
 """Factor on the predicted time, because the prediction is fitted to long sequences, whose matmuls
 are larger."""
@@ -46,5 +47,6 @@ def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any
 
 
 def steps_within_budget(step_s: float, *, most: int) -> int:
-    """Return the steps of `step_s` seconds that fit into two minutes: `MIN_STEPS` to `most`."""
+    """Return how many steps of `step_s` seconds fit into two minutes, from `MIN_STEPS` to
+    `most`."""
     return max(MIN_STEPS, min(most, int(TRAINING_S / step_s)))

@@ -44,9 +44,11 @@ IGNORED_TARGET = -100
 """Target of a position that the loss ignores; PyTorch's default for cross entropy."""
 
 RANGE_BYTES = 256 * 1024
-"""Bytes of a hashed range. Hashing one takes 0.2 ms, training on 1,024 tokens (2 kB) 200 ms."""
+"""Size of a range with its own hash. Hashing a range takes 0.2 ms, training on 1,024 tokens (2 kB)
+200 ms."""
 HASH_DIGITS = 32
-"""Digits that are kept of a range's SHA-256: 128 bits are secure, and halve the size of meta.json.
+"""Number of digits of a range's SHA-256 that meta.json stores. 128 bits are secure, and halve the
+size of meta.json.
 """
 
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
@@ -104,10 +106,11 @@ class ChatRecord:
     sequence_length: int = checked(low=2, high=2**20)
     """Tokens of a block; training must use the same length."""
     packing: Literal["best-fit", "none"]
-    """`none`: one conversation a block, with padding."""
+    """How conversations share blocks. `best-fit`: several in a block. `none`: one in each block,
+    with padding."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=1)
-    """Tokens that the loss covers."""
+    """Number of tokens that the loss covers."""
     val_trained_tokens: int = checked(low=1)
     train_padding_tokens: int = checked(low=0)
     val_padding_tokens: int = checked(low=0)
@@ -115,7 +118,8 @@ class ChatRecord:
     """Conversations longer than a block, which were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Conversations without a trained token, for example because truncation removed it."""
+    """Conversations that were dropped because they had no trained token, or none after
+    truncation."""
     on_long: OnLong = "truncate"
     """Treatment of conversations longer than a block, as in --on-long."""
     long_dropped_conversations: int = checked(0, low=0)
@@ -132,7 +136,8 @@ class ChatRecord:
     literal_samples: int = checked(0, low=0)
     """Number of samples in which a special token in the row's text is encoded as plain text."""
     unescaped_samples: int = checked(0, low=0)
-    """Samples in which the tokenizer still encodes such text as the special token."""
+    """Number of samples in which a special token in the row's text is encoded as a special
+    token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +145,15 @@ class ClassifyRecord:
     """Labels and counts of a folder for classification."""
 
     labels: tuple[str, ...]
-    """Names of the labels, by number."""
+    """Names of the labels; a label's number is its index."""
     train_counts: tuple[int, ...] = checked(low=1)
-    """Number of texts of each label."""
+    """Number of training texts with each label."""
     val_counts: tuple[int, ...] = checked(low=1)
     pad_token: int = checked(low=0)
     """Token that pads the shorter texts of a batch."""
     label_tokens: tuple[tuple[int, ...], ...] = ()
-    """Tokens of each label's name after a space.
-
-    Empty in folders of older releases, and if the tokenizer returns no tokens for a name.
+    """For each label, the tokens of its name after a space. Empty in folders of older releases, and
+    if the tokenizer returns no tokens for a name.
     """
 
 
@@ -161,7 +165,7 @@ class PreferenceRecord:
     """Highest number of tokens of a conversation; training must use the same length."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=2)
-    """Tokens of the answers, which the loss covers."""
+    """Number of answer tokens, which the loss covers."""
     val_trained_tokens: int = checked(low=2)
     truncated_answers: int = checked(low=0)
     """Number of truncated answers."""
@@ -174,7 +178,8 @@ class PreferenceRecord:
     """Number of conversations in which a special token in the row's text is encoded as plain
     text."""
     unescaped_samples: int = checked(0, low=0)
-    """Conversations in which the tokenizer still encodes such text as the special token."""
+    """Number of conversations in which a special token in the row's text is encoded as a special
+    token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,22 +212,24 @@ class DataMeta:
     text_bytes: int = checked(low=0)
     """UTF-8 bytes that were tokenized."""
     source: str = checked(pattern=PLAIN_TEXT, wanted="one line without control characters")
-    """Kind and location, as in `jsonl: corpus/part-*.jsonl`."""
+    """Kind and location of the source, as in `jsonl: corpus/part-*.jsonl`."""
     revision: str | None
-    """The hub's commit, the Python version for `stdlib`, otherwise None."""
+    """The commit of a dataset on the hub, or the Python version for `stdlib`; None for other
+    sources."""
     fingerprint: str
-    """SHA-256 of the source's files (name, size, time) and the settings that affect the output."""
+    """SHA-256 over the names, sizes and times of the source's files, and the settings that affect
+    the output."""
     split: SplitRecord
     encoder: str
     """The program that produced the tokens, as in `gigatoken 0.10.0`."""
     files: dict[str, DataFile]
     task: TaskKind = "text"
     chat: ChatRecord | None = None
-    """Only for the task `chat`."""
+    """Record of the task `chat`; None for other tasks."""
     classify: ClassifyRecord | None = None
-    """Only for the task `classify`."""
+    """Record of the task `classify`; None for other tasks."""
     preference: PreferenceRecord | None = None
-    """Only for the task `preference`."""
+    """Record of the task `preference`; None for other tasks."""
     schema_version: int = SCHEMA_VERSION
 
     def hashes(self) -> dict[str, str]:

@@ -58,8 +58,8 @@ def own_file(folder: Path, name: str, *, error: type[TileforgeError] = Checkpoin
 def read_config(folder: Path) -> dict[str, object]:
     """Read config.json of `folder`. Raises CheckpointError if it is missing or damaged.
 
-    NaN and infinity, which older releases of transformers wrote as they are, become
-    `{"__float__": "Infinity"}`, as newer releases write them: the result is plain JSON.
+    NaN and infinity become objects such as `{"__float__": "Infinity"}`, so that the result is plain
+    JSON. Newer releases of transformers write these objects, older releases the bare words.
     """
     path = own_file(folder, CONFIG_FILE)
     raw = _read_json(path, constants=lambda name: {FLOAT_TAG: name})

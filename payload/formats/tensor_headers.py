@@ -57,7 +57,7 @@ class TensorHeader:
 
     path: Path
     dtype: str
-    """The dtype as the format names it: F32, BF16, ..."""
+    """The dtype by its name in the file: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
     """Offset of the tensor's first byte in the file."""

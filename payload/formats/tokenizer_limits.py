@@ -10,7 +10,8 @@ from payload.core.printable_text import shown
 from payload.formats.tokenizer_canonical import flat_steps
 
 _MAX_GROWTH = 64
-"""Limit on how many times as long the steps together may make a text; in usual files, 1."""
+"""Limit on the factor by which all steps together can lengthen a text; usual files have a factor of
+1."""
 _FIX = "Repair the folder, or use another folder."
 
 

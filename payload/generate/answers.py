@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """A chat template with the tools and variables of a conversation, and its format of answers."""
+    """A chat template, the tools and variables of a conversation, and the format of its answers."""
 
     template: ChatTemplate
     tools: Sequence[Mapping[str, Any]]

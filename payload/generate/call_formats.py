@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from payload.generate.shared_text import common_end
 
 NAMES = "probe_first", "probe_second"
-"""Names of the functions in calls that a template writes for `call_format_of`."""
+"""Function names in the test calls that `call_format_of` lets a template render."""
 KEYS = "probe_key", "probe_number"
 VALUES = ("probe_value", 1717), ("probe_other", 1818)
-"""Arguments of both calls: a text, then a number."""
+"""Names and values of the arguments in both test calls: a text and a number."""
 _JSON_KEYS = ("name", "arguments"), ("name", "parameters"), ("tool_name", "parameters")
 _NAME = r"([^\s\"'<>|{}()\[\]=:,]+)"
 
@@ -78,7 +78,7 @@ class CallFormat(Protocol):
 def call_format_of(
     answer: str, *, before: str, tools: Sequence[Mapping[str, Any]]
 ) -> CallFormat | None:
-    """Return the format of the first call of `NAMES`, which is in `answer`.
+    """Return the format of the call in `answer`, which calls the first function of `NAMES`.
 
     `before` is the text that precedes the name in every call; None means an unknown format.
     """
@@ -216,7 +216,7 @@ class _NameThenPairs:
     quote: str
     """Text on both sides of a string value; it can be empty."""
     ends: tuple[str, str]
-    """Text after a value: before another key, and after the last value."""
+    """Two texts: the text between a value and the next key, and the text after the last value."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON schema of the parameters of each tool, by name."""
 

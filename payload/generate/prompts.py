@@ -38,7 +38,7 @@ def read_prompts(arguments: Namespace) -> list[Prompt]:
 
 
 def read_tools(name: str | None) -> list[Mapping[str, Any]]:
-    """Return the tools in a JSON file: a list of functions, or of OpenAI's objects with functions.
+    """Return the tools in a JSON file: a list of functions, each alone or in OpenAI's wrapper.
 
     Raises ConfigError.
     """

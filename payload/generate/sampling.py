@@ -206,7 +206,7 @@ class Reader:
         self._start = 0
         """Offset in the text at which the model's context begins."""
         self._read = torch.zeros((0, 0), dtype=torch.int64)
-        """The text that the caches hold, from the start of the text."""
+        """The tokens of the text that were read so far, from the start of the text."""
 
     def next_logits(self, texts: Tensor) -> Tensor:
         """Return (B, V) logits of the token after (B, T) `texts`; cached tokens are not reread."""

@@ -15,7 +15,7 @@ from payload.generate.tool_calls import after_prompt
 
 _THOUGHT, _ANSWER = "probe thought", "probe answer"
 _KEYS = "reasoning_content", "thinking"
-"""Keys of a message that templates render as its thoughts."""
+"""Keys of a message whose value templates render as the thoughts."""
 _TOKEN_AT_END = re.compile(r"(<[^<>]*>|\[[^\[\]]*\])\s*\Z")
 _TOKEN_AT_START = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\])")
 
@@ -26,13 +26,15 @@ class Thoughts:
 
     begin: str = "<think>"
     end: str = "</think>"
-    """The defaults fit most models whose templates do not render thoughts."""
+    """Text after the thoughts. The defaults of `begin` and `end` fit most models whose templates do
+    not render thoughts."""
     header: str = ""
     """Text between the thoughts' end and the answer; empty for most models."""
     first_header: str = ""
-    """Text before an answer without thoughts."""
+    """Text before an answer that has no thoughts."""
     key: str | None = None
-    """Key of a message that the template renders as its thoughts."""
+    """Key of a message whose value the template renders as the thoughts; None if it renders
+    none."""
 
     def divide(self, answer: str, *, is_open: bool, is_finished: bool) -> tuple[str, str]:
         """Return the thoughts and the rest of an answer.

@@ -25,7 +25,8 @@ class WeightGradients:
     def __init__(self, library: Library) -> None:
         self._library = library
         self.place: Callable[[Tensor], Tensor] = _new_gradient
-        """Returns the memory for a weight's gradient; a gradient exchange replaces it."""
+        """Returns the memory for a weight's gradient. A gradient exchange replaces this
+        function."""
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add the gradient of `weight` (R, C) in x (N, C) @ weight.T, from `grad` (N, R).
@@ -40,7 +41,7 @@ class WeightGradients:
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
 
     def add_made(self, weight: Tensor, grad: Tensor, scale: float) -> None:
-        """Add `grad`, fp32 with the weight's shape, times `scale` to the weight's gradient."""
+        """Add `grad` (fp32, of the weight's shape) times `scale` to the weight's gradient."""
         total, adds = self._total(weight)
         if adds:
             total.add_(grad, alpha=scale)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Bf16Copies:
-    """Keeps copies until the next update; autocast would make new ones in every forward pass."""
+    """Keeps bf16 copies of weights until the next update; autocast would make new copies in every
+    forward pass."""
 
     def __init__(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}
@@ -33,7 +34,8 @@ class Bf16Copies:
         return copy
 
     def existing(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter's copy or None; code that writes one of them must write both."""
+        """Return the copy of the parameter, or None; code that writes the parameter must write
+        both."""
         return self._copies.get(parameter)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:

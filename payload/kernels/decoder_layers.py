@@ -40,12 +40,14 @@ class AttentionSettings:
 
     batch: int
     sizes: HeadSizes
-    """With packed documents, its `length` is B x T: the rotation's tables have a row per token."""
+    """Sizes of the heads. With packed documents, `length` is B x T, because the rotation's tables
+    have a row per token."""
     scale: float
     rotation: Rotation | None
-    """None in a layer without rotary embedding."""
+    """Tables of the rotary embedding; None in a layer without one."""
     starts: Tensor | None
-    """(B, T) index of the first token that each token attends to; None = 0."""
+    """Shape (B, T): index of the first token that each token attends to; None = 0 for all
+    tokens."""
 
 
 def add_norm(

@@ -29,10 +29,10 @@ class NormScale:
     """The scale of an RMS norm (weight + offset), and `eps`, which is added to the mean square."""
 
     weight: Tensor
-    """(C,) fp32."""
+    """The norm's weight: (C,) fp32."""
     eps: float
     offset: float = 0.0
-    """1 in Gemma, where a weight of zero means a scale of 1."""
+    """Number added to the weight: 1 in Gemma, where a weight of zero means a scale of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def rms_norm_backward(
 def rotate(
     library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
 ) -> None:
-    """Rotate the queries and keys in qkv (N, H + 2 K, D) bf16 in place; with `back`, invert it."""
+    """Rotate the queries and keys in qkv (N, H + 2 K, D) bf16 in place; `back` inverts this."""
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Kernels:
-    """Computes parts of a training step faster; without a library, some of them in pure torch."""
+    """Computes parts of a training step faster; without a library, some parts use pure torch."""
 
     def __init__(self, library: Library | None) -> None:
         self._library = library

@@ -22,7 +22,7 @@ _SUM_ROWS = 64
 """Number of rows that are added up into one partial sum."""
 
 Slices = Sequence[Tensor]
-"""Slices of a matrix by columns; each tensor has equally many columns."""
+"""Column slices of a matrix; all have the same number of columns."""
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double
@@ -160,7 +160,8 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; its part for queries and keys is for `qk`, if that is given.
+        """Return the gradient of qkv; if `qk` is given, the gradient of `qk` is the part for
+        queries and keys.
 
         `out` and `log_sums` are from the forward pass.
         """

@@ -40,9 +40,9 @@ class LowRank:
     """An adapter: `scale * second(first(x))` is added to its linear's output."""
 
     first: Tensor
-    """(rank, inputs) fp32."""
+    """The first low-rank matrix: (rank, inputs) fp32."""
     second: Tensor
-    """(outputs, rank) fp32."""
+    """The second low-rank matrix: (outputs, rank) fp32."""
     scale: float
     dropout: float = 0.0
     """Share of the input's elements that are dropped before the adapter."""
@@ -53,7 +53,7 @@ class Projection:
     """The parameters of a linear layer; a frozen layer can have an adapter."""
 
     weight: Tensor
-    """(outputs, inputs) fp32; bf16 is possible if frozen."""
+    """The weight matrix: (outputs, inputs) fp32. A frozen one can be bf16."""
     bias: Tensor | None
     adapter: LowRank | None = None
 

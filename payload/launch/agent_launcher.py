@@ -34,7 +34,7 @@ class AgentJob:
     command: tuple[str, ...]
     """Program and arguments of an agent, with placeholders."""
     words: tuple[str, ...]
-    """Further arguments, passed on verbatim."""
+    """Further arguments, which the agents get verbatim."""
     environment: Mapping[str, str]
     """Environment variables of every agent, in addition to the environment on the node."""
 

@@ -16,7 +16,7 @@ class TimeLimit:
     """The time limit of a run, from the stricter of `max_hours` and `max_usd`."""
 
     seconds: float
-    """Total over all attempts of the run."""
+    """Limit on the total time of all attempts of the run."""
     key: str
     value: float
 

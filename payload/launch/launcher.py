@@ -22,7 +22,7 @@ from payload.machines.rank_variables import RankVariables
 MISSING_LIBRARY = re.compile(
     r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"
 )
-"""Errors of the dynamic loader."""
+"""Matches the dynamic loader's error about a missing library."""
 
 BOOTSTRAP_AGAIN = "Run the bootstrap again on this node (bootstrap/node-setup.sh)."
 

@@ -13,10 +13,10 @@ SILENT_S = 8.0
 """A node counts as silent if it has sent nothing for this time. Nodes send a heartbeat every
 second."""
 FROZEN_S = 15.0
-"""After this time without data, a new connection to the node has been tried and its result is
-known. A silent node that accepts connections is frozen; a node that refuses them may be lost."""
+"""A silent node that accepts connections is frozen after this time without data. By then, the
+result of a new connection is known; a node that refuses connections may be lost."""
 LOST_S = 12.0
-"""A node is lost after this time without accepting connections, unless ranks make progress."""
+"""A node that refuses connections for this time is lost, unless ranks make progress."""
 
 # Phases of a rank at the same step number, in order; ranks wait for the ranks that are behind.
 _PHASES = (*START_PHASES, "sync check", "checkpoint", "eval", "step", "end")

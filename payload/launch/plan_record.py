@@ -53,7 +53,7 @@ class LaunchPlan:
     this case, it reaches the head like every other node, through `node_command`."""
     auto_batch_size: int | None = checked(None, low=1)
     """The value chosen for `batch.micro_batch_size = "auto"`; None if the settings have a number.
-    With a different number of ranks, the batch may need a different value to be shared evenly."""
+    A different number of ranks may need a different value to share the batch evenly."""
     resumes: bool = False
     """True for a run that resumes from its last checkpoint, local or in its store."""
     data_dir: str = ""

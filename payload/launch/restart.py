@@ -27,7 +27,7 @@ class AttemptEnd:
     began_at_step: int
     """Step of the checkpoint that the attempt began from; 0 without a checkpoint."""
     reached_step: int | None
-    """The last step that the attempt has reached; None without any heartbeat."""
+    """The last step that the attempt has reached; None if no rank sent a heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

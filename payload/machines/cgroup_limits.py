@@ -21,7 +21,7 @@ class CgroupLimits:
     """The lowest limits over all groups of a process; None means no limit."""
 
     cpus: float | None = None
-    """Processor time in CPUs: seconds of processor time per second."""
+    """Limit on processor time, in CPUs (seconds of processor time per second)."""
     memory_bytes: int | None = None
     free_memory_bytes: int | None = None
     """Memory that the group with the least free memory may still use; page cache counts as free."""

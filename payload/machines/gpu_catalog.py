@@ -35,7 +35,7 @@ class Gpu:
     capability: tuple[int, int]
     """Compute capability."""
     quota: str
-    """Name of the regional quota on demand; the quota for spot machines has the prefix
+    """Name of the regional quota for on-demand machines; for spot machines, it has the prefix
     PREEMPTIBLE_."""
 
 
@@ -48,10 +48,11 @@ H100_MEGA = Gpu(
 )
 
 SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
-"""Types that are not available on demand: "you must use Spot VMs or Flex-start VMs" ("A3 High")."""
+"""Machine types that are not sold on demand. Google's page "A3 High": "you must use Spot VMs or
+Flex-start VMs"."""
 
 _G2_GPUS = {4: 1, 8: 1, 12: 1, 16: 1, 24: 2, 32: 1, 48: 4, 96: 8}
-"""Number of GPUs by vCPUs."""
+"""Number of GPUs of a G2 machine type, by its number of vCPUs."""
 _BY_SHAPE = {
     "a2-highgpu": A100,
     "a2-megagpu": A100,

@@ -44,7 +44,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{0,220}[a-z0-9]")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]")
-"""A GPU's compute capability."""
+"""Pattern of a GPU's compute capability."""
 
 _NAME_WORDS = "a name of letters, digits, dots, hyphens and underscores"
 _ADDRESS_WORDS = "an IP address or a host name"
@@ -83,7 +83,7 @@ class Node:
     gpu_capability: str | None = checked(None, pattern=CAPABILITY, wanted="such as 8.9")
     """Compute capability, or None if unknown."""
     hourly_usd: float | None = checked(None, low=0, high=1e6)
-    """Price of this node, or None if unknown."""
+    """Price of this node in US dollars per hour, or None if unknown."""
     instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")
     """The cloud's number of the machine, which differs for a new machine of the same name."""
 
@@ -99,7 +99,7 @@ class Access:
 
     kind: AccessKind
     project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
-    """Google Cloud project, for `iap`."""
+    """Google Cloud project, for access through `iap`."""
 
     @property
     def is_this_machine(self) -> bool:
@@ -122,7 +122,8 @@ class ClusterInventory:
     access: Access
     nodes: tuple[Node, ...] = checked(max_items=_MOST_NODES)
     bucket: str | None = checked(None, pattern=_BUCKET, wanted="a bucket's name")
-    """The results bucket; None if missing, as Pulumi's outputs have no nulls."""
+    """Name of the results bucket. None if the key is missing, because Pulumi's outputs have no
+    nulls."""
     project: str | None = checked(None, pattern=_PROJECT, wanted="a Google Cloud project's id")
     """Google Cloud project of the nodes, or None if they are not in Google Cloud."""
     schema_version: int = SCHEMA_VERSION

@@ -40,18 +40,18 @@ class MachineType:
     has_on_demand: bool = True
     """False if Google sells the machine type only as spot."""
     gpus: Gpus | None = None
-    """None for a type without GPUs."""
+    """The GPUs of the machine type; None for a type without GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     sizes: tuple[int, ...]
-    """Numbers of vCPUs."""
+    """Sizes of the family's machine types, in vCPUs."""
     gib_per_vcpu: dict[str, float]
     """GiB of memory per vCPU, by the middle part of the type's name, such as highmem."""
     domains: tuple[tuple[int, int], ...]
-    """Pairs of a number of vCPUs, and the number of NUMA domains of a machine with at most that
-    many vCPUs."""
+    """Pairs (vCPUs, NUMA domains), ascending: a machine has the domains of the first pair that has
+    at least the machine's vCPUs."""
     disk_types: tuple[str, ...]
     tier1_from: int | None
     """Smallest number of vCPUs with Tier_1 bandwidth; None if no size supports it."""

@@ -30,13 +30,13 @@ class Mesh:
     """The size of each dimension."""
 
     replicate: int = 1
-    """Ranks that hold the same part of the model and train on different data."""
+    """Number of ranks that hold the same part of the model and train on different data."""
     shard: int = 1
-    """Ranks that each hold a shard of every weight, gather weights, and train on different data."""
+    """Number of ranks that shard the weights. They gather weights, and train on different data."""
     tensor: int = 1
-    """Ranks that compute each layer together on the same data."""
+    """Number of ranks that compute each layer together on the same data."""
     pipeline: int = 1
-    """Groups of ranks, one for each pipeline stage; each group has some of the layers."""
+    """Number of pipeline stages. Each stage is a group of ranks with some of the layers."""
 
     @property
     def world_size(self) -> int:
@@ -110,7 +110,7 @@ class Mesh:
 def make_mesh(
     world_size: int, *, shards: bool, shard_size: int | None, tensor: int, pipeline: int
 ) -> Mesh:
-    """Return the mesh of `world_size` ranks; `shards`: data-parallel ranks shard the weights.
+    """Return the mesh of `world_size` ranks; with `shards`, data-parallel ranks shard weights.
 
     Raises ConfigError if a dimension does not divide the ranks.
     """

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 RUN_DIR = "TILEFORGE_RUN_DIR"
-"""The run folder's path, which identifies the processes of a run."""
+"""Environment variable with the run folder's path, which identifies the processes of a run."""
 NODE_RANK = "TILEFORGE_NODE_RANK"
-"""The node's index in the hosts file. If it is set, the rank is computed from this index and the
-local rank, because a rendezvous may number the nodes in a different order."""
+"""Environment variable with the node's index in the hosts file. If it is set, the rank is computed
+from this index and the local rank, because a rendezvous may number the nodes in a different
+order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class GgufPlan:
     vocab_size: int
     """Rows of the token embedding."""
     rotated_heads: Mapping[str, int]
-    """Projections whose rows llama.cpp reorders: the end of the name, and the number of heads."""
+    """Number of heads of each projection whose rows llama.cpp reorders, by the end of its name."""
     prefix: str = ""
     """Prefix of all tensor names in transformers, which some files omit."""
     norm_shift: float = 0.0

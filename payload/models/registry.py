@@ -20,7 +20,7 @@ FAMILIES: Mapping[str, str] = {
     "llama": "payload.models.llama.family",
     "transformers": "payload.models.transformers.family",
 }
-"""The module of each family, which defines `FAMILY`. A new family is one more line."""
+"""The module of each family, which defines `FAMILY`. To add a family, add one line."""
 _OTHERS = "transformers"
 
 

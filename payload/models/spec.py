@@ -45,9 +45,9 @@ class GradientSize:
 
     elements: int
     kind: Literal["head", "matrix", "vector", "embedding"]
-    """`head`: a separate output head. `matrix`: of a layer; matmuls with these take most of the
-    backward pass. `vector`: norms and biases. `embedding`: looked up at the start of the forward
-    pass, so its gradient is the last one."""
+    """`head`: a separate output head. `matrix`: a matrix of a layer; matmuls with these take most
+    of the backward pass. `vector`: norms and biases. `embedding`: looked up at the start of the
+    forward pass, so its gradient is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ParameterSize:
     inputs: int
     outputs: int
     stack: int = 1
-    """Matrices in the stack: the experts of a layer."""
+    """Number of matrices that the parameter stacks: the experts of a layer."""
     is_expert: bool = False
 
     def elements(self) -> int:
@@ -84,7 +84,7 @@ class RankSetting:
     """The settings of a rank's training that affect its memory."""
 
     micro_batch_size: int
-    """Sequences in a micro-batch."""
+    """Number of sequences in a micro-batch."""
     dtype: Dtype
     kernels: bool
     alone: bool
@@ -92,13 +92,14 @@ class RankSetting:
     accumulates: bool
     """True if a step has more than one micro-batch."""
     shards: int = 1
-    """Ranks that shard the model; 1 = each rank holds all of it."""
+    """Number of ranks that shard the model; 1 = each rank holds all of it."""
     tensor: int = 1
-    """Ranks that split each layer: its heads, MLP and vocabulary."""
+    """Number of ranks that split each layer: its heads, MLP and vocabulary."""
     stages: int = 1
-    """Pipeline stages, each with some of the layers."""
+    """Number of pipeline stages, each with some of the layers."""
     micro_batches_kept: int = 1
-    """Micro-batches whose activations the first stage keeps; each later stage keeps one less."""
+    """Number of micro-batches whose activations the first stage keeps; each later stage keeps one
+    less."""
 
     state_bytes: int = field(default_factory=default_state_bytes)
     """Bytes of optimizer state for a trained weight."""
@@ -181,8 +182,8 @@ class ModelSpec(ABC):
 
         A sharded rank has 1/N of the state. Two things are gathered in full at a time: the weights
         outside the layers (and their gradients if trained), and one layer with its weights, its
-        gradients and both exchange buffers. At the end of the backward pass, the weights outside
-        the layers need these buffers instead of the activations.
+        gradients and both exchange buffers. At the end of the backward pass, the activations are
+        gone, and the weights outside the layers need the buffers.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
         if setting.tensor > 1 or setting.stages > 1:

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None:
-    """Print the addresses, the first one with `show`, and wait until Ctrl-C.
+    """Print the addresses and wait until Ctrl-C. `show` prints the first address, `say` the others.
 
     `pages` have the loopback address; browsers get random host names instead.
     """

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 UPDATE_S_PER_WEIGHT = 2.4e-9
-"""Seconds of one core per weight, including clipping; it moves 28 bytes for each weight.
-Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
+"""Seconds in which one core updates a weight, including clipping; an update moves 28 bytes. Two
+cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
 """The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
 L4 is the slowest supported GPU; an H100 has eleven times that bandwidth. Not measured."""

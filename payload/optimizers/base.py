@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["matrices", "model"]
-"""`matrices`: each rank has a shard of each matrix. `model`: tensor or pipeline parallelism."""
+"""How ranks split a model. `matrices`: each rank has a shard of each matrix. `model`: tensor or
+pipeline parallelism."""
 
 
 class Hyperparameters(Protocol):

@@ -25,7 +25,7 @@ class BilledResources:
     spot: bool
     disk_type: str
     disks_gib: tuple[int, ...]
-    """Sizes of the boot disks, by node or as one sum."""
+    """Sizes of the boot disks: one size per node, or a single sum."""
     has_nat: bool = False
     has_external_address: bool = False
     filestore_gib: int = 0
@@ -44,7 +44,7 @@ class Cost:
     nat: float | None
     address: float | None
     filestore: float | None
-    """The Filestore instance, which is billed until `pulumi destroy`."""
+    """Cost of the Filestore instance, which is billed until `pulumi destroy`."""
     known: float
     """Sum of the known prices."""
     unknown: tuple[str, ...]

@@ -32,7 +32,7 @@ from payload.run_record.tracker_process import missing_notes
 
 _SEVERAL = "report.html"
 _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-"""Environment variables, one of which a browser needs on Linux."""
+"""Environment variables. On Linux, a browser needs at least one of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

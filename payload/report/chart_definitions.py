@@ -1,6 +1,7 @@
 """The charts of the report page, with the columns of metrics.jsonl that each chart draws.
 
-A series draws the sum of its columns. In a stacked chart, a series includes the later series.
+A series draws the sum of its columns. In a stacked chart, the values of a series include the values
+of all later series.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Compared:
     form: Callable[[Any], str]
     better: Literal["low", "high", None] = None
     is_of_task: bool = False
-    """True if values of different tasks or data cannot be compared."""
+    """True if values can be compared only between runs with the same task and data."""
 
 
 def _summary_row(name: str, key: str, form: Callable[[Any], str], **more: Any) -> Compared:

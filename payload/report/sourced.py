@@ -11,7 +11,8 @@ class Sourced:
     """A value with its source."""
 
     value: Any
-    """None if it is unknown."""
+    """The value; None if it is unknown."""
     source: str
-    """A key in a file, such as `summary.json#steps`, or the name of the computation."""
+    """Where the value comes from: a key in a file, such as `summary.json#steps`, or the name of a
+    computation."""
     is_derived: bool = False

@@ -27,7 +27,8 @@ from payload.run_record.run_files import NAMES, RunPaths
 SCHEMA_VERSION = 1
 HASHES_FILE = NAMES.manifest_hashes.name
 MOST_HASHES = 500
-"""Limited because a full record has 90 kB, and every command that shows the run reads it."""
+"""Limit on the hashes in a record. A full record has 90 kB, and every command that shows the run
+reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class ManifestHashes:
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def is_gap(self, checkpoint: str) -> bool:
-        """Return True for a checkpoint without a hash between checkpoints with hashes.
+        """Return True if earlier and later checkpoints have a hash, and this one lacks a hash.
 
         The head has a hash of each checkpoint that it uploads, so it has not uploaded this one.
         """

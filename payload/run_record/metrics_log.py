@@ -27,7 +27,7 @@ from payload.core.validation.refusal import RefusedError
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks takes half of this.
 MOST_BYTES = 2**30
-"""No reader reads more of a file."""
+"""Limit on the bytes of a file that are read."""
 _MAX_ROWS = 3_000_000
 """A file with more rows counts as damaged."""
 _HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes as text and 1,600 as a dict.
@@ -35,12 +35,13 @@ _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
 _BYTES_PER_LIST = 64
 _MOST_SHORT_LISTS = 16
-"""A confusion matrix of this many labels has lists of this length."""
+"""A line may have one list per `_BYTES_PER_LIST` bytes, and this number of lists in addition,
+because a small confusion matrix has short lists."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 _MOST_SECONDS = 1e9
 _MOST_EXPONENT = 700.0
-"""The exponential of a larger number is infinite."""
+"""Limit on an exponent: the exponential of a larger number is infinite."""
 
 TimedPart = Literal["data", "forward", "backward", "wait", "checkpoint"]
 TIMED_PARTS: tuple[TimedPart, ...] = typing.get_args(TimedPart)
@@ -51,16 +52,19 @@ class RankTimes:
     """Mean seconds per step in each part, one entry per rank."""
 
     steps: int = checked(low=1)
-    """Number of steps in the mean; the last one is the row's own step."""
+    """Number of steps over which the times are averaged; the last of them is the step of this
+    row."""
     data: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Reading and collating samples."""
+    """Time for reading and collating samples."""
     forward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Computing, without waiting for other ranks; `backward` is alike."""
+    """Time for the forward pass, without waiting for other ranks. `backward` is the same for the
+    backward pass."""
     backward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     wait: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Waiting for other ranks: for gradients, weights, or the decision to stop."""
+    """Time spent waiting for other ranks: for gradients, weights, or the decision to stop."""
     checkpoint: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
-    """Taking a snapshot for a checkpoint, or waiting until the previous one is written."""
+    """Time for the snapshot of a checkpoint, or for waiting until the previous checkpoint is
+    written."""
 
     def work(self) -> tuple[float, ...]:
         """Return each rank's own work per step in seconds: data, forward and backward."""
@@ -82,7 +86,8 @@ class StepMetrics:
     tokens_per_s: float
     """Tokens per second of the whole job."""
     mfu: float | None
-    """Model FLOP/s over the measured peak of these nodes; None if the peak is not plausible."""
+    """Model FLOP/s divided by the measured peak of these nodes; None if the peak is not
+    plausible."""
     data_time_s: float
     sync_time_s: float
     """Time that rank 0 waited for gradients after its backward pass."""
@@ -92,7 +97,8 @@ class StepMetrics:
     ranks: RankTimes | None = None
     """Times of all ranks; with many ranks, only some rows contain these times."""
     idle_experts: int | None = None
-    """Experts, over all layers, that received no token in this step; None = not a mixture."""
+    """Number of experts in all layers that received no token in this step; None if the model has no
+    experts."""
 
     def describe(self) -> str:
         """Return the text that the task adds to the log line of a step; empty by default."""

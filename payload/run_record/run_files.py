@@ -312,12 +312,13 @@ class RunState:
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     status: RunStatus
     exit_class: str | None = None
-    """None while the run is active."""
+    """Name of the run's exit code; None while the run is active."""
     error: str | None = None
     failed_rank: int | None = None
     """The rank that caused the failure; None if no rank did."""
     supervisor_pid: int | None = checked(None, low=1)
-    """None if unknown, for example in a state that was rebuilt from other records."""
+    """Process id of the supervisor; None if unknown, as in a state that was rebuilt from other
+    records."""
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
     """Name of the node that the supervisor runs on; None if unknown."""
     started_unix: float = _seconds()

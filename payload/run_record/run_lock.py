@@ -19,7 +19,8 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.suggested_run_commands import run_command
 
 FORCE_SIGNAL = signal.SIGUSR1
-"""Makes a supervisor kill its run immediately; after SIGTERMs, the ranks can save first."""
+"""Signal that makes a supervisor kill its run immediately. After a SIGTERM, the ranks can save
+first."""
 
 # Retry for some time, because `is_supervised` takes the lock for an instant.
 _RETRY_S = 2.0

@@ -18,10 +18,10 @@ from payload.core.validation.fields import checked
 from payload.run_record.metrics_log import rank_times
 
 _SLOW = 1.25
-"""Ratio to the other ranks' median work time above which a rank is slow. A rank with half the
-cores has a ratio of 2."""
+"""A rank is slow if its work takes more than this many times as long as the other ranks' median. A
+rank with half the cores takes 2 times as long."""
 _WELL = 1.1
-"""Ratio below which a rank is no longer slow."""
+"""A slow rank counts as recovered below this ratio to the median."""
 _LEAST_S = 0.003
 """A difference of fewer seconds is noise."""
 _ROWS = 7

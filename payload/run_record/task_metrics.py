@@ -54,7 +54,7 @@ TASK_METRICS = (
         tells="val_margin",
     ),
 )
-"""The first metric of a task comes first in results."""
+"""Metrics of all tasks. Results begin with the first metric of the task."""
 PERPLEXITY = TaskMetric(
     key="perplexity",
     name="perplexity",

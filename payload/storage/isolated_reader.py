@@ -36,7 +36,8 @@ from payload.storage.opening import open_store
 _NOTE_S = 10.0
 _FOLDER_S = 60.0
 _BUCKET_S = 150.0
-"""Limit for a bucket; above the client's two minutes, as the client's error has more details."""
+"""Time limit for a bucket. It exceeds the client's two minutes, because the client's error has more
+details."""
 _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {

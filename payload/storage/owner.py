@@ -106,7 +106,7 @@ def require_owner(store: ObjectStore, token: str) -> None:
 
 
 def stored_identity(store: StoreReader) -> RunIdentity | None:
-    """Return the identity of the store's run, or None if it has no run.
+    """Return the identity of the store's run, or None if the store has no run.
 
     If owner.json has no identity, as after a resume by an older release, the identity is read from
     the run's own record or the newest checkpoint.

@@ -40,7 +40,7 @@ class Records:
     def __init__(self, paths: RunPaths, *, say: Callable[[str], None] = lambda line: None) -> None:
         """`say` gets log lines."""
         self.too_large: set[str] = set()
-        """Names of files that are not uploaded."""
+        """Names of files that are too large, so that they are not uploaded."""
         self._paths = paths
         self._say = say
         self._generations: dict[str, int] | None = None

@@ -65,7 +65,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
 
     Also downloads the run's records to the folder `restored`, and takes the metrics if they have a
     later step. Returns None if a local checkpoint is at least as new, or if there is no checkpoint
-    yet. The last line for `say` is the result.
+    yet. The last line that `say` gets states the result.
 
     Raises ConfigError if the store has a different run with this name. Raises StoreError also if
     the run would lose its progress and start from scratch.

@@ -123,7 +123,7 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
 
 
 def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
-    """Return the FLOP/s of the fastest of many square matmuls; noise slows only the others."""
+    """Return the FLOP/s of the fastest of many square matmuls, which noise has slowed least."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
     return 2 * size**3 / best_s
@@ -174,7 +174,8 @@ class Exchange:
     """Speed of an all-reduce over all ranks."""
 
     num_bytes: int
-    """Bytes of the largest message, which is smaller on a slow network."""
+    """Bytes of the largest message that was sent. On a slow network, the benchmark sends smaller
+    messages."""
     took_s: float
     latency_s: float
     """Time to all-reduce the smallest message."""

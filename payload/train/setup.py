@@ -66,7 +66,7 @@ class Start:
 
     model: CausalLM
     state: TrainerState | None
-    """None for a new run."""
+    """State of the checkpoint to resume from; None for a new run."""
     checkpoint: Path | None
     """The checkpoint to resume from, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class StepClock:
         return mine
 
     def add_step(self, of_all_ranks: Sequence[float]) -> RankTimes | None:
-        """Add the ranks' seconds of a step; return the means if the row gets times."""
+        """Add all ranks' seconds of a step; return the means if the step's row records times."""
         self._sums = [total + more for total, more in zip(self._sums, of_all_ranks, strict=True)]
         self._steps += 1
         if self._steps < self._every:

@@ -117,8 +117,8 @@ def find_source(
 ) -> Source:
     """Resolve `name` to a source; messages call it `setting`.
 
-    With `takes_ids`, a run's id means the run's folder, and `latest` the newest run. It is False
-    for the base that an adapter names, which must not select one of the user's runs.
+    With `takes_ids`, a run's id means the run's folder, and `latest` the newest run. `takes_ids` is
+    False for the base that an adapter names, which must not select one of the user's runs.
 
     A folder without config.json can contain one GGUF file instead. A run's folder, or its folder of
     checkpoints, resolves to its newest valid checkpoint; `passed_over` is called with each damaged

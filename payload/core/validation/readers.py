@@ -30,7 +30,7 @@ class DeclaredField:
     hint: Any
     read: Reader
     default: Any
-    """MISSING for a required field, and for a field with a default_factory."""
+    """The field's default; MISSING if the field is required or has a default_factory."""
     is_required: bool
     limits: Mapping[str, Any]
 

@@ -214,7 +214,8 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
-        """Map both files into memory. Raises DataError if they do not match meta.json."""
+        """Map train.bin and val.bin into memory. Raises DataError if they do not match
+        meta.json."""
         meta = load_meta(folder)
         require_task(folder, meta, task="text")
         train, val = (

@@ -29,8 +29,8 @@ from payload.formats.data_folder import (
 )
 
 TRAINED, FIRST, PADDING = 1, 2, 4
-"""Bits of a token's mark. The loss covers the trained tokens, but never the first token of a
-document."""
+"""Bits of the mark that each token has. The loss covers the trained tokens, but never the first
+token of a document."""
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 

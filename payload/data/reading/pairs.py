@@ -47,9 +47,9 @@ class Pairs:
     tokens: npt.NDArray[np.unsignedinteger]
     marks: npt.NDArray[np.uint8]
     starts: Indices
-    """(pairs, 2) index of the first token of the chosen and of the rejected conversation."""
+    """Shape (pairs, 2): index of the first token of the chosen and of the rejected conversation."""
     lengths: Indices
-    """(pairs, 2) number of tokens of the chosen and of the rejected conversation."""
+    """Shape (pairs, 2): number of tokens of the chosen and of the rejected conversation."""
     vocab_size: int
     pad_token: int
     check: RangeCheck | None

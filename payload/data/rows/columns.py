@@ -62,11 +62,11 @@ CHAT_FORMATS = (
     RowFormat("user", "assistant"),
     RowFormat("input", "output"),
 )
-"""Formats of conversations; a row has the first one that matches."""
+"""Formats of conversations. The format of a row is the first one that matches."""
 
 ANSWERS = ("chosen", "rejected")
 PREFERENCE_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
-"""Columns with the prompt of a pair; a row has the first one that is not empty."""
+"""Columns that can have the prompt of a pair. The first one that is not empty counts."""
 OPENAI_PROMPT = "input"
 """Column with the object that holds `messages` and `tools` in OpenAI's preference tuning."""
 OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")

@@ -21,8 +21,8 @@ class Conversation:
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
-    """For each message, True if training covers it; never True for a message that the assistant
-    did not write."""
+    """For each message, True if the model is trained on it; only messages of the assistant can be
+    True."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the functions that the assistant can call."""
     documents: tuple[Mapping[str, Any], ...] = ()

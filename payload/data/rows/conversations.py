@@ -131,7 +131,7 @@ def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the row's non-empty columns outside `read` that do not repeat a text of `read`."""
+    """Return the row's non-empty columns that are not in `read` and do not repeat its texts."""
     found = [name for name, value in row.items() if name not in read and not is_absent(value)]
     if not any(isinstance(row[name], str) for name in found):
         return found

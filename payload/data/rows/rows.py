@@ -161,7 +161,7 @@ class Rows(ABC):
     def leave_out(self, reason: str) -> None:
         """Count the newest row as left out, because its values exclude it from training.
 
-        The row has no number, so that a small split is not made of such rows.
+        The row gets no number, so that a small validation split does not consist of such rows.
         """
         self._left_out[reason] += 1
         self.next_number -= 1

@@ -23,7 +23,7 @@ Cursor = dict[str, Any]
 MIB = 1024 * 1024
 BATCH_BYTES = 4 * MIB
 PIECE_BYTES = 8 * MIB
-"""A longer document is read in several pieces, to bound memory."""
+"""Size above which a document is read in several pieces, to limit memory."""
 
 
 class UnreachableSourceError(DataError):
@@ -47,7 +47,8 @@ class Batch:
     ends: list[bool] = field(default_factory=list)
     """True for the last piece of a document."""
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
-    """Number of the first bad document, number of bad documents, and the message."""
+    """For each group of bad documents: the first document's number, their count, and the
+    message."""
     cursor: Cursor = field(default_factory=dict)
     """Cursor of the next batch."""
     text_bytes: int = 0

@@ -30,7 +30,8 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""A file without a table's suffix needs this many records, with the header, to be a table."""
+"""A file without a table's suffix counts as a table only with at least this number of records,
+including the header."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
@@ -59,7 +60,8 @@ _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
     (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )
-"""Offset, first bytes, name and fix of formats that are not read."""
+"""Formats that are not read: the offset of the identifying bytes, these bytes, the name, the
+fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from payload.data.sources.split import FileSplit
 from payload.data.sources.text_files import ColumnFiles
 
 LINE_BYTES = 64 * MIB
-"""Longer lines are rejected: JSON is parsed whole, and needs up to four bytes a character."""
+"""Limit on the size of a line: JSON is parsed whole, and needs up to four bytes a character."""
 _KEYS_SHOWN = 5
 
 

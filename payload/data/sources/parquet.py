@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH_ROWS = 1024
-"""Rows decoded together; small enough for rows of 100 kB."""
+"""Number of rows that are decoded together; small enough for rows of 100 kB."""
 _NAMES_SHOWN = 5
 _READ_BUFFER_BYTES = 8 * MIB
 _WORKER = Path(__file__).with_name("parquet_worker.py")

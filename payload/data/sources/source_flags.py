@@ -31,14 +31,14 @@ class SourceRequest:
     text_column: str | None = None
     """Key or column with the text; None means `DEFAULT_TEXT_COLUMN`."""
     subset: str | None = None
-    """`hf`: configuration of the dataset."""
+    """`hf`: name of the dataset's configuration."""
     revision: str | None = None
     """`hf`: branch, tag or commit."""
     split: str | None = None
     """`hf`: split; None means `DEFAULT_SPLIT`."""
     skip_bad: bool = False
     columns: tuple[tuple[str, str], ...] = ()
-    """Columns of the source, each with the name that it is read as."""
+    """Columns of the source to rename: the column, and the name under which it is read."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of rows and messages that are left out."""
 

@@ -16,7 +16,8 @@ Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 PERMUTATION_LIMIT = 50_000_000
-"""For more documents, a permutation of all numbers would need more than 0.4 GB."""
+"""Limit on the documents of a permutation split. A permutation of more documents would need over
+0.4 GB of memory."""
 
 NANOGPT_VAL_FRACTION = 0.0005
 """nanoGPT's share: 4,007 of the 8 million documents of openwebtext."""

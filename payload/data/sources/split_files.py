@@ -21,7 +21,7 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
     "eval": "valid",
     "test": "test",
 }
-"""Split that each word declares, in the name of a file or of its folder."""
+"""For each word that can occur in the name of a file or of its folder, the file's split."""
 _SEPARATORS = re.compile(r"[-_. ]+")
 
 
@@ -32,7 +32,7 @@ class SplitFiles:
     train: tuple[Path, ...]
     valid: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
-    """Files that are left out."""
+    """Test files, which are left out."""
 
     def read(self) -> list[Path]:
         """Return the files to read: the training files, then the validation files."""
@@ -59,8 +59,9 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
     If no name declares training data, the names are ignored, and all files are for training. A file
-    whose name declares no split is for training, too. Text files may be those of a program, where
-    words such as test are common. So the names of text files count only if each declares a split.
+    whose name declares no split is for training, too. Text files may be the source files of a
+    program, whose names often have words such as test. So the names of text files count only if
+    each declares a split.
     """
     names = [split_of(path) for path in files]
     if "train" not in names or (is_text and None in names):

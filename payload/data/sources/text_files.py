@@ -309,7 +309,7 @@ class _NotRead:
     """Reason why a file was not read in one piece."""
 
     complaint: str | None
-    """None if the file is larger than a piece."""
+    """The file's fault; None if the file is only too large for one piece."""
 
 
 def _size(path: str) -> int:

@@ -23,7 +23,7 @@ class Task(ABC):
 
     kind: ClassVar[TaskKind]
     summary: ClassVar[str]
-    """Training target, for `--help`."""
+    """The prediction that the model learns, as text for `--help`."""
     flags: ClassVar[tuple[str, ...]] = ()
     """The flags that `add_flags` declares, such as `--packing`; other tasks reject them."""
 

@@ -70,7 +70,7 @@ _COUNTED = (
     *("truncated_conversations", "truncated_tokens", "long_dropped_conversations"),
     *("split_conversations", "dropped_conversations", "added_samples", "added_tokens"),
 )
-"""Fields of the record that this job counts."""
+"""Fields of ChatRecord with numbers that this job counts."""
 
 
 def chat_job(args: argparse.Namespace) -> ChatJob:
@@ -212,7 +212,8 @@ class ChatJob:
         encoder.choose_fast(seed=self.settings.seed, log=self.log)
 
     def _read(self, store: ResumableTokenFiles | None) -> SampleFiles:
-        """Return the samples. If gigatoken differs, start again with the reference encoder."""
+        """Return the samples. If gigatoken's tokens differ from the reference encoder's, start
+        again with the reference encoder."""
         reader, encoder = self.reader, self.reader.tokenizer.encoder
         samples = SampleFiles(store)
         try:

@@ -47,7 +47,7 @@ class _Read:
     row: Row
     rendering: RowRendering | None = None
     request: str = ""
-    """Request that the rendering sends first."""
+    """The first request that rendering the row sends to the template process."""
     fault: str = ""
 
 
@@ -60,7 +60,7 @@ class _Sample:
     """Key of the split: the group's number or, without groups, the row's number."""
     rendered: RenderedSample
     is_added: bool
-    """False for one sample of each row, True for its other samples."""
+    """False for one sample of each row, True for the row's other samples."""
 
 
 @dataclass(slots=True)
@@ -73,17 +73,17 @@ class ChatReader:
     tokenizer: SampleTokenizer
     options: SampleOptions
     length: int = field(kw_only=True)
-    """Tokens of a block."""
+    """Length of a block in tokens."""
     on_long: OnLong = field(kw_only=True)
     groups: Groups = field(kw_only=True)
     counts: Counter[str] = field(default_factory=Counter)
-    """Counts of the record, by the name of its field."""
+    """Counts for the fields of ChatRecord, by field name."""
     report: Callable[[], None] = field(default=lambda: None)
     """Shows the progress."""
     _num_read: int = 0
-    """Rows so far, without bad rows of the source."""
+    """Number of rows read so far, without bad rows of the source."""
     _fault: Exception | None = None
-    """Fault of the source after the rows that were read."""
+    """Error that the source raised after the last row that was read; None without an error."""
     _is_early_checked: bool = False
     _start: dict[str, Any] = field(default_factory=dict)
     """State before the first row."""

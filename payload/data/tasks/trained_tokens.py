@@ -40,9 +40,9 @@ class SampleTokenizer:
     check: TokenizerCheck
     text_bytes: int = 0
     literal_samples: int = 0
-    """Samples in which a special token of the row was encoded as text."""
+    """Number of samples in which a special token of the row was encoded as text."""
     unescaped_samples: int = 0
-    """Samples in which a special token of the row is encoded as a special token.
+    """Number of samples in which a special token of the row is encoded as a special token.
 
     Either the tokenizer turns the text into the token in any case, or the marks around the token
     changed what the template rendered.

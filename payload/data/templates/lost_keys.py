@@ -17,13 +17,13 @@ from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
 from payload.data.templates.thoughts import thought_of, without_thoughts
 
 Probe = Callable[[Sequence[Message], Any], str | None]
-"""Returns the text of messages with tools, or None if the template rejects them."""
+"""Renders messages with the given tools. Returns None if the template rejects them."""
 
 _UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
 """Keys that the format needs or that only name a message."""
 _OTHER_CONTENT = "Quxd3z"
 _LONG_ENOUGH = 4
-"""Length from which a text is not found in another text by chance."""
+"""Minimum length of a text that another text does not contain by chance."""
 
 
 def require_rendered(

@@ -28,11 +28,11 @@ class SampleOptions:
 
     thoughts: Thoughts = "keep"
     train_on: TrainOn = "all"
-    """`last` trains only the last trained turn."""
+    """`last` trains only the last of the turns that would be trained."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template; the variables of a row override these."""
     ignored_keys: frozenset[str] = frozenset()
-    """Keys of messages, or `tools`, that the template may leave out."""
+    """Keys that the template may leave out: keys of messages, or `tools`."""
 
     def shaping(self) -> tuple[str, ...]:
         """Return the values that the trained text depends on."""

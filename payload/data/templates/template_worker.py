@@ -344,7 +344,8 @@ def _is_sequential(program: Node) -> bool:
         )
 
     def is_independent(node: nodes.Node, *, loop: bool, nested: bool) -> bool:
-        """`loop` is True directly in the loop over the messages, `nested` anywhere in a loop."""
+        """Return False if the text of a message may depend on later messages. `loop` is True
+        directly in the loop over the messages, `nested` anywhere in a loop."""
         nonlocal num_loops
         if isinstance(node, nodes.Assign) and is_list(node.node):
             if not isinstance(node.target, nodes.Name):

@@ -29,7 +29,7 @@ _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
 _TAIL_CHARS = 128
 _FIRSTS = "<[\u25c1"
 _FIRST_OF_MARKS = re.compile("[<[\u25c1]")
-"""The first characters of the marks, which most texts lack."""
+"""The first characters of the marks; a text without them has no mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from payload.data.templates.stop_tokens import KnownTokens, first_marker, first_
 Part = tuple[int, bool]
 """A number of leading messages, and whether to add the generation prompt."""
 Render = Callable[..., Sequence[str | None]]
-"""Renders parts of the keyword `messages` with the keyword `tools`; None for a rejected part."""
+"""A function that renders parts of a conversation. It gets the parts, and the keyword arguments
+`messages` and `tools`. It returns None for each part that the template rejects."""
 
 # Texts that no template changes, and that are in no template.
 _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
@@ -23,7 +24,8 @@ class TurnEnd:
     """The end of an assistant's turn, if the user or a tool has the next message."""
 
     stops: tuple[str, ...]
-    """The model's stop tokens in the template's text, otherwise the template's own stop token.
+    """The model's stop tokens, if the template writes one of them after an answer; otherwise the
+    token that the template writes there.
 
     Empty if the template ends no turn before a message of this role.
     """
@@ -32,7 +34,7 @@ class TurnEnd:
     next: str
     """The text after the answer, up to the stop token, if another message follows."""
     prompt_only: str = ""
-    """End of a generation prompt that is not in the text of an answered turn."""
+    """The last part of the generation prompt, if an answered turn does not contain this part."""
     opener: str = ""
     """The first token of the generation prompt, which begins a turn of the assistant."""
 

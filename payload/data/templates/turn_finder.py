@@ -23,7 +23,7 @@ class Turn:
     spans: list[Span]
     """Ranges of characters that are trained."""
     through: int
-    """End of the stop token. The model is not trained on the text of the turn after it."""
+    """Offset at which the stop token ends. The model is not trained on the rest of the turn."""
 
 
 class TurnFinder(RenderedRow):

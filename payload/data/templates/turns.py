@@ -37,7 +37,8 @@ class RenderedSample:
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
     has_unmarked: bool = False
-    """True if special tokens of the row are not in `literal`, because marks change the text."""
+    """True if `literal` lacks special tokens of the row: marking them would change the rendered
+    text."""
 
 
 def render_samples(
@@ -55,7 +56,7 @@ def render_samples(
 
 
 class RowRendering:
-    """`render_samples` in two steps: the first request can be sent in a batch with other rows'."""
+    """`render_samples` in two steps: the first request can be batched with those of other rows."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, options: SampleOptions
@@ -98,7 +99,8 @@ class RowRendering:
 
 
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
-    """Return the samples; turns whose texts begin the same text share one."""
+    """Return the samples; several turns share a sample if its text begins with the text of each of
+    them."""
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):

@@ -21,7 +21,8 @@ TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 IGNORES_MERGES = ("llama-bpe", "tekken")
-"""Tokenizers that encode a vocabulary entry as one token, even if the merges do not produce it.
+"""Tokenizers that encode a text in the vocabulary as one token, even if the merges do not produce
+this token.
 
 For these, llama.cpp puts the BOS token before a text, unless the file has `add_bos_token`.
 """

@@ -22,7 +22,7 @@ EXTRA_TOKEN_KEYS = (
     "extra_special_tokens",
     "model_specific_special_tokens",
 )
-"""Keys with further tokens: a list, or an object of named tokens."""
+"""Keys with further tokens. The value is a list, or an object with a name for each token."""
 _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "CodeLlamaTokenizer": {
         **{"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},

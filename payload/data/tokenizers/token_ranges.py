@@ -19,13 +19,14 @@ from payload.data.tokenizers.gigatoken_adapter import byte_symbols
 Numbers = npt.NDArray[np.int64]
 
 _NOT_BYTES = -(2**31)
-"""Width of a token outside the text: a sum that includes it never equals a text's length."""
+"""Width of a token that is not from the text. No sum with this width equals a text's length."""
 _SPACE = "\u0120"
 """Symbol of a space in a byte-level vocabulary."""
 
 
 class TokenRanges:
-    """For each token, the number of bytes, and of spaces that the tokenizer cuts from its range."""
+    """For each token, the numbers of its bytes and of the spaces that the tokenizer cuts from its
+    range."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """`raw` is a tokenizer.json that `has_token_ranges`."""

@@ -58,7 +58,7 @@ class PrepareSettings:
     """Share of the documents for validation; None means `default_val_fraction`."""
     seed: int
     max_documents: int | None = None
-    """Limit of documents, from the start of the source."""
+    """Limit on the number of documents, counted from the start of the source."""
     force: bool = False
     """Replace the output of an earlier run in the folder."""
     wait: bool = False
@@ -68,7 +68,7 @@ class PrepareSettings:
     allow_odd_tokenizer: bool = False
     """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Further values that change the output; they are part of the fingerprint."""
+    """Further values on which the output depends, so the fingerprint covers them."""
 
     def dtype(self) -> TokenDtype:
         """Return the type of a token in the files."""

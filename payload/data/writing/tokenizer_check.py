@@ -24,7 +24,7 @@ MAX_UNKNOWN = 0.01
 MAX_LOST = 0.01
 """Largest share of characters of a sample that decoding may lose."""
 _MIN_ROWS_USED = 0.5
-"""Smallest share of a model's vocabulary that its tokenizer must use; models pad the vocabulary."""
+"""Minimum share of a model's vocabulary that its tokenizer must use; models pad the vocabulary."""
 _FIRST_CHECK_BYTES = 256 * 1024
 """Size of the text after which the rates are first checked; they are checked again at the end."""
 _SAMPLE_BYTES = 256 * 1024

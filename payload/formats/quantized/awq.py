@@ -29,7 +29,7 @@ from payload.formats.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Form
 from payload.formats.tensor_headers import TensorHeader
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The outputs in an int32, from its low bits on."""
+"""Indices of the eight outputs that an int32 holds, from the lowest bits up."""
 BITS = 4
 _PER_WORD = INT32_BITS // BITS
 

@@ -215,7 +215,7 @@ class CompressedTensors(Format):
     ) -> tuple[int, int, _Numbers]:
         """Return the number of outputs and inputs of a packed weight, and its settings.
 
-        Of the settings with fitting bits, those come first whose size of groups fits `groups`.
+        Among the settings whose bits fit, settings whose group size fits `groups` are preferred.
         """
         stated = headers.get(f"{name}_shape")
         outputs, words = values.shape

@@ -1,11 +1,11 @@
 """8-bit floats with scales: quant_method `fp8` of DeepSeek and Qwen3, and `fbgemm_fp8`.
 
 A weight `NAME` in F8_E4M3 or F8_E5M2 has the shape of the original. Its scales are in
-`NAME_scale_inv` (in spite of its name also a factor), in `NAME_scale`, or in the module's `scale`:
-one for each block of `weight_block_size`, for each output, or for the whole weight. Blocks at the
-edges can be smaller: DeepSeek's 576 rows have 5 blocks of 128. Scales in F8_E8M0 or U8 are powers
-of two, 2 ** (byte - 127). DeepSeek-V4 stores experts in I8: two 4-bit floats in a byte, the first
-in the low bits.
+`NAME_scale_inv`, in `NAME_scale`, or in the module's `scale`. There is one scale for each block of
+`weight_block_size`, for each output, or for the whole weight. `NAME_scale_inv` is also a factor, in
+spite of its name. Blocks at the edges can be smaller: DeepSeek's 576 rows have 5 blocks of 128.
+Scales in F8_E8M0 or U8 are powers of two, 2 ** (byte - 127). DeepSeek-V4 stores experts in I8: two
+4-bit floats in a byte, the first in the low bits.
 
 Weight = value x scale, computed in fp32 and rounded once.
 Source: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, inference/fp8_cast_bf16.py.
@@ -34,7 +34,8 @@ FLOAT8 = ("F8_E4M3", "F8_E5M2")
 POWERS_OF_TWO = ("F8_E8M0", "U8")
 _SCALES = (*FLOAT_DTYPES, *POWERS_OF_TWO)
 _FP4_BLOCK = (1, 32)
-"""Rows and columns that share a scale of 4-bit floats; `weight_block_size` is for 8-bit ones."""
+"""Number of rows and columns that share a scale, for 4-bit floats. (For 8-bit floats,
+`weight_block_size` sets these numbers.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

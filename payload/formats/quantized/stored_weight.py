@@ -15,7 +15,8 @@ CONFIG_FIX = "Use the model in bf16 or fp32."
 INT32_BITS = 32
 
 Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
-"""Arithmetic that gives a weight: the name of a module in `payload.train.tensors.dequantize`."""
+"""How a weight is computed from its parts: the name of a module in
+`payload.train.tensors.dequantize`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,22 +28,23 @@ class StoredWeight(TensorHeader):
 
     layout: Layout
     parts: Mapping[str, TensorHeader]
-    """The stored tensors by their role: values, scales, zeros, groups."""
+    """The stored tensors by role: values, scales, zeros, groups."""
     bits: int
     """Bits of a stored value."""
     block: tuple[int, int]
     """Rows and columns of the weight that share a scale."""
     zero_offset: int = 0
-    """Added to each stored zero point."""
+    """Number that is added to each stored zero point."""
     rounded_to: str | None = None
-    """The product is rounded to this dtype, then to `dtype`; None = only to `dtype`."""
+    """Dtype to which the product is rounded before it is rounded to `dtype`; None = it is rounded
+    once."""
 
 
 class Format(ABC):
     """A format of quantised checkpoints, with the settings that config.json gives."""
 
     unused: tuple[str, ...] = ()
-    """Ends of the names of tensors that only quantised computation needs."""
+    """Suffixes of the names of tensors that are not needed to dequantise a weight."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -18,7 +18,7 @@ MOUNT = "/mnt/tileforge"
 MASTER_PORT = 29500
 """The rendezvous port of ranks on dedicated nodes; it is the default of torch and Kubeflow."""
 VCPUS_PER_CORE = 2
-"""Clouds and Kubernetes count hardware threads; a plan counts cores."""
+"""Hardware threads per core: clouds and Kubernetes count threads, a plan counts cores."""
 
 _CONFIG_END = "END_OF_RUN_TOML"
 _NAME_LENGTH = 40
@@ -93,7 +93,7 @@ class Engine(ABC):
     needs_image: ClassVar[bool] = False
     takes_image: ClassVar[bool] = True
     storage: ClassVar[str]
-    """The meaning of `--storage` for this engine, for messages."""
+    """The kind of thing that `--storage` names for this engine, as text for messages."""
     storage_pattern: ClassVar[re.Pattern[str]]
     """Pattern of a valid storage name."""
     storage_characters: ClassVar[str]

@@ -27,9 +27,9 @@ class Rope:
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """With linear, divides every position; with llama3, divides the low frequencies."""
+    """Divisor of every position (kind `linear`), or of the low frequencies (kind `llama3`)."""
     low_freq_factor: float = 1.0
-    """Used only by llama3, like the next two fields."""
+    """Used only by the kind `llama3`, as are the next two fields."""
     high_freq_factor: float = 4.0
     original_context: int = 8192
     """Context in pre-training, in tokens."""
@@ -42,7 +42,7 @@ class Layer:
     window: int | None
     """Number of tokens that a token attends to, including itself; None = all up to itself."""
     rope: Rope | None
-    """None = no positional encoding in this layer."""
+    """The rotary embedding; None = no positional encoding in this layer."""
 
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
@@ -73,7 +73,8 @@ class TypeDefaults:
     tied: bool = False
     qk_norm: bool = False
     windows_everywhere: bool = False
-    """True if every layer has the window; if not, `use_sliding_window` and `layer_types` decide."""
+    """True if every layer has the sliding window; if False, `use_sliding_window` and `layer_types`
+    decide."""
     is_gemma: bool = False
 
 

@@ -88,24 +88,25 @@ class DecoderSpec(ModelSpec):
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     hidden_act: Activation = "silu"
-    """Activation of the gate: SwiGLU, or GeGLU with one of the GELUs."""
+    """Activation of the gate: SiLU (for SwiGLU), or one of the GELUs (for GeGLU)."""
     tie_word_embeddings: bool = False
     """True if the output head is the token embedding."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """Bias of the attention's output projection."""
+    """True if the attention's output projection has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each query and key head, before the rotary embedding."""
+    """True if an RMSNorm is applied to each query and key head, before the rotary embedding."""
     sandwich_norms: bool = False
-    """Gemma: the outputs of attention and MLP are also normed before the residual addition."""
+    """True if the outputs of attention and MLP are also normed before the residual addition
+    (Gemma)."""
     norm_offset: bool = False
     """If True (Gemma), an RMSNorm multiplies by 1 + weight, in fp32. If False, it multiplies by
     weight, in the input's dtype."""
     embedding_scale: float = 1.0
     """Factor by which the token embeddings are multiplied; only Gemma has a factor other than 1."""
     attention_scale: float
-    """Factor of the dot product of query and key."""
+    """Factor by which the dot product of query and key is multiplied."""
     initializer_range: float = 0.02
     unsupported_features: tuple[str, ...] = ()
     """Features in the config that `train/families/llama` lacks."""

@@ -94,23 +94,24 @@ class Counts:
 
     params: int
     multiplying: int
-    """Weights in the matmuls of each token; of the experts, only the active ones count."""
+    """Number of weights in the matmuls of each token; of the experts, only the active ones
+    count."""
     kept_elements: int
-    """Elements that the matmuls of one token read and write."""
+    """Number of elements that the matmuls of one token read and write."""
     embedding: int
     attention_layers: int
-    """Layers with attention tensors; 0 = not known from the names."""
+    """Number of layers with attention tensors; 0 if the names do not show it."""
     recurrent: str | None
     """Name of a tensor in a recurrence, whose operations are not counted; None = no recurrence."""
     gradients: tuple[GradientSize, ...]
     experts: int
-    """Weights of all experts."""
+    """Number of weights in all experts."""
     linears: tuple[LinearSize, ...]
     """The layers' linears. Until the module is built, their names are those in the files."""
     others: tuple[ParameterSize, ...] = ()
     """Other matrices of the module, and stacks of matrices; empty before the module is built."""
     has_modules: bool = False
-    """True once the module is built."""
+    """True if the linears' names are from the built module; False if they are from the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

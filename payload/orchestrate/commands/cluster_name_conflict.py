@@ -85,7 +85,7 @@ def require_own_state(
 
     Pulumi identifies a resource by name. If a resource was removed without Pulumi and another user
     then created one of the same name, Pulumi would change or destroy that user's resource. `kept`
-    says in the message what is kept.
+    is the message's text about what is kept.
     """
     _listed(google, cluster, own, kept=kept, talk=talk)
 

@@ -19,7 +19,7 @@ class OrchestrateCommand:
     """One command."""
 
     summary: str
-    """Shown in the list of commands."""
+    """Summary of the command, for the list of commands."""
     description: str
     example: str
     """Arguments of the example in the command's help."""

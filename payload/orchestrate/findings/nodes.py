@@ -46,7 +46,7 @@ class SharedFolder:
     mounted: bool
     """False if /etc/fstab lists the folder, but the folder is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
-    """Time of the write; None if the folder did not answer or was not tested."""
+    """Time that a test write took; None if the folder did not answer or was not tested."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
 
 
@@ -146,7 +146,8 @@ _CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
 _AMX = "amx_bf16"
 _AVX512_BF16 = "avx512_bf16"
 _FOLDER_WARNING_S = 1.0
-"""A synced write takes milliseconds within a zone."""
+"""Time of a test write from which on a warning is shown. Within a zone, a synced write takes
+milliseconds."""
 _LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
 _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 

@@ -154,7 +154,8 @@ def _grace_s(paths: RunPaths) -> float:
 _TICK_S = 0.2
 _END_BYTES = 256
 _LINE_BYTES = 2**20
-"""Longer than any readable line; limits the memory for a file without line breaks."""
+"""Limit on the length of a line, above that of any real line. It bounds the memory for a file
+without line breaks."""
 _SHOWN_STEPS = 100
 
 
@@ -221,7 +222,7 @@ _CONFIRM_S = 3.0
 
 
 class Tails:
-    """Reads lines that rank 0's log and the metrics get after this object was created."""
+    """Reads the lines that are added to rank 0's log and the metrics once this object exists."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.log = Tail(paths.rank_log(0), from_end=True)

@@ -34,7 +34,8 @@ MOST_CHARS = 2**16
 """Maximum length of nvidia-smi's output that is read; a GPU's row has about 150 characters."""
 
 _MEMORY_SHARE = 0.9
-"""Firmware reserves some memory: an L4 of 24 GB shows 23,034 MiB."""
+"""A GPU must show at least this share of its memory in the inventory. Firmware reserves some
+memory: an L4 of 24 GB shows 23,034 MiB."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
 _PRINTABLE = re.compile(r"[ -~]+")

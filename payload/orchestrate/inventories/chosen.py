@@ -44,7 +44,7 @@ class ResolvedInventory:
     gpu_notes: tuple[str, ...] = ()
     """Reasons why no GPU was counted on remote machines that have nvidia-smi."""
     cuda_notes: tuple[str, ...] = ()
-    """Further reasons, shown only for runs with `device.kind = "cuda"`."""
+    """Further reasons why no GPU was counted, shown only for runs with `device.kind = "cuda"`."""
 
     def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
         """Return the placement of a run's ranks. Raises ConfigError."""

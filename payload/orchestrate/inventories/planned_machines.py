@@ -13,7 +13,7 @@ from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_requirements import requirements_of
 
 PLANNED = "planned"
-"""Name of the cluster in such an inventory."""
+"""Name of the cluster in an inventory of planned machines."""
 
 
 def machines_like(

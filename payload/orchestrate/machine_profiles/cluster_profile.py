@@ -47,7 +47,7 @@ class ClusterAccess:
     code: PurePosixPath
     """Parent folder of the payload package."""
     ssh_config: PurePosixPath
-    """Path of the ssh_config file on the head that makes ssh use the run's key."""
+    """Path of the head's ssh_config file, which makes ssh use the run's key."""
     tcmalloc_library: str | None
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None

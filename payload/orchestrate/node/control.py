@@ -186,7 +186,8 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
-    """Return offset, new bytes and file size; start at 0 unless `end` is right before `offset`."""
+    """Return offset, new bytes and file size; start at 0 unless the bytes before `offset` are
+    `end`."""
     size = os.fstat(file.fileno()).st_size
     file.seek(offset - len(end))
     if file.read(len(end)) != end:

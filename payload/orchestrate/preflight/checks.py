@@ -191,7 +191,7 @@ def _try_store_from(head: Connection, address: StoreAddress) -> None:
 
 
 def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
-    """Remove the keys of runs whose command was killed before the start; note each key."""
+    """Remove the keys of runs whose command was killed before the start, and report each key."""
     try:
         notes = [
             f"the stale key {name} was removed from the nodes"

@@ -25,7 +25,8 @@ _ROWS = {
     **{"gpu": "GPU", "nccl": "GPU", "payload": _LAUNCHER, "mpirun": _LAUNCHER},
     **{"torchrun": _LAUNCHER, "srun": _LAUNCHER, "gloo": _LAUNCHER, "speed": "matmuls"},
 }
-"""The row below which the findings of a check are shown; other checks have their own row."""
+"""For each check, the label of the row that shows its findings. A check that is missing here has
+its own row."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from payload.run_record.run_repair import has_own_record, known_config
 
 _HOLDER_PREFIX = ".removing-"
 _HOLDER_RECORD = "removal.json"
-"""This file marks the holder folders that this program created."""
+"""Name of the file that marks a temporary folder as one that this program created for a run."""
 # Ranks of a killed supervisor may still be saving. Their heartbeats are at most this far apart.
 _ALIVE_S = 60.0
 

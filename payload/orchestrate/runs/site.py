@@ -64,9 +64,11 @@ class SiteRun(ABC):
     every_s: ClassVar[float] = 1.0
     """Interval of polling."""
     outlives_us: bool = True
-    """True if the run continues when the command that follows it ends: Ctrl-C first detaches."""
+    """True if the run continues after the command that shows its output ends: Ctrl-C first
+    detaches."""
     was_running: bool = False
-    """True if `start` found the run active. In this case even `run --detach` follows the run."""
+    """True if `start` found the run active. In this case even `run --detach` shows the run's
+    output."""
     has_job: ClassVar[bool] = True
     """True if the state in the scheduler is more reliable than the run's files."""
     is_copied: ClassVar[bool] = False

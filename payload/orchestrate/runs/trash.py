@@ -13,7 +13,7 @@ from payload.run_record.run_files import RunPaths
 
 TRASH_NAME = ".trash"
 _KEPT_S = 86_400.0
-"""A run is deleted by the first `remove` after this time in the trash."""
+"""Time that a run stays in the trash. The first `remove` after this time deletes the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def is_expired(trashed: TrashedRun) -> bool:
-    """Return True if the run was in the trash for the time that runs are kept."""
+    """Return True if the run has been in the trash for longer than runs are kept."""
     return trashed.record.removed_unix < time.time() - _KEPT_S
 
 

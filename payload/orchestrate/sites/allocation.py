@@ -48,10 +48,11 @@ JOB_ID = "SLURM_JOB_ID"
 _COMMAND_S = 30.0
 _REPORT_S = 120.0
 _RECORD_S = 60.0
-"""A job may begin before the submitting command has read the job id from sbatch."""
+"""Longest wait for the job's record: a job may begin before the submitting command has read the job
+id from sbatch."""
 _POLL_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
-"""10 Gbit/s, assumed because the network between the nodes is not measured."""
+"""Assumed rate of the network between the nodes, 10 Gbit/s; this rate is not measured."""
 _EXAMPLE = "for example with slurm.extra = '--gpus-per-node=1'"
 
 
@@ -97,8 +98,8 @@ class SlurmAccess(LocalAccess):
     def executable(self, launcher: Launcher) -> str:
         """Return the launcher's path.
 
-        Raises PreflightError if it cannot be used. Raises ConfigError if it would start the ranks
-        on this machine and this machine is not a node of the job.
+        Raises PreflightError if it cannot be used. Raises ConfigError if the launcher would start
+        the ranks on this machine, but this machine is not a node of the job.
         """
         if len(self._reports) == 1 and launcher.scheduler is None and self._is_off_head():
             raise ConfigError(

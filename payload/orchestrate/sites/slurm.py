@@ -57,7 +57,7 @@ class Job:
     """The current state of a job in Slurm."""
 
     state: str
-    """For example PENDING; UNKNOWN if Slurm no longer lists the job."""
+    """State of the job in Slurm, such as PENDING; UNKNOWN if Slurm no longer lists the job."""
     reason: str = ""
     """Why the job is pending, or why it ended."""
     exit_code: int = 0

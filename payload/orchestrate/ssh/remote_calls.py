@@ -233,7 +233,7 @@ class NodeState:
 
     home: str = checked(pattern=FOLDER, wanted="an absolute path of plain characters")
     lacking: tuple[str, ...] = checked(max_items=100)
-    """Missing programs."""
+    """Programs that the node lacks."""
     tcmalloc: str | None = checked(pattern=_LIBRARY, wanted="a library's name")
     port: int | None = checked(low=1, high=65535)
     """A free port; None if no port is free."""

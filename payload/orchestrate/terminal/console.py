@@ -280,7 +280,7 @@ class Part:
     """One part of the live line."""
 
     priority: int
-    """0 is the most important."""
+    """Priority of the part; 0 is the highest."""
     forms: Sequence[str]
     """Texts from long to short; empty if the part is hidden."""
 

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """Identifies the frozen base weights of an adapter; its checkpoints do not contain them."""
+    """Identifies the frozen base weights of an adapter, which its checkpoints do not contain."""
 
     source: str
-    """Folder or hub name."""
+    """Folder or hub name of the base model."""
     revision: str | None = None
     """Commit on the hub."""
     sha256: str = ""
@@ -74,13 +74,15 @@ class TrainerState:
     """
     tokens: int = checked(low=0)
     seed: int
-    """Dropout masks depend on (seed, sample index) only; no generator state is saved."""
+    """Seed of the run. Dropout masks depend only on the seed and the index of the sample, so no
+    generator state is saved."""
     dtype: Literal["bf16", "fp32"]
     """The compute dtype; a resume with `precision.dtype = "auto"` keeps it."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
     data_sha256: dict[str, str] = field(default_factory=dict)
-    """`DataMeta.hashes`; empty in checkpoints of older versions."""
+    """Hashes of the data folder's files (`DataMeta.hashes`); empty in checkpoints of older
+    versions."""
     wall_s: float = checked(0.0, low=0)
     """Time spent training so far, over all attempts."""
     world_size: int = checked(low=1)
@@ -88,7 +90,7 @@ class TrainerState:
     base: BaseModel | None = None
     """The base that an adapter was trained on; None without an adapter."""
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """Distinguishes runs of the same name; None in older records."""
+    """Identity of the run, which distinguishes runs of the same name; None in older records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION

@@ -28,7 +28,7 @@ _FREE_MEMORY = (
 
 
 class Saving:
-    """Writes one checkpoint at a time without copying tensors; an update waits for their reads.
+    """Writes one checkpoint at a time without copying tensors; an update waits until all are read.
 
     A failed write is raised as TrainingError by the next call of any method.
     """

@@ -38,7 +38,7 @@ class OuterModules:
     """Paths of a model's modules, for pipeline stages."""
 
     layers: str
-    """The list of the layers."""
+    """Path of the list that holds the layers."""
     first: tuple[str, ...]
     """Modules before the layers; the token embedding is the first one."""
     last: tuple[str, ...]
@@ -52,7 +52,7 @@ class Placement:
     built_as: type[nn.Module]
     """The layer's original class, from which the strategy derives a new one."""
     parameters: type[Tensor]
-    """The type of the layer's parameters; only during computation are they plain tensors.
+    """The type of the layer's parameters. During computation they are plain tensors.
     """
     hooks: int
     """The number of hooks that the strategy added to the layer's forward pass."""
@@ -243,7 +243,7 @@ class CausalLM(SplitModule, ABC):
         return True
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        """Return whether PEFT takes this linear, by its name, for a linear of an expert."""
         del linear
         return False
 

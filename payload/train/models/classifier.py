@@ -45,8 +45,8 @@ class Classifier(CausalLM):
         """Use `body` and drop its output head. `score` is random, or left for the caller to set.
 
         `label_tokens` are the tokens of each label's name. If they are given, a label's row of
-        `score` is the mean of the head's rows for these tokens. The label's first logit is then
-        their mean logit. A body without `head_weight` always gets a random `score`.
+        `score` is the mean of the head's rows for these tokens. The label's first logit is then the
+        mean logit of these tokens. A body without `head_weight` always gets a random `score`.
         """
         super().__init__(ClassifierSpec.of(body.spec, num_labels=len(labels)), dropout=body.dropout)
         head = body.head_weight() if label_tokens else None
@@ -55,7 +55,8 @@ class Classifier(CausalLM):
         self.body = body
         self.labels = tuple(labels)
         self.pad_token = pad_token
-        """Pads the shorter texts of a batch; the same token at a text's end counts as padding."""
+        """Token that pads the shorter texts of a batch. If a text ends with this token, the end
+        counts as padding."""
         self.objective = Classification()
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
         if named is not None:
@@ -151,7 +152,7 @@ class Classifier(CausalLM):
         return self.body.is_adaptable(linear)
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT takes the name of this linear for the linears of experts."""
+        """Return whether PEFT takes this linear, by its name, for a linear of an expert."""
         return self.body.peft_reads_as_expert(linear)
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
@@ -225,8 +226,7 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for a text of
-    padding.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for only padding.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """

@@ -38,7 +38,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         elements, device = self.in_features * self.out_features, linear.weight.device
         self.weight = _frozen(torch.empty(-(-elements // 2), 1, dtype=torch.uint8, device=device))
-        """Two weights in each byte."""
+        """The 4-bit weights, two in each byte."""
         self.scales = _frozen(torch.empty(num_blocks(elements), dtype=torch.uint8, device=device))
         self.scales_scales = _frozen(torch.empty(num_groups(elements), device=device))
         self.scales_mean = _frozen(torch.empty(1, device=device))

@@ -43,7 +43,7 @@ class SplitModule(nn.Module):
     """A module that can be split over several ranks."""
 
     ranks: TensorRanks | None = None
-    """Set if the module's parameters are only this rank's parts."""
+    """The ranks that split the module's parameters; None if each rank has all of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, vocab_rows: int
 def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
     """Draw different dropout masks on each rank inside the block, and equal masks after it.
 
-    Each rank draws masks for its own heads, but all ranks draw equally many numbers.
+    Each rank draws masks for its own heads, but all ranks draw the same amount of numbers.
     """
     if ranks is None or not dropout:
         yield

@@ -165,7 +165,7 @@ class World:
         return (available if limit is None else min(available, limit)) + own
 
     def nodes(self) -> int:
-        """Return the number of nodes; all run equally many ranks."""
+        """Return the number of nodes; all run the same number of ranks."""
         return max(1, self.world_size // self.local_world_size)
 
     def join(self, settings: DistributedSection) -> None:

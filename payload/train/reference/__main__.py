@@ -1,6 +1,6 @@
 """`python -m payload.train.reference`: store a model's log-probabilities beside preference pairs.
 
-A run does the same at its start if none are stored. The command replaces another model's values.
+A run stores missing log-probabilities at its start. The command replaces another model's values.
 """
 
 from __future__ import annotations

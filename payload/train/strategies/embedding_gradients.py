@@ -20,9 +20,9 @@ class Rows:
 
     weight: nn.Parameter
     indices: Tensor
-    """(U,) distinct tokens, the same on every rank."""
+    """Shape (U,): distinct tokens, the same on every rank."""
     gradient: Tensor
-    """(U, C), the gradient of this rank, not yet summed over the ranks."""
+    """Shape (U, C): the gradient of this rank, not yet summed over the ranks."""
 
     def add(self) -> None:
         """Add the rows to the weight's gradient."""
@@ -53,7 +53,8 @@ class TokenExchange(TokenGradient):
         """True until a micro-batch has added its head gradient."""
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
-        """(V,), 1 for each token that some rank looks up; set only in a step's last micro-batch."""
+        """Shape (V,): 1 for each token that some rank looks up. Set only in a step's last
+        micro-batch."""
         self._asked: Any = None
         self._parts: list[tuple[Tensor, Tensor]] = []
 

@@ -87,7 +87,7 @@ class MeshSnapshot(Snapshot):
     """This rank's parts of a checkpoint.
 
     A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. Both process the tensors in the order of the file.
+    the file, on other ranks in `finish`. All ranks process the tensors in the order of the file.
     """
 
     def __init__(

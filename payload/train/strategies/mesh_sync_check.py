@@ -26,11 +26,13 @@ class _MeshState:
     """
 
     own: RankState
-    """All weights and state of the rank. Replicas have equal digests; shards have equal weights."""
+    """Digests of all weights and optimizer state of the rank. Replicas agree in both, shards in the
+    weights."""
     whole: RankState
-    """The parameters that tensor ranks do not split; they are equal on the tensor ranks."""
+    """Digests of the parameters that tensor ranks do not split. All tensor ranks agree in these."""
     tied: RankState
-    """The tied embedding and output head, which are equal on the first and last pipeline stage."""
+    """Digests of the tied embedding and output head. The first and the last pipeline stage agree in
+    these."""
 
 
 def require_one_mesh(

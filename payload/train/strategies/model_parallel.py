@@ -207,8 +207,10 @@ class ModelParallel(Strategy):
         return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
-        """Return a function that returns True on exactly one rank of those with a parameter's
-        copies."""
+        """Return a function of a parameter's name: True if its gradient counts on this rank.
+
+        Of the ranks in one copy of the model that hold the same part of a parameter, one counts it.
+        """
 
         def is_counted(name: str) -> bool:
             if name == self._tied and self._place.pipeline:

@@ -149,7 +149,8 @@ class Shard(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return the context of an evaluation; training can later use weights gathered in it."""
+        """Return the context of an evaluation. Training can later use the weights gathered
+        there."""
         del model
         return torch.no_grad()
 

@@ -129,7 +129,8 @@ class Zero3(Strategy):
         return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return the context of an evaluation; training can later use weights gathered in it."""
+        """Return the context of an evaluation. Training can later use the weights gathered
+        there."""
         del model
         return torch.no_grad()
 

@@ -28,7 +28,8 @@ class EvalPass:
     """Evaluate only the first samples, up to this number of tokens; None = all."""
     autocast: Callable[[], AbstractContextManager[None]]
     should_stop: Callable[[int, int], bool]
-    """Called after every batch with the batches done and in total; all ranks get the same result.
+    """Called after every batch with the number of batches done and in total. The result is the same
+    on all ranks.
     """
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
     """The context in which a batch is computed, in addition to `autocast`."""

@@ -154,7 +154,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def _copy_dequantized(
         self, name: str, weight: StoredWeight, target: Tensor, *, first: int, parts: list[Part]
     ) -> None:
-        """Copy rows of a quantised weight from row `first` on, and of these only `parts`."""
+        """Copy rows of a quantised weight from row `first` on; of each row, copy only `parts`."""
         read = open_rows(name, weight, self._stored_rows)
         row_bytes = weight.num_elements() // weight.shape[0] * torch.float32.itemsize
         at_once = max(1, _CHUNK_BYTES // row_bytes)
@@ -215,7 +215,7 @@ class PlannedTensors(LazyTensors):
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
     """Return rank 0's `path`, a file or folder of weights, if all ranks see it; otherwise None.
 
-    All ranks see it on a shared disk, or if each node has a copy. On other ranks, `path` is
+    All ranks see the path if the disk is shared or each node has a copy. On other ranks, `path` is
     ignored.
     """
     main_path = world.broadcast(str(path.resolve()) if path else "", str)

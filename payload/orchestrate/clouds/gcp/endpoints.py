@@ -14,7 +14,8 @@ from payload.storage.google_environment_login import GoogleLogin
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
-"""Variable that names a log file: one line of JSON for each request, with seconds and failure."""
+"""Environment variable that names a log file. The file gets a line of JSON for each request, with
+its seconds and failure."""
 _SERVICE = "{service}"
 
 Service = Literal[
@@ -37,7 +38,7 @@ class Endpoints:
     """The URL of each service."""
 
     template: str | None = None
-    """URL with `{service}` as placeholder for the name; None for Google's public endpoints."""
+    """URL with the placeholder `{service}` for a service; None for Google's public endpoints."""
     request_log: Path | None = None
     login: GoogleLogin = field(default_factory=GoogleLogin)
 

@@ -77,7 +77,7 @@ class _Rule:
     pattern: re.Pattern[str]
     error: type[TileforgeError]
     advice: str
-    """Template with `{project}` and the pattern's named groups."""
+    """Template of the fix, with placeholders `{project}` and the pattern's named groups."""
 
 
 def _rule(pattern: str, error: type[TileforgeError], advice: str) -> _Rule:
@@ -332,7 +332,7 @@ def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refus
     """Return a refusal about credentials, permissions, policies or the project; None for others.
 
     `text` is a single line. `project` is inserted into commands; if empty, it is parsed from
-    `text`. `login` made the refused request.
+    `text`. `login` is the login that made the refused request.
     """
     return _first(_ACCESS, text, project=project, credentials=login.refusal(text))
 

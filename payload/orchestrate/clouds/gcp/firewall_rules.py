@@ -21,7 +21,7 @@ class Rule:
     direction: str
     priority: int
     sources: frozenset[str]
-    """Address ranges."""
+    """Address ranges from which the traffic comes."""
     destinations: frozenset[str]
     source_tags: frozenset[str]
     target_tags: frozenset[str]
@@ -47,7 +47,8 @@ class Findings:
 
     network: str
     differing: Mapping[str, str]
-    """Differences of the cluster program's rules that changed or are missing, by rule name."""
+    """The difference for each rule of the cluster program that was changed or is missing, by rule
+    name."""
     foreign: tuple[str, ...]
     """Names of the network's enabled rules that the cluster program did not create."""
 

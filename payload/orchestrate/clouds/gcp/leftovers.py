@@ -62,7 +62,8 @@ class Sweep:
     kept: Sequence[Resource] = ()
     """Buckets, which are kept on purpose."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
-    """Clusters within their lifetime; empty if the search is for one cluster."""
+    """Resources of clusters within their lifetime, by cluster; empty if the search is for one
+    cluster."""
     blind: Sequence[str] = ()
     """Reasons why some resources could not be listed."""
     node_usd: Mapping[str, float | None]
@@ -84,8 +85,8 @@ class Sweep:
     def may_live(self) -> bool:
         """Return whether apparent leftovers can be in use.
 
-        True if the search was for all clusters and some locations could not be listed. Their
-        machines would show that a cluster is in use.
+        True if the search was for all clusters and some locations could not be listed: machines in
+        these locations would show that a cluster is in use.
         """
         return self.cluster is None and bool(self.blind)
 

@@ -54,7 +54,8 @@ class Ownership:
         return nameless or self.lists(resource)
 
     def belies(self, resource: Resource) -> bool:
-        """Return whether the stack's state lists a resource that now belongs to another cluster."""
+        """Return whether the resource belongs to another cluster now, but is in the stack's
+        state."""
         identity = identity_in(resource.labels)
         return identity is not None and identity not in self.identities and self.lists(resource)
 

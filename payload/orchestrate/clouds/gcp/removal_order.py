@@ -46,7 +46,7 @@ class Resource:
     """Name of the resource's network, or None."""
     status: str | None = None
     ends_unix: float | None = None
-    """When Google will end the machine, if it runs and has a time limit."""
+    """When Google will end the machine; None if it does not run, or has no time limit."""
     gib: int | None = None
     """Size of a Filestore instance, which determines its price."""
 

@@ -9,7 +9,8 @@ RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
 SAVED = ("snapshot", "image")
-"""Copies of disks. The cluster program makes no copies, so a person made them to keep data."""
+"""Kinds that are copies of disks. The cluster program makes no copies, so a person made them to
+keep data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,7 +63,7 @@ class Step:
     """One operation on one resource."""
 
     op: str
-    """create, update, replace, delete, same, refresh, ..."""
+    """The operation: create, update, replace, delete, same, refresh, ..."""
     urn: str = urn_field()
     diffs: tuple[str, ...] | None = None
     """Names of the inputs that differ."""
@@ -80,7 +80,7 @@ class PolicyEvent:
     message: str
     name: str = checked(key="policyName")
     level: str = checked("", key="enforcementLevel")
-    """advisory or mandatory."""
+    """Enforcement level of the policy: advisory or mandatory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.stack.stack_settings import DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
-"""Settings for which the provider's config overrides the default, with their defaults."""
+"""Settings, each with its default, which a provider's config can also set."""
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:

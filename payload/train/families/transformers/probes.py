@@ -23,7 +23,8 @@ _PROBE_TOKENS = 2
 _PROBE_DOCUMENT = 8
 _MOST_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest change of a logit, relative to the largest logit, that counts as rounding. In fp32,
-rounding changes it by 1e-6. The smallest leak is 1e-4: convolutions of LFM2 with random weights."""
+rounding changes a logit by 1e-6. The smallest leak is 1e-4: convolutions of LFM2 with random
+weights."""
 
 
 def why_not_plain(module: _Module) -> str | None:
