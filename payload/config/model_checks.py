@@ -8,7 +8,7 @@ from payload.config.run_config import RunConfig
 from payload.config.training_sections import ModelSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.hf_folder import CONFIG_FILE
-from payload.formats.quantized.weight_headers import weight_headers
+from payload.models.multimodal.tensors import model_headers
 from payload.models.spec import ModelSpec
 
 SIZES = ("n_layer", "n_head", "n_embd")
@@ -70,7 +70,7 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
 
     Only the files' headers are read.
     """
-    headers = weight_headers(folder)
+    headers = model_headers(folder)
     for name, shape in spec.tensor_shapes():
         # Some GPT-2 files were saved from the module without the head, so their names lack the
         # prefix.

@@ -30,7 +30,7 @@ from payload.models.spec import (
     uneven_split,
 )
 
-MODEL_TYPES = (*DEFAULTS, "gemma3")
+MODEL_TYPES = tuple(DEFAULTS)
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
@@ -38,11 +38,6 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
 
     Configs with features that our layers lack are also read; see `unsupported_features`.
     """
-    if raw["model_type"] == "gemma3":
-        raise CheckpointError(
-            f"{where}: model_type = 'gemma3': the model also reads images. Use a text model "
-            "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
-        )
     config = read_decoder_config(raw, where=where)
     family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
