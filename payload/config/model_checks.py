@@ -23,6 +23,11 @@ def require_fit(
     The model may have more embedding rows than tokens, because vocabularies are often padded.
     """
     init, sequence_length = config.model.init, config.data.sequence_length
+    if spec.whole is not None and config.task.data() == "classify":
+        raise CheckpointError(
+            f"model.init = {init!r}: the text model of a multimodal checkpoint cannot become a "
+            "classifier. Use a text-only model."
+        )
     reason = spec.why_not_quantized()
     if config.model.quantize != "none" and reason is not None:
         raise CheckpointError(

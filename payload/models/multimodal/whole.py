@@ -75,11 +75,11 @@ class Whole:
         return sum(each.bytes for each in self.parts)
 
     def note(self) -> str | None:
-        """Return which parts are copied and their sizes; None if the tensors are unknown."""
+        """Return which parts are not trained, and their sizes; None if the tensors are unknown."""
         if not self.parts:
             return None
         sizes = ", ".join(f"{each.name} {each.params:,} parameters" for each in self.parts)
-        return f"{sizes}: not trained, copied"
+        return f"{sizes}: not trained, kept unchanged"
 
 
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
