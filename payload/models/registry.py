@@ -91,7 +91,8 @@ def read_spec(folder: Path) -> ModelSpec:
         return family_of(raw, where=where).read_folder(raw, folder=folder, where=where)
     if not any(folder.glob("*.safetensors*")):
         return _text_spec(whole, where=where)
-    return with_file_tensors(_text_spec(whole, where=where), weight_headers(folder), where=where)
+    spec = _text_spec(whole, where=where)
+    return with_file_tensors(spec, weight_headers(folder), where=str(folder))
 
 
 def with_file_tensors(

@@ -59,8 +59,8 @@ class WholeTensors:
 def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTensors:
     """Divide a multimodal checkpoint's tensors into the text model's and all others.
 
-    Raises CheckpointError, naming `where`, if there is no text model, or if the weights of another
-    part are quantised.
+    Raises CheckpointError, naming `where`, if there is no text model or no other part, or if the
+    weights of another part are quantised.
     """
     names = _text_names(headers, where=where)
     text, copied = {}, {}
@@ -75,6 +75,11 @@ def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTe
             )
         else:
             copied[name] = header
+    if not copied:
+        raise CheckpointError(
+            f"{where}: has no tensor outside the text model, but its {CONFIG_FILE} describes a "
+            f"multimodal model. Use the complete checkpoint, or the text model's own {CONFIG_FILE}."
+        )
     return WholeTensors(names=names, text=text, copied=copied)
 
 

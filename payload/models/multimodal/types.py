@@ -22,6 +22,8 @@ class WholeType:
     """The default of tie_word_embeddings."""
     is_flat: bool = False
     """True if the text model's keys are at the top of config.json, not in text_config."""
+    was_flat: bool = False
+    """True if old checkpoints are flat."""
     text_type: str | None = None
     """The model_type of the text model if config.json does not name it."""
 
@@ -37,9 +39,9 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
     "llava": WholeType(text_type="llama"),
     "mistral3": WholeType(tied=True, text_type="mistral"),
     "phi4_multimodal": WholeType(body="model.", is_flat=True, text_type="phi3"),
-    "qwen2_5_vl": WholeType(text_type="qwen2_5_vl_text"),
+    "qwen2_5_vl": WholeType(text_type="qwen2_5_vl_text", was_flat=True),
     "qwen2_audio": WholeType(text_type="qwen2"),
-    "qwen2_vl": WholeType(text_type="qwen2_vl_text"),
+    "qwen2_vl": WholeType(text_type="qwen2_vl_text", was_flat=True),
     "qwen3_5": WholeType(text_type="qwen3_5_text"),
     "qwen3_5_moe": WholeType(text_type="qwen3_5_moe_text"),
     "qwen3_vl": WholeType(text_type="qwen3_vl_text"),

@@ -85,23 +85,23 @@ class Whole:
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     """Return the multimodal model that a config.json describes; None for other models.
 
-    Raises CheckpointError, naming `where`, for a text_config that is no object.
+    Raises CheckpointError, naming `where`, without a text_config.
     """
     kind = raw.get("model_type")
     known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None
     if known is None:
         return None
     text = raw.get("text_config")
-    if text is not None and not isinstance(text, Mapping):
-        raise CheckpointError(
-            f"{where}: text_config = {shown(text)}: must be an object. Use a folder in the Hugging "
-            "Face layout, with its own config.json."
-        )
-    if text is None:
-        # As old checkpoints of Qwen2-VL: the text model's keys are at the top.
+    if text is None and known.was_flat:
         known = replace(known, is_flat=True)
+    if not known.is_flat and not isinstance(text, Mapping):
+        found_text = "is missing" if text is None else f"= {shown(text)}"
+        raise CheckpointError(
+            f"{where}: text_config {found_text}: model_type {shown(kind)} needs an object with the "
+            "text model's sizes. Use a folder with the model's own config.json."
+        )
     found = [each[_TIED] for each in (raw, text or {}) if isinstance(each.get(_TIED), bool)]
-    tied = [*found, known.tied][0]
+    tied = (*found, known.tied)[0]
     return Whole(config=_with_tied(raw, tied), is_tied_explicitly=True in found[:1], type=known)
 
 
