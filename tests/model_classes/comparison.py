@@ -24,8 +24,8 @@ from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.tensors.copied_parts import CopiedParts
 from tests.model_classes.cases import CASES, VOCABULARY
 from tests.model_classes.multimodal import (
-    WORDS,
     WHOLE_CASES,
+    WORDS,
     load_whole,
     make_whole,
     missing_package,
@@ -87,7 +87,8 @@ def why_missing(name: str) -> str | None:
     """Return why the installed transformers cannot build this class, or None."""
     from transformers import CONFIG_MAPPING
 
-    model_type = (CASES | WHOLE_CASES)[name].model_type  # type: ignore[operator]
+    case = WHOLE_CASES[name] if name in WHOLE_CASES else CASES[name]
+    model_type = case.model_type
     if model_type not in CONFIG_MAPPING:
         return f"the installed transformers lacks {model_type}"
     package = missing_package(name)
@@ -99,7 +100,8 @@ def compare(name: str, folder: Path) -> Comparison:
     model = folder / "model"
     make_model(name, model)
     theirs, ours = _theirs(model), load(model).eval()
-    tokens, targets = random_tokens(WORDS if name in WHOLE_CASES else VOCABULARY)
+    words = WORDS if name in WHOLE_CASES else VOCABULARY
+    tokens, targets = random_tokens(words)
     with torch.no_grad():
         wanted = theirs(input_ids=tokens).logits
         logits = _largest(ours.logits(ours.hidden(tokens)) - wanted)
@@ -109,7 +111,8 @@ def compare(name: str, folder: Path) -> Comparison:
         path="transformers" if isinstance(ours, TransformersLM) else "native",
         logits=logits,
         round_trip=_is_saved_equal(ours, model, folder / "saved", tokens, wanted),
-        generates=_generated(ours, tokens[:, :5]) == _generated_by_theirs(theirs, tokens[:, :5]),
+        generates=_generated(ours, tokens[:, :5], words)
+        == _generated_by_theirs(theirs, tokens[:, :5], words),
         gradients=_gradient_difference(ours, theirs, tokens, targets, folder),
         lora=lora,
         lora_params=lora_params,
@@ -154,7 +157,7 @@ def _is_saved_equal(
     return is_same and torch.equal(logits, wanted)
 
 
-def _generated(model: CausalLM, prompts: Tensor) -> list[list[int]]:
+def _generated(model: CausalLM, prompts: Tensor, words: int) -> list[list[int]]:
     options = SamplingOptions(
         max_new_tokens=_NEW_TOKENS, temperature=0.0, top_k=None, num_samples=1
     )
@@ -163,18 +166,19 @@ def _generated(model: CausalLM, prompts: Tensor) -> list[list[int]]:
         prompts.tolist(),
         options=options,
         stop_tokens=frozenset(),
-        num_tokens=VOCABULARY,
+        num_tokens=words,
     )
     return [list(each) for each in zip(*sampler.tokens(), strict=True)]
 
 
-def _generated_by_theirs(model: Any, prompts: Tensor) -> list[list[int]]:
+def _generated_by_theirs(model: Any, prompts: Tensor, words: int) -> list[list[int]]:
     made = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=_NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,
+        suppress_tokens=list(range(words, VOCABULARY)) or None,
     )
     found: list[list[int]] = made[:, prompts.shape[1] :].tolist()
     return found

@@ -14,7 +14,7 @@ import torch
 from tests.model_classes.cases import CASES, VOCABULARY
 
 WORDS = VOCABULARY - 8
-"""Tokens of text; the others stand for images, sound and video, as in all these models."""
+"""Tokens of text; the others represent images, audio and video, as in all these models."""
 IMAGE, AUDIO, VIDEO = WORDS, WORDS + 4, WORDS + 1
 _SIGLIP = {
     **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -41,16 +41,14 @@ class WholeCase:
 
     model_type: str
     sizes: Mapping[str, Any]
-    package: str | None = None
-    """A package that transformers needs to build the class."""
 
 
 def _text(name: str, **more: Any) -> dict[str, Any]:
     return {**CASES[name].config(), **more}
 
 
-def _case(model_type: str, *, package: str | None = None, **sizes: Any) -> WholeCase:
-    return WholeCase(model_type=model_type, sizes=sizes, package=package)
+def _case(model_type: str, **sizes: Any) -> WholeCase:
+    return WholeCase(model_type=model_type, sizes=sizes)
 
 
 def _qwen_vl(model_type: str, text: str, vision: Mapping[str, Any]) -> WholeCase:
@@ -71,7 +69,6 @@ WHOLE_CASES: Mapping[str, WholeCase] = {
     ),
     "Gemma3n": _case(
         "gemma3n",
-        package="timm",
         text_config=_text("Gemma3n, text", vocab_size_per_layer_input=WORDS),
         vision_config={"vocab_size": 4, "vocab_offset": IMAGE},
         audio_config={
@@ -89,7 +86,12 @@ WHOLE_CASES: Mapping[str, WholeCase] = {
             **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
             "output_proj_dims": 16,
         },
-        **{**_QWEN_TOKENS, "audio_token_id": AUDIO, "boi_token_id": WORDS + 2, "eoi_token_id": WORDS + 3},
+        **{
+            **_QWEN_TOKENS,
+            "audio_token_id": AUDIO,
+            "boi_token_id": WORDS + 2,
+            "eoi_token_id": WORDS + 3,
+        },
         **{"boa_token_id": WORDS + 5, "eoa_token_index": WORDS + 6},
     ),
     "InternVL": _case(
@@ -165,11 +167,13 @@ WHOLE_CASES: Mapping[str, WholeCase] = {
     ),
 }
 """Whole multimodal classes by their names in the table."""
+_PACKAGES = {"Gemma3n": "timm"}
+"""Packages that transformers needs to build a class."""
 
 
 def missing_package(name: str) -> str | None:
     """Return the package that transformers needs for this class and that is not installed."""
-    package = WHOLE_CASES[name].package if name in WHOLE_CASES else None
+    package = _PACKAGES.get(name)
     return package if package and importlib.util.find_spec(package) is None else None
 
 

@@ -1,4 +1,4 @@
-"""The text model of a multimodal checkpoint: its sizes, and what a plan says about the rest."""
+"""The text model of a multimodal checkpoint: its sizes, and the plan's line on the other parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.model_classes.multimodal import WHOLE_CASES, make_whole, text_paramet
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small Qwen3-VL with an output head of its own."""
+    """Return the folder of a small Qwen3-VL with a separate output head."""
     folder = tmp_path_factory.mktemp("whole") / "model"
     make_whole("Qwen3VL", folder)
     return folder
@@ -90,6 +90,20 @@ def test_old_and_new_names_and_configs_of_qwen2_vl_give_the_same_spec(tmp_path: 
         renamed[name.replace("model.", "model.language_model.")] = renamed.pop(name)
     save_file(renamed, path)
     assert read_spec(tmp_path) == old
+
+
+def test_the_sizes_that_config_json_omits_are_those_of_transformers() -> None:
+    """The config.json of Gemma 3 4B on the hub has only these sizes. Source of the 3.88 billion:
+    the Gemma 3 report, https://arxiv.org/abs/2503.19786, table 1."""
+    text = {
+        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240},
+        **{"num_hidden_layers": 34, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    spec = spec_of(raw, where="test")
+    assert spec.num_params() == pytest.approx(3.88e9, rel=1e-3)
+    assert (spec.vocab_size, spec.num_heads(), spec.is_tied()) == (262_208, 8, True)
 
 
 def test_the_files_decide_whether_the_output_head_is_tied(folder: Path) -> None:

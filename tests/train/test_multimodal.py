@@ -32,7 +32,7 @@ SHORT = (
 )
 LORA = ("adapter.kind=lora", "adapter.rank=4")
 WORDS = 512
-"""Tokens of the data; a model has eight more, for images and sound."""
+"""Tokens of the data; a model has eight more, for images and audio."""
 
 
 def make_base(name: str, folder: Path, *, words: int = WORDS) -> dict[str, torch.Tensor]:
@@ -97,9 +97,7 @@ def test_ten_steps_and_a_resume_equal_twenty_and_save_the_whole_model(
     _exports_the_whole_model(whole, tmp_path / "exported", after)
 
 
-def _exports_the_whole_model(
-    checkpoint: Path, out: Path, trained: dict[str, torch.Tensor]
-) -> None:
+def _exports_the_whole_model(checkpoint: Path, out: Path, trained: dict[str, torch.Tensor]) -> None:
     words = ["--checkpoint", str(checkpoint), "--format", "hf", "--out", str(out)]
     assert export(words) == 0
     stored = load_file(out / "model.safetensors")
@@ -135,13 +133,13 @@ def test_an_adapter_loads_on_the_whole_model_and_merges_into_it(
 
 
 def test_the_processor_of_a_checkpoint_loads(tmp_path: Path) -> None:
-    """Of the processors here, only that of sound needs no further package."""
+    """Audio needs no further package; the processors of images need Pillow and torchvision."""
     from transformers import AutoProcessor, WhisperFeatureExtractor
 
     base, config = tmp_path / "base", tmp_path / "run.toml"
     config.write_text(TINY_RUN.format(data=make_data_folder(tmp_path / "data")), encoding="utf-8")
     make_base("Qwen2Audio", base, words=50_257)
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    extractor: Any = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     extractor._processor_class = "Qwen2AudioProcessor"
     extractor.save_pretrained(base)
     train_alone(tmp_path / "run", config, f"model.init={base}", *SHORT, "train.steps=1")
@@ -212,5 +210,3 @@ def test_a_truncated_source_is_reported_instead_of_a_short_checkpoint(tmp_path: 
         file.truncate(5000)
     with pytest.raises(OSError, match=r"model\.safetensors ends before "):
         write_tensors(tmp_path / "copy.safetensors", {}, copied=copied)
-
-

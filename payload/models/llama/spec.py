@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from payload.core.errors import CheckpointError
 from payload.models.llama.config import (
     DEFAULTS,
     Activation,

@@ -109,9 +109,9 @@ def save_checkpoint(
     """Write the checkpoint to a temporary folder, sync it to disk and rename it to `folder`.
 
     `tokenizer` maps file names to contents. `copied` are the untrained parts of a multimodal model,
-    which are read from the new checkpoint from then on. `progressed` is called after each step of the work,
-    `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when a
-    write fails; older checkpoints are untouched.
+    which are read from the new checkpoint from then on. `progressed` is called after each step of
+    the work, `tensors_read` as soon as model and optimizer may change again. Raises TrainingError
+    when a write fails; older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     try:

@@ -50,8 +50,11 @@ def write_tensors(
     digest = hashlib.sha256()
     with path.open("wb") as file:
         header = _header(ordered, metadata or {}, copied)
-        chunks = (chunk for _, tensor in ordered for chunk in _chunks(whole(tensor)))
-        for chunk in itertools.chain((header,), chunks, _copied_chunks(copied)):
+        file.write(header)
+        digest.update(header)
+        trained = (chunk for _, tensor in ordered for chunk in _chunks(whole(tensor)))
+        chunk: memoryview | bytes
+        for chunk in itertools.chain(trained, _copied_chunks(copied)):
             file.write(chunk)
             digest.update(chunk)
             progressed()
