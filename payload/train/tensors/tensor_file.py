@@ -53,8 +53,8 @@ def write_tensors(
         file.write(header)
         digest.update(header)
         trained = (chunk for _, tensor in ordered for chunk in _chunks(whole(tensor)))
-        chunk: memoryview | bytes
-        for chunk in itertools.chain(trained, _copied_chunks(copied)):
+        chunks: Iterator[Any] = itertools.chain(trained, _copied_chunks(copied))
+        for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
             progressed()
