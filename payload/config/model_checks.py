@@ -8,7 +8,7 @@ from payload.config.run_config import RunConfig
 from payload.config.training_sections import ModelSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.hf_folder import CONFIG_FILE
-from payload.formats.quantized.weight_headers import weight_headers
+from payload.models.multimodal.tensors import model_headers
 from payload.models.spec import ModelSpec
 
 SIZES = ("n_layer", "n_head", "n_embd")
@@ -23,6 +23,11 @@ def require_fit(
     The model may have more embedding rows than tokens, because vocabularies are often padded.
     """
     init, sequence_length = config.model.init, config.data.sequence_length
+    if spec.whole is not None and config.task.data() == "classify":
+        raise CheckpointError(
+            f"model.init = {init!r}: the text model of a multimodal checkpoint cannot become a "
+            "classifier. Use a text-only model."
+        )
     reason = spec.why_not_quantized()
     if config.model.quantize != "none" and reason is not None:
         raise CheckpointError(
@@ -70,7 +75,7 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
 
     Only the files' headers are read.
     """
-    headers = weight_headers(folder)
+    headers = model_headers(folder)
     for name, shape in spec.tensor_shapes():
         # Some GPT-2 files were saved from the module without the head, so their names lack the
         # prefix.

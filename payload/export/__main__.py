@@ -28,6 +28,7 @@ from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.hub_names import local_name
 from payload.models.gguf import plan_gguf
 from payload.models.gguf_header import SUFFIX
+from payload.models.registry import read_spec
 from payload.train.models.hf_weights import (
     base_folder,
     checkpoint_folder,
@@ -78,8 +79,15 @@ def _export(arguments: argparse.Namespace) -> Path:
     else:
         weights = _weights(folder, weights_at)
         config = {**config, **weights.labels}
+        whole, copied = read_spec(config_folder(folder)).whole, None
+        if whole is not None:
+            from payload.train.tensors.copied_parts import CopiedParts
+
+            config, copied = dict(whole.config), CopiedParts.open(config_folder(folder))
         with elapsed_line(f"writing {shown_name(str(out))}"):
-            write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
+            write_hf(
+                out, weights, config=config, source=tokenizer, dtype=arguments.dtype, copied=copied
+            )
     if arguments.dtype != "fp32" and checkpoint_dtype(folder) and weights_at == folder:
         print(
             f"note: rounded to {arguments.dtype} from the fp32 weights of training. A higher loss "

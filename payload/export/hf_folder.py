@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from payload.core.errors import CheckpointError
 from payload.core.regular_files import read_bytes
 from payload.export.hf_weight_reader import WeightFiles, atomic_path, rounded
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 from payload.formats.quantized.weight_headers import without_quantization
+
+if TYPE_CHECKING:
+    from payload.train.tensors.copied_parts import CopiedParts
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}
@@ -24,11 +27,13 @@ def write_hf(
     config: Mapping[str, Any],
     source: Path,
     dtype: Literal["bf16", "f16", "fp32"],
+    copied: CopiedParts | None = None,
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write a folder that transformers loads, atomically.
 
-    The tokenizer files are copied from `source`. Raises CheckpointError.
+    The tokenizer files are copied from `source`. `copied` are the parts of a multimodal model that
+    are written unchanged. Raises CheckpointError.
     """
     from payload.train.tensors.tensor_file import write_tensors
 
@@ -39,8 +44,11 @@ def write_hf(
             tensors[name] = rounded(name, weights.read(name), dtype).contiguous()
             progressed(tensors[name].nbytes)
         # The library's own writer would make files that only this user can read.
-        write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
-        (partial / CONFIG_FILE).write_text(_with_dtype(config, _NAMES[dtype]), encoding="utf-8")
+        write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"}, copied=copied)
+        changed = _with_dtype(config, _NAMES[dtype], is_whole=copied is not None)
+        (partial / CONFIG_FILE).write_text(changed, encoding="utf-8")
+        for name, content in ({} if copied is None else copied.files).items():
+            (partial / name).write_bytes(content)
         for name in _COPIED:
             try:
                 (partial / name).write_bytes(read_bytes(own_file(source, name)))
@@ -52,9 +60,11 @@ def write_hf(
                 ) from None
 
 
-def _with_dtype(config: Mapping[str, Any], name: str) -> str:
-    from payload.train.models.hf_layout import without_code
+def _with_dtype(config: Mapping[str, Any], name: str, *, is_whole: bool) -> str:
+    from payload.train.models.hf_layout import saved_whole_config, without_code
 
     plain = without_quantization(without_code(config))
+    if is_whole:
+        plain = saved_whole_config(plain, dtype=name)
     kept = {key: value for key, value in plain.items() if key != "torch_dtype"}
     return json.dumps({**kept, "dtype": name}, indent=2) + "\n"

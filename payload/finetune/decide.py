@@ -138,12 +138,14 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     planned = _plan(request, _as_sets(choices), run_for_json, more=more)
     numbers, estimated = planned["plan"]["arithmetic"], planned["estimate"]
     time = RunTime(**estimated["time"])
+    kept = spec.whole.note() if spec.whole is not None else None
     return FinetunePlan(
         headlines=(
             f"data    {request.data}: task {found.task}, because {found.reason}",
             *(f"        {line}" for line in found.recognised),
             f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
             f"{spec.summary()}",
+            *([f"        {kept}"] if kept else ()),
             f"method  {fitting_method.reason}",
             f"memory  about {numbers['memory_bytes_per_rank'] / _GIB:.1f} GiB a rank",
             f"time    about {time.words()}",

@@ -31,6 +31,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """All files that a tokenizer can consist of; a folder has only some of them."""
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files of a multimodal model's processor, in addition to its tokenizer's."""
 FLOAT_TAG = "__float__"
 """The key of an object in config.json that represents NaN or an infinity.
 

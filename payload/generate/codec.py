@@ -144,7 +144,9 @@ def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
 def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """Return the eos_token_id of generation_config.json and config.json, one token or a list."""
     found: set[int] = set()
-    for raw in (config, _read_generation_config(folder)):
+    text = config.get("text_config")  # of a multimodal model
+    nested = text if isinstance(text, Mapping) else {}
+    for raw in (config, nested, _read_generation_config(folder)):
         given = raw.get("eos_token_id")
         for token in given if isinstance(given, list) else [given]:
             if type(token) is int and token >= 0:

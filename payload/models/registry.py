@@ -11,8 +11,15 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
-from payload.formats.quantized.weight_headers import read_format, without_quantization
+from payload.formats.quantized.weight_headers import (
+    read_format,
+    weight_headers,
+    without_quantization,
+)
+from payload.formats.tensor_headers import TensorHeader
 from payload.models.family import Family
+from payload.models.multimodal.tensors import split_tensors, with_tensors
+from payload.models.multimodal.whole import Whole, find_whole
 from payload.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, str] = {
@@ -65,15 +72,51 @@ def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:
     """
     _require_language_model(raw, where=where)
     raw = without_quantization(raw)
+    whole = find_whole(raw, where=where)
+    if whole is not None:
+        return _text_spec(whole, where=where)
     return family_of(raw, where=where).read(raw, where=where)
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Return the spec of the model in `folder`. Raises CheckpointError."""
+    """Return the spec of the model in `folder`; of a multimodal model, of its text model.
+
+    Raises CheckpointError.
+    """
     raw, where = read_config(folder), str(folder / CONFIG_FILE)
     _require_language_model(raw, where=where)
     raw = without_quantization(raw)
-    return family_of(raw, where=where).read_folder(raw, folder=folder, where=where)
+    whole = find_whole(raw, where=where)
+    if whole is None:
+        return family_of(raw, where=where).read_folder(raw, folder=folder, where=where)
+    if not any(folder.glob("*.safetensors*")):
+        return _text_spec(whole, where=where)
+    spec = _text_spec(whole, where=where)
+    return with_file_tensors(spec, weight_headers(folder), where=str(folder))
+
+
+def with_file_tensors(
+    spec: ModelSpec, headers: Mapping[str, TensorHeader], *, where: str
+) -> ModelSpec:
+    """Return the spec with its tensors counted, from all tensors of the model's files.
+
+    Raises CheckpointError, naming `where`, for a multimodal model without a known text model.
+    """
+    if spec.whole is not None:
+        tensors = split_tensors(headers, where=where)
+        spec = _text_spec(with_tensors(spec.whole, tensors), where=where)
+        headers = tensors.text
+    if spec.is_counted():
+        return spec
+    return spec.with_tensors(
+        {name: each.shape for name, each in headers.items() if each.is_weight()}
+    )
+
+
+def _text_spec(whole: Whole, *, where: str) -> ModelSpec:
+    raw, where = whole.text_config(), f"{where}: text_config"
+    spec = family_of(raw, where=where).read(raw, where=where)
+    return replace(spec, whole=whole)
 
 
 def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from payload.core.dtype import Dtype
+from payload.models.multimodal.whole import Whole
 from payload.models.stages import outer_weights, stage_layers, stage_weights
 from payload.optimizers.registry import default_state_bytes
 
@@ -128,6 +129,8 @@ class ModelSpec(ABC):
     vocab_size: int
     """Rows of the token embedding; a padded vocabulary has more rows than the tokenizer has
     tokens."""
+    whole: Whole | None = field(default=None, repr=False, compare=False)
+    """The multimodal model of which this is the text model; None for any other model."""
 
     @abstractmethod
     def context(self) -> int:
@@ -359,7 +362,9 @@ class ModelSpec(ABC):
         optimizer.
         """
         state = default_state_bytes() if state_bytes is None else state_bytes
-        return self.num_saved_params() * BYTES_PER_WEIGHT + self.num_trainable_params() * state
+        copied = 0 if self.whole is None else self.whole.copied_bytes()
+        saved = self.num_saved_params() * BYTES_PER_WEIGHT + copied
+        return saved + self.num_trainable_params() * state
 
     def num_saved_params(self) -> int:
         """Return the number of weights in a checkpoint."""

@@ -18,6 +18,7 @@ from payload.train.rank_metrics_and_heartbeat import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
+from payload.train.tensors.copied_parts import CopiedParts
 
 
 class Observer:
@@ -52,6 +53,8 @@ class TrainContext:
     strategy: Strategy
     tokenizer: Mapping[str, bytes]
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
+    copied: CopiedParts | None
+    """The untrained parts of a multimodal model for the checkpoints; on rank 0 only."""
     identity: str | None
     """The run's identity, for its checkpoints; on rank 0 only."""
     base: BaseModel | None

@@ -314,6 +314,7 @@ def _assemble(
         optimizers=optimizers,
         strategy=strategy,
         tokenizer=start.tokenizer,
+        copied=start.copied,
         identity=start.identity,
         base=start.base,
         metrics=metrics,

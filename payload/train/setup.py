@@ -53,6 +53,7 @@ from payload.train.models.lora import (
 )
 from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
+from payload.train.tensors.copied_parts import CopiedParts
 from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 from payload.weights.adapter_files import has_adapter
 from payload.weights.source import pinned_name_of
@@ -71,6 +72,8 @@ class Start:
     """The checkpoint to resume from, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
+    copied: CopiedParts | None = None
+    """The untrained parts of a multimodal model for the checkpoints; on rank 0 only."""
     base: BaseModel | None = None
     """The base model of an adapter; on rank 0 only."""
     identity: str | None = None
@@ -147,7 +150,17 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
         require_same_data(state, task.meta)
-    return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
+    copied = None
+    if folder is not None and not config.adapter.is_on():  # an adapter's checkpoints lack the base
+        copied = CopiedParts.open(config_folder(folder))
+    return Start(
+        model=model,
+        state=state,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        copied=copied,
+        base=base,
+    )
 
 
 def _require_frozen(model: CausalLM, routers: Collection[str]) -> None:
@@ -298,11 +311,13 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
         if stored := stored_format(described):
             log.info(f"weights   {stored}")
+        if spec.whole is not None:
+            log.info(f"weights   {spec.whole.note()}")
         if note := unused_settings(spec, config):
             log.info(note)
         if model is not None:
             model.spec = model.spec.with_sequence_length(config.data.sequence_length)
-    raw = world.broadcast(json.dumps(read_config(described)) if described else None, str)
+    raw = world.broadcast(json.dumps(_described(described)) if described else None, str)
     if model is None:
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
         spec = spec.with_sequence_length(config.data.sequence_length)
@@ -315,6 +330,12 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         elif in_parts and world.is_main:
             model.load_tensors(LazyTensors(in_parts), where=str(in_parts))
     return model
+
+
+def _described(folder: Path) -> Mapping[str, object]:
+    """Return config.json of `folder`, with what a multimodal model's tensors determine."""
+    whole = read_spec(folder).whole
+    return read_config(folder) if whole is None else whole.config
 
 
 def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> Path | None:

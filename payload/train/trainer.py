@@ -84,6 +84,7 @@ class Trainer:
             context.paths.checkpoints,
             keep=context.config.train.keep_checkpoints,
             tokenizer=context.tokenizer,
+            copied=context.copied,
             val_losses=read_val_losses(context.paths.metrics) if context.world.is_main else {},
             waiting=lambda: context.heartbeat.report(step=self._step, phase="checkpoint"),
         )

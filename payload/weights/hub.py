@@ -59,12 +59,12 @@ def require_weights_on_hub(wanted: HubName, *, setting: str) -> None:
     _Hub(wanted, setting).require_weights()
 
 
-def weight_shapes(wanted: HubName, *, setting: str) -> dict[str, tuple[int, ...]]:
+def hub_headers(wanted: HubName, *, setting: str) -> dict[str, TensorHeader]:
     """Return the shapes of a model's weights by name, from the headers of its safetensors files.
 
     Raises CheckpointError.
     """
-    return _Hub(wanted, setting).weight_shapes()
+    return _Hub(wanted, setting).headers()
 
 
 def fetch(
@@ -149,8 +149,8 @@ class _Hub:
         except (OSError, ValueError) as error:
             raise self._explained(error) from None
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Download only the headers of the files, and return the tensors' shapes."""
+    def headers(self) -> dict[str, TensorHeader]:
+        """Download only the headers of the files, and return the dequantised tensors."""
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
         try:
@@ -174,10 +174,9 @@ class _Hub:
                     path=Path(path), dtype=tensor.dtype, shape=tuple(tensor.shape), start=0
                 )
         folder = self.config_folder()
-        weights = dequantized_headers(
+        return dequantized_headers(
             headers, read_config(folder), where=str(folder / CONFIG_FILE), has_data=False
         )
-        return {name: each.shape for name, each in weights.items() if each.is_weight()}
 
     def _names(self, commit: str) -> list[str]:
         """Return the names of the commit's files."""

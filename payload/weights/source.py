@@ -27,7 +27,7 @@ from payload.formats.hub_names import (
     require_one_meaning,
 )
 from payload.models.gguf import gguf_file, read_gguf
-from payload.models.registry import preset_of_hub_name, read_spec
+from payload.models.registry import preset_of_hub_name, read_spec, with_file_tensors
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import RunPaths
 from payload.weights.adapter_files import (
@@ -36,7 +36,7 @@ from payload.weights.adapter_files import (
     read_adapter_config,
     recorded_base,
 )
-from payload.weights.hub import fetch_config, resolve, weight_shapes
+from payload.weights.hub import fetch_config, hub_headers, resolve
 from payload.weights.run_names import near_names, path_of_run
 
 SCRATCH = "scratch"
@@ -173,7 +173,10 @@ def spec_on_hub(name: HubName, *, setting: str) -> ModelSpec:
     Raises CheckpointError.
     """
     spec = read_spec(fetch_config(name, setting=setting))
-    return spec if spec.is_counted() else spec.with_tensors(weight_shapes(name, setting=setting))
+    if spec.is_counted() and spec.whole is None:
+        return spec
+    headers = hub_headers(name, setting=setting)
+    return with_file_tensors(spec, headers, where=f"{setting} = {name}")
 
 
 def _weights_in(

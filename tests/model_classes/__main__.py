@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.model_classes.cases import CASES, MULTIMODAL
-from tests.model_classes.comparison import Comparison, compare, is_missing
+from tests.model_classes.cases import CASES
+from tests.model_classes.comparison import Comparison, compare, why_missing
+from tests.model_classes.multimodal import WHOLE_CASES
 from tests.model_classes.plans import plan_codes
 
 _ROW = "{:<24} {:<13} {:>8} {:>9} {:>10} {:>10} {:>8} {:>5}"
@@ -30,16 +31,17 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a row (default: all)")
-    names = parser.parse_args(argv).names or list(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"no class {unknown[0]!r}. Choose from {', '.join(map(repr, CASES))}")
+    known = [*CASES, *WHOLE_CASES]
+    names = parser.parse_args(argv).names or known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no class {unknown[0]!r}. Choose from {', '.join(map(repr, known))}")
     _quiet_transformers()
     missed: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         rows = {}
         for number, name in enumerate(names):
-            if is_missing(name):
+            if why_missing(name):
                 continue
             try:
                 rows[name] = compare(name, root / str(number))
@@ -49,15 +51,14 @@ def main(argv: Sequence[str]) -> int:
         plans = plan_codes(folders, root / "runs")
     print(_ROW.format("class", "path", "logits", "gradients", "round trip", *_MORE))
     for name in names:
-        if is_missing(name):
-            print(f"{name:<24} the installed transformers lacks {CASES[name].model_type}")
+        if reason := why_missing(name):
+            print(f"{name:<24} {reason}")
         elif name in rows:
             print(_ROW.format(name, *_cells(rows[name]), "yes" if plans[name] == 0 else "NO"))
             found = [*rows[name].problems(), *(["plan"] if plans[name] else [])]
             missed |= {name: found} if found else {}
     for name, found in missed.items():
         print(f"missed: {name}: {'; '.join(found)}")
-    print(f"no row yet, as whole multimodal checkpoints: {', '.join(MULTIMODAL)}")
     return 1 if missed else 0
 
 

@@ -153,9 +153,3 @@ CASES: Mapping[str, Case] = {
     "Glm4": _case("glm4", **_HEAD, partial_rotary_factor=0.5),
 }
 """Classes by their names in the table."""
-
-MULTIMODAL = (
-    *("Llama4", "Mistral3", "Qwen2VL", "Qwen3VL", "Qwen3_5", "Gemma3", "Gemma3n", "Gemma4"),
-    "Phi4Multimodal",
-)
-"""Classes of whole multimodal checkpoints, which have no case yet."""

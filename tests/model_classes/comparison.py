@@ -21,7 +21,16 @@ from payload.train.models.base import CausalLM, trainable
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter
+from payload.train.tensors.copied_parts import CopiedParts
 from tests.model_classes.cases import CASES, VOCABULARY
+from tests.model_classes.multimodal import (
+    WHOLE_CASES,
+    WORDS,
+    load_whole,
+    make_whole,
+    missing_package,
+    text_parameters,
+)
 from tests.support.slow_imports import peft
 
 BOUND = 1e-4
@@ -74,19 +83,25 @@ class Comparison:
         return found
 
 
-def is_missing(name: str) -> bool:
-    """Return whether the installed transformers lacks this class."""
+def why_missing(name: str) -> str | None:
+    """Return why the installed transformers cannot build this class, or None."""
     from transformers import CONFIG_MAPPING
 
-    return CASES[name].model_type not in CONFIG_MAPPING
+    case = WHOLE_CASES[name] if name in WHOLE_CASES else CASES[name]
+    model_type = case.model_type
+    if model_type not in CONFIG_MAPPING:
+        return f"the installed transformers lacks {model_type}"
+    package = missing_package(name)
+    return f"transformers needs the package {package}, which is not installed" if package else None
 
 
 def compare(name: str, folder: Path) -> Comparison:
     """Compare the class of this name; `folder / "model"` keeps the saved model."""
     model = folder / "model"
-    make_folder(CASES[name].config(), model)
+    make_model(name, model)
     theirs, ours = _theirs(model), load(model).eval()
-    tokens, targets = random_tokens(VOCABULARY)
+    words = WORDS if name in WHOLE_CASES else VOCABULARY
+    tokens, targets = random_tokens(words)
     with torch.no_grad():
         wanted = theirs(input_ids=tokens).logits
         logits = _largest(ours.logits(ours.hidden(tokens)) - wanted)
@@ -96,17 +111,33 @@ def compare(name: str, folder: Path) -> Comparison:
         path="transformers" if isinstance(ours, TransformersLM) else "native",
         logits=logits,
         round_trip=_is_saved_equal(ours, model, folder / "saved", tokens, wanted),
-        generates=_generated(ours, tokens[:, :5]) == _generated_by_theirs(theirs, tokens[:, :5]),
+        generates=_generated(ours, tokens[:, :5], words)
+        == _generated_by_theirs(theirs, tokens[:, :5], words),
         gradients=_gradient_difference(ours, theirs, tokens, targets, folder),
         lora=lora,
         lora_params=lora_params,
-        params=(read_spec(model).num_params(), theirs.num_parameters()),
+        params=(read_spec(model).num_params(), sum(each.numel() for each in _trained(theirs))),
     )
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Save transformers' model of this class with random weights."""
+    if name in WHOLE_CASES:
+        make_whole(name, folder)
+    else:
+        make_folder(CASES[name].config(), folder)
+
+
+def _trained(theirs: Any) -> list[Any]:
+    is_whole = CopiedParts.open(Path(theirs.name_or_path)) is not None
+    return text_parameters(theirs) if is_whole else list(theirs.parameters())
 
 
 def _theirs(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if CopiedParts.open(folder) is not None:
+        return load_whole(folder, dtype=torch.float32)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return loaded.eval()
 
@@ -115,17 +146,18 @@ def _is_saved_equal(
     model: CausalLM, first: Path, again: Path, tokens: Tensor, wanted: Tensor
 ) -> bool:
     again.mkdir()
-    save_hf(model, again)
+    save_hf(model, again, copied=CopiedParts.open(first))
     before, after = (load_file(each / "model.safetensors") for each in (first, again))
     with torch.no_grad():
         logits = _theirs(again)(input_ids=tokens).logits
     is_same = before.keys() == after.keys() and all(
-        torch.equal(before[name], after[name]) for name in before
+        torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype
+        for name in before
     )
     return is_same and torch.equal(logits, wanted)
 
 
-def _generated(model: CausalLM, prompts: Tensor) -> list[list[int]]:
+def _generated(model: CausalLM, prompts: Tensor, words: int) -> list[list[int]]:
     options = SamplingOptions(
         max_new_tokens=_NEW_TOKENS, temperature=0.0, top_k=None, num_samples=1
     )
@@ -134,18 +166,19 @@ def _generated(model: CausalLM, prompts: Tensor) -> list[list[int]]:
         prompts.tolist(),
         options=options,
         stop_tokens=frozenset(),
-        num_tokens=VOCABULARY,
+        num_tokens=words,
     )
     return [list(each) for each in zip(*sampler.tokens(), strict=True)]
 
 
-def _generated_by_theirs(model: Any, prompts: Tensor) -> list[list[int]]:
+def _generated_by_theirs(model: Any, prompts: Tensor, words: int) -> list[list[int]]:
     made = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=_NEW_TOKENS,
         do_sample=False,
         eos_token_id=None,
+        suppress_tokens=list(range(words, VOCABULARY)) or None,
     )
     found: list[list[int]] = made[:, prompts.shape[1] :].tolist()
     return found
@@ -154,7 +187,12 @@ def _generated_by_theirs(model: Any, prompts: Tensor) -> list[list[int]]:
 def _gradient_difference(
     ours: CausalLM, theirs: Any, tokens: Tensor, targets: Tensor, folder: Path
 ) -> float:
-    """Return the largest difference of a gradient; both models save their gradients as weights."""
+    """Return the largest difference of a gradient; both models save their gradients as weights.
+
+    Of a multimodal model, only the text model's gradients are compared.
+    """
+    copied = CopiedParts.open(folder / "model")
+    untrained = () if copied is None else copied.tensors.keys()
     torch.autograd.backward(ours(tokens, targets))
     torch.autograd.backward(_their_loss(theirs, tokens, targets))
     for model in (ours, theirs):
@@ -165,12 +203,14 @@ def _gradient_difference(
                 parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
     theirs.save_pretrained(folder / "gradients")
     (folder / "ours").mkdir()
-    save_hf(ours, folder / "ours")
+    save_hf(ours, folder / "ours", copied=copied)
     found, expected = (
         load_file(folder / each / "model.safetensors") for each in ("ours", "gradients")
     )
     assert found.keys() == expected.keys()
-    return max(_largest(found[name] - value) for name, value in expected.items())
+    return max(
+        _largest(found[name] - value) for name, value in expected.items() if name not in untrained
+    )
 
 
 def _lora(

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
-from benchmarks.architecture_cases import make_folder
 from tests.model_classes.cases import CASES
-from tests.model_classes.comparison import compare
+from tests.model_classes.comparison import compare, make_model, why_missing
+from tests.model_classes.multimodal import WHOLE_CASES
 from tests.model_classes.plans import plan_codes
 
-NATIVE = {"GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3"}
-SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next")
+NATIVE = {
+    *("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3"),
+    *("Gemma3", "InternVL", "Llava", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5VL", "Qwen3VL"),
+}
+SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next", "Qwen2VL")
 """Classes in `make test`: the other tests of models cover the native ones."""
+ALL = tuple(name for name in (*CASES, *WHOLE_CASES) if not why_missing(name))
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in SOME else pytest.mark.seeds) for name in CASES],
+    [pytest.param(name, marks=() if name in SOME else pytest.mark.seeds) for name in ALL],
 )
 def test_a_class_equals_transformers_and_peft(name: str, tmp_path: Path) -> None:
     row = compare(name, tmp_path)
@@ -28,15 +32,17 @@ def test_a_class_equals_transformers_and_peft(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("names", [SOME, pytest.param(tuple(CASES), marks=pytest.mark.seeds)])
+@pytest.mark.parametrize("names", [SOME, pytest.param(ALL, marks=pytest.mark.seeds)])
 def test_every_class_has_a_plan_without_torch(names: tuple[str, ...], tmp_path: Path) -> None:
     folders = {name: tmp_path / str(number) for number, name in enumerate(names)}
     for name, folder in folders.items():
-        make_folder(CASES[name].config(), folder)
+        make_model(name, folder)
     codes = plan_codes(folders, tmp_path / "runs")
     assert codes == dict.fromkeys(names, 0)
 
 
 def test_the_installed_transformers_has_every_class() -> None:
     """The command only names a class that is missing. Here it is a failure."""
-    assert [name for name, case in CASES.items() if case.model_type not in CONFIG_MAPPING] == []
+    types = {name: case.model_type for name, case in CASES.items()}
+    types |= {name: case.model_type for name, case in WHOLE_CASES.items()}
+    assert [name for name, kind in types.items() if kind not in CONFIG_MAPPING] == []

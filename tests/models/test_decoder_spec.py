@@ -250,12 +250,6 @@ def test_a_config_without_its_sizes_names_them() -> None:
         read({"model_type": "llama"}, where="config.json")
 
 
-def test_a_model_of_images_and_text_is_refused_with_the_text_models_name() -> None:
-    raw = {"model_type": "gemma3", "text_config": {"hidden_size": 64}}
-    with pytest.raises(CheckpointError, match="gemma3_text"):
-        read(raw, where="config.json")
-
-
 def test_the_memory_estimate_follows_batch_vocabulary_and_gradients() -> None:
     spec = spec_of_raw("llama", vocab_size=262_144, tie_word_embeddings=True)
     spec = spec.with_sequence_length(512)

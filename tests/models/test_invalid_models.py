@@ -122,6 +122,11 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
     return spoil
 
 
+def without_text(folder: Path) -> None:
+    config(model_type="llava", text_config=CONFIG)(folder)
+    tensors(lambda found: found.pop("model.embed_tokens.weight"))(folder)
+
+
 def pickled(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
@@ -377,14 +382,25 @@ CASES = {
         f"{{model}}/config.json: nested too deeply. {LAYOUT}",
     ),
     "vision model": Case(
-        config(model_type="llava", vision_config={}),
-        "{model}/config.json: vision_config: model_type 'llava' reads more than text. Use the "
+        config(model_type="mllama", vision_config={}),
+        "{model}/config.json: vision_config: model_type 'mllama' reads more than text. Use the "
         "model's text-only version.",
     ),
-    "vision beside text": Case(
+    "vision beside no text": Case(
         config(model_type="gemma3"),
-        "{model}/config.json: model_type = 'gemma3': the model also reads images. Use a text model "
-        "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example).",
+        "{model}/config.json: text_config is missing: model_type 'gemma3' needs an object with the "
+        "text model's sizes. Use a folder with the model's own config.json.",
+    ),
+    "text without its towers": Case(
+        config(model_type="llava", text_config=CONFIG),
+        "{model}: has no tensor outside the text model, but its config.json describes a multimodal "
+        "model. Use the complete checkpoint, or the text model's own config.json.",
+    ),
+    "a multimodal model without text": Case(
+        without_text,
+        "{model}: no tensor is the token embedding of a text model; the names that are known are "
+        "model.language_model.embed_tokens.weight, language_model.model.embed_tokens.weight, "
+        "model.embed_tokens.weight. Save the model with the class that its config.json names.",
     ),
     "encoder-decoder": Case(
         config(model_type="bart", is_encoder_decoder=True),

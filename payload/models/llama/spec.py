@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from payload.core.errors import CheckpointError
 from payload.models.llama.config import (
     DEFAULTS,
     Activation,
@@ -30,7 +29,7 @@ from payload.models.spec import (
     uneven_split,
 )
 
-MODEL_TYPES = (*DEFAULTS, "gemma3")
+MODEL_TYPES = tuple(DEFAULTS)
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
@@ -38,11 +37,6 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
 
     Configs with features that our layers lack are also read; see `unsupported_features`.
     """
-    if raw["model_type"] == "gemma3":
-        raise CheckpointError(
-            f"{where}: model_type = 'gemma3': the model also reads images. Use a text model "
-            "(model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
-        )
     config = read_decoder_config(raw, where=where)
     family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type

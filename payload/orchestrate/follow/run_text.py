@@ -302,7 +302,10 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
     plan = planned.plan
     console.print("estimates")
     family = f"model family     {family_name(planned.base.model_type)}"
-    lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
+    whole = planned.base.whole
+    kept = whole.note() if whole is not None else None
+    others = [f"other parts      {kept}"] if kept else []
+    lines = [family, *others, *arithmetic_lines(planned.plan), *estimated.lines()]
     # A pipe has no width: a program reads one line per estimate.
     width = console.width - 2 if console.is_terminal else _ANY_WIDTH
     fitted = chain(*(wrapped(line, width=width, indent=_ESTIMATE_COLUMN) for line in lines))

@@ -19,6 +19,7 @@ from payload.formats.data_folder import META_NAME, load_meta
 from payload.formats.hf_folder import (
     CONFIG_FILE,
     INDEX_FILE,
+    PROCESSOR_FILES,
     TOKENIZER_FILES,
     has_shards,
     own_file,
@@ -81,10 +82,10 @@ def local_weights(init: str) -> Weights | None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the weight and tokenizer files."""
+    """Return the names of the files with the weights, the tokenizer and the processor."""
     index = [INDEX_FILE] if has_shards(folder) else []
-    tokenizer = (name for name in TOKENIZER_FILES if (folder / name).is_file())
-    return [*weight_files(folder), *index, *tokenizer]
+    others = (*TOKENIZER_FILES, *PROCESSOR_FILES)
+    return [*weight_files(folder), *index, *(each for each in others if (folder / each).is_file())]
 
 
 def _manifest_hashes(folder: Path) -> dict[str, str] | None:

@@ -36,6 +36,7 @@ from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_weights import save_hf_config, warn_skipped
 from payload.train.models.lora import save_adapter_config
+from payload.train.tensors.copied_parts import CopiedParts
 from payload.train.tensors.lazy_tensors import LazyTensors
 from payload.train.tensors.tensor_file import write_tensors
 from payload.weights.adapter_files import ADAPTER_FILE
@@ -103,14 +104,16 @@ def save_checkpoint(
     snapshot: Snapshot,
     state: TrainerState,
     tokenizer: Mapping[str, bytes],
+    copied: CopiedParts | None = None,
     progressed: Callable[[], None] = lambda: None,
     tensors_read: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the checkpoint to a temporary folder, sync it to disk and rename it to `folder`.
 
-    `tokenizer` maps file names to contents. `progressed` is called after each step of the work,
-    `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when a
-    write fails; older checkpoints are untouched.
+    `tokenizer` maps file names to contents. `copied` are the untrained parts of a multimodal model,
+    which are read from the new checkpoint from then on. `progressed` is called after each step of
+    the work, `tensors_read` as soon as model and optimizer may change again. Raises TrainingError
+    when a write fails; older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     try:
@@ -120,14 +123,17 @@ def save_checkpoint(
         partial.mkdir()
         weights_file = _write_model_config(partial, model, state.base)
         sha256 = _write_snapshot(
-            partial, snapshot, weights_file=weights_file, progressed=progressed
+            partial, snapshot, weights_file=weights_file, progressed=progressed, copied=copied
         )
         tensors_read()
-        for name, content in tokenizer.items():
+        processor = {} if copied is None else copied.files
+        for name, content in {**processor, **tokenizer}.items():
             (partial / name).write_bytes(content)
         (partial / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", "utf-8")
         _write_manifest(partial, sha256, progressed)
         _put_in_place(partial, folder)
+        if copied is not None:
+            copied.move_to(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainingError(
@@ -209,7 +215,12 @@ def _write_model_config(folder: Path, model: CausalLM, base: BaseModel | None) -
 
 
 def _write_snapshot(
-    folder: Path, snapshot: Snapshot, *, weights_file: str, progressed: Callable[[], None]
+    folder: Path,
+    snapshot: Snapshot,
+    *,
+    weights_file: str,
+    progressed: Callable[[], None],
+    copied: CopiedParts | None,
 ) -> dict[str, str]:
     """Write the tensors; return the sha256 of each file by name."""
     return {
@@ -219,6 +230,7 @@ def _write_snapshot(
             metadata=metadata,
             progressed=progressed,
             whole=snapshot.whole,
+            copied=copied if name == WEIGHTS_FILE else None,
         )
         for name, tensors, metadata in (
             (weights_file, snapshot.weights, {"format": "pt"}),

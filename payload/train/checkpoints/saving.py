@@ -17,6 +17,7 @@ from payload.train.checkpoints.checkpoint import (
 )
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
+from payload.train.tensors.copied_parts import CopiedParts
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +40,20 @@ class Saving:
         *,
         keep: int,
         tokenizer: Mapping[str, bytes],
+        copied: CopiedParts | None = None,
         val_losses: Mapping[int, float] | None = None,
         waiting: Callable[[], None],
     ) -> None:
         """`tokenizer` maps the names of the tokenizer's files to their contents.
 
+        `copied` are the parts of a multimodal model that each checkpoint gets unchanged.
         `val_losses` maps steps to the losses of earlier evaluations; see `evaluated`.
         `waiting` is called when a wait begins, and whenever the write progresses during a wait.
         """
         self.checkpoints = checkpoints
         self._keep = keep
         self._tokenizer = tokenizer
+        self._copied = copied
         self._val_losses = dict(val_losses or {})
         self._waiting = waiting
         self._write: _Write | None = None
@@ -69,6 +73,7 @@ class Saving:
                     snapshot=snapshot,
                     state=state,
                     tokenizer=self._tokenizer,
+                    copied=self._copied,
                     progressed=progressed,
                     tensors_read=tensors_read,
                 )

@@ -279,6 +279,14 @@ class CausalLM(SplitModule, ABC):
         """Return transformers' path of this model's module `module`."""
         return module
 
+    def peft_path(self, module: str) -> str:
+        """Return the path of this model's module `module` in the model that PEFT loads.
+
+        The adapter of a multimodal model's text model loads on the multimodal model.
+        """
+        path = self.hf_name(module)
+        return path if self.spec.whole is None else self.spec.whole.module_path(path)
+
     def transposes_linears(self) -> bool:
         """Return whether transformers stores this family's linear weights as (in, out)."""
         return False

@@ -39,6 +39,19 @@ def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]
     return {**kept, "architectures": [architecture], "dtype": "float32"}
 
 
+def saved_whole_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> dict[str, Any]:
+    """Return the config.json of a multimodal checkpoint whose text model's weights have `dtype`.
+
+    The class that loads the checkpoint stays the same.
+    """
+    kept = {key: value for key, value in without_code(raw).items() if key not in _NOT_KEPT}
+    text = kept.get("text_config")
+    if isinstance(text, Mapping):
+        named = {key: value for key, value in text.items() if key not in _NOT_KEPT}
+        kept["text_config"] = {**named, "dtype": dtype}
+    return {**kept, "dtype": dtype}
+
+
 def describe_differences(*, missing: Sequence[str], unknown: Sequence[str]) -> str:
     """Return how many tensors are missing and unknown, with the first name of each kind."""
     found = (("missing", missing), ("unknown", unknown))

@@ -14,6 +14,7 @@ from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.formats.hub_names import HubName, is_ambiguous
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
+from payload.train.models.hf_layout import saved_whole_config
 from payload.train.tensors.gguf_to_hf_folder import folder_of_gguf
 from payload.train.tensors.tensor_file import write_tensors
 from payload.weights.adapter_files import (
@@ -26,24 +27,38 @@ from payload.weights.source import base_name, find_source
 
 if TYPE_CHECKING:
     from payload.train.models.base import CausalLM
+    from payload.train.tensors.copied_parts import CopiedParts
 
 log = logging.getLogger(__name__)
 
 
-def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = lambda: None) -> str:
+def save_hf(
+    model: CausalLM,
+    folder: Path,
+    *,
+    progressed: Callable[[], None] = lambda: None,
+    copied: CopiedParts | None = None,
+) -> str:
     """Write `model.safetensors` and `config.json`, a folder that transformers can load.
 
-    Return the sha256 of the weights' file. Raises OSError.
+    `copied` are the other parts of a multimodal model. Return the sha256 of the weights' file.
+    Raises OSError.
     """
     save_hf_config(model, folder)
     return write_tensors(
-        folder / WEIGHTS_FILE, model.hf_tensors(), metadata={"format": "pt"}, progressed=progressed
+        folder / WEIGHTS_FILE,
+        model.hf_tensors(),
+        metadata={"format": "pt"},
+        progressed=progressed,
+        copied=copied,
     )
 
 
 def save_hf_config(model: CausalLM, folder: Path) -> None:
     """Write a `config.json` from which transformers builds the same model. Raises OSError."""
-    content = json.dumps(model.hf_config(), indent=2) + "\n"
+    whole = model.spec.whole
+    found = model.hf_config() if whole is None else saved_whole_config(whole.config)
+    content = json.dumps(found, indent=2) + "\n"
     (folder / CONFIG_FILE).write_text(content, encoding="utf-8")
 
 

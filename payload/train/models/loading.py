@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from payload.config.training_sections import Quantize
@@ -112,8 +113,12 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
         model = _classifier(model, read_config(folder), folder)
+    settings, whole = config.settings, model.spec.whole
+    if whole is not None:
+        own = map(whole.text_path, settings.target.split(","))
+        settings = replace(settings, target=",".join(own))
     try:
-        add_adapter(model, config.settings, seed=0)
+        add_adapter(model, settings, seed=0)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: does not fit its base: {error}") from None
     load_adapter(model, tensors, where=str(folder))

@@ -410,10 +410,13 @@ def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str],
     """Return PEFT's `target_modules` and `target_parameters` of the model's adapter."""
     names = target_names(settings.target)
     others = tuple(each.name for each in model.parameters_beside_linears())
-    linears = (name for name, each in model.named_modules() if isinstance(each, LoraLinear))
+    linears = [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]
     parameters = list(parameter_names(names, linears, others))
     modules = [each for each in names or () if each not in (ALL_LINEAR, *parameters)]
-    if names is None or ALL_LINEAR in names:
+    if model.spec.whole is not None:
+        # A linear of another tower can have the same name.
+        modules = [model.peft_path(each) for each in linears]
+    elif names is None or ALL_LINEAR in names:
         modules = _module_names(model)
     for name in modules:
         # PEFT supports no dropout on a parameter.
@@ -494,4 +497,4 @@ def _adapter_parts(model: CausalLM) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _peft_name(model: CausalLM, path: str, part: str) -> str:
-    return f"{_PEFT_PREFIX}{model.hf_name(path)}.{part}"
+    return f"{_PEFT_PREFIX}{model.peft_path(path)}.{part}"

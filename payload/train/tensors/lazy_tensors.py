@@ -20,6 +20,7 @@ from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.formats.quantized.stored_weight import StoredWeight
 from payload.formats.quantized.weight_headers import weight_headers
 from payload.formats.tensor_headers import TensorHeader, file_headers
+from payload.models.multimodal.tensors import model_headers
 from payload.train.ranks.world import World
 from payload.train.tensors.dequantize.rows import open_rows
 
@@ -59,6 +60,7 @@ class LazyTensors(Mapping[str, Tensor]):
     """The tensors of a folder's weights, or of a single file; each tensor is read on access.
 
     Quantised weights of a folder appear dequantised, in the dtype that config.json gives the model.
+    Of a multimodal checkpoint, only the text model's tensors appear, with the text model's names.
 
     Raises CheckpointError for missing, damaged or unsupported files, on construction and when a
     tensor is read.
@@ -66,7 +68,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, *, fix: str = "Download the model again.") -> None:
         """Read the headers of `path`; `fix` is the advice in error messages."""
-        self._headers = weight_headers(path) if path.is_dir() else file_headers(path, fix=fix)
+        self._headers = model_headers(path) if path.is_dir() else file_headers(path, fix=fix)
         self._fix = fix
         # All reads use one buffer: glibc keeps some freed buffers, so the memory peak would vary.
         self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Multimodal checkpoints: their text model, and the parts that training copies unchanged."""

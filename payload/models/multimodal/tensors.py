@@ -1,0 +1,131 @@
+"""The tensors of a multimodal checkpoint: the text model's, by its own names, and all others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from payload.core.errors import CheckpointError
+from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.quantized.stored_weight import StoredWeight
+from payload.formats.quantized.weight_headers import weight_headers
+from payload.formats.tensor_headers import TensorHeader
+from payload.models.multimodal.whole import CopiedPart, Whole, find_whole
+
+_BODIES = ("model.language_model.", "language_model.model.", "model.")
+"""Prefixes of the text model's tensors in files, instead of `model.`."""
+_HEADS = ("language_model.lm_head.", "lm_head.")
+_EMBEDDING = "embed_tokens.weight"
+_PLAIN_PARTS = frozenset({"embed_tokens", "layers", "norm"})
+"""Parts of the text model if its prefix is `model.`, which other parts can also have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextNames:
+    """The names in a checkpoint's files of the text model's tensors."""
+
+    body: str
+    head: str
+
+    def text_name(self, name: str) -> str | None:
+        """Return the name in the text model of a tensor in the files; None for other parts."""
+        if name.startswith(self.head):
+            return "lm_head." + name.removeprefix(self.head)
+        rest = name.removeprefix(self.body)
+        if rest == name or (self.body == "model." and rest.split(".")[0] not in _PLAIN_PARTS):
+            return None
+        return "model." + rest
+
+    def file_name(self, name: str) -> str:
+        """Return the name in the files of a tensor of the text model."""
+        if name.startswith("lm_head."):
+            return self.head + name.removeprefix("lm_head.")
+        return self.body + name.removeprefix("model.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTensors:
+    """The tensors of a multimodal checkpoint."""
+
+    names: TextNames
+    text: Mapping[str, TensorHeader]
+    """The tensors of the text model by their names in the text model."""
+    copied: Mapping[str, TensorHeader]
+    """All other tensors by their names in the files."""
+
+
+def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTensors:
+    """Divide a multimodal checkpoint's tensors into the text model's and all others.
+
+    Raises CheckpointError, naming `where`, if there is no text model or no other part, or if the
+    weights of another part are quantised.
+    """
+    names = _text_names(headers, where=where)
+    text, copied = {}, {}
+    for name, header in headers.items():
+        own = names.text_name(name)
+        if own is not None:
+            text[own] = header
+        elif isinstance(header, StoredWeight):
+            raise CheckpointError(
+                f"{where}: {name} is quantised, but is no part of the text model. Use a checkpoint "
+                "without quantisation, or with a quantised text model only."
+            )
+        else:
+            copied[name] = header
+    if not copied:
+        raise CheckpointError(
+            f"{where}: has no tensor outside the text model, but its {CONFIG_FILE} describes a "
+            f"multimodal model. Use the complete checkpoint, or the text model's own {CONFIG_FILE}."
+        )
+    return WholeTensors(names=names, text=text, copied=copied)
+
+
+def model_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the tensors of the model that is trained: of a multimodal checkpoint, the text model.
+
+    Quantised weights are a `StoredWeight`. Raises CheckpointError.
+    """
+    headers = weight_headers(folder)
+    if not (folder / CONFIG_FILE).exists():
+        return headers
+    whole = find_whole(read_config(folder), where=str(folder / CONFIG_FILE))
+    return headers if whole is None else dict(split_tensors(headers, where=str(folder)).text)
+
+
+def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
+    """Return the multimodal model with its parts counted.
+
+    Without an output head in the files, the head is the token embedding. With one, only an explicit
+    tie_word_embeddings, which loading verifies, ties them.
+    """
+    has_head = any(name.startswith("lm_head.") for name in tensors.text)
+    tied = whole.is_tied_explicitly or not has_head
+    return replace(whole.with_tied(tied), parts=_parts(tensors.copied))
+
+
+def _text_names(names: Iterable[str], *, where: str) -> TextNames:
+    found = set(names)
+    body = next((each for each in _BODIES if each + _EMBEDDING in found), None)
+    if body is None:
+        raise CheckpointError(
+            f"{where}: no tensor is the token embedding of a text model; the names that are known "
+            f"are {', '.join(each + _EMBEDDING for each in _BODIES)}. Save the model with the "
+            "class that its config.json names."
+        )
+    head = next((each for each in _HEADS if any(name.startswith(each) for name in found)), None)
+    if head is None:
+        head = _HEADS[0] if body.startswith("language_model.") else _HEADS[1]
+    return TextNames(body=body, head=head)
+
+
+def _parts(copied: Mapping[str, TensorHeader]) -> tuple[CopiedPart, ...]:
+    params: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name, header in copied.items():
+        part = name.removeprefix("model.").split(".")[0]
+        params[part] = params.get(part, 0) + math.prod(header.shape)
+        sizes[part] = sizes.get(part, 0) + header.num_bytes()
+    return tuple(CopiedPart(name=each, params=params[each], bytes=sizes[each]) for each in params)

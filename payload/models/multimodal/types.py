@@ -1,0 +1,102 @@
+"""The multimodal `model_type`s whose text model can be trained, and how each contains it.
+
+Source: transformers 5.23, models/<model_type>/modeling_<model_type>.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeType:
+    """How a multimodal model of transformers contains its text model."""
+
+    body: str = "model.language_model."
+    """Path of the text model's layers in the whole model; `model.` in the text model alone."""
+    head: str = "lm_head"
+    """Path of the output head in the whole model; `lm_head` in the text model alone."""
+    tied: bool = False
+    """The default of tie_word_embeddings."""
+    is_flat: bool = False
+    """True if the text model's keys are at the top of config.json, not in text_config."""
+    was_flat: bool = False
+    """True if old checkpoints are flat."""
+    text_type: str | None = None
+    """The model_type of the text model if config.json does not name it."""
+
+
+WHOLE_TYPES: Mapping[str, WholeType] = {
+    "gemma3": WholeType(tied=True, text_type="gemma3_text"),
+    "gemma3n": WholeType(tied=True, text_type="gemma3n_text"),
+    "gemma4": WholeType(tied=True, text_type="gemma4_text"),
+    "internvl": WholeType(tied=True, text_type="qwen2"),
+    "llama4": WholeType(
+        body="language_model.model.", head="language_model.lm_head", text_type="llama4_text"
+    ),
+    "llava": WholeType(text_type="llama"),
+    "mistral3": WholeType(tied=True, text_type="mistral"),
+    "phi4_multimodal": WholeType(body="model.", is_flat=True, text_type="phi3"),
+    "qwen2_5_vl": WholeType(text_type="qwen2_5_vl_text", was_flat=True),
+    "qwen2_audio": WholeType(text_type="qwen2"),
+    "qwen2_vl": WholeType(text_type="qwen2_vl_text", was_flat=True),
+    "qwen3_5": WholeType(text_type="qwen3_5_text"),
+    "qwen3_5_moe": WholeType(text_type="qwen3_5_moe_text"),
+    "qwen3_vl": WholeType(text_type="qwen3_vl_text"),
+}
+"""The types, by the model_type of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextType:
+    """A text model inside a multimodal model that computes text as another model type does."""
+
+    model_type: str
+    """The model type with the same computation on text."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values that config.json may omit and that differ from the defaults of `model_type`."""
+
+
+_QWEN2_VL = TextType(
+    model_type="qwen2",
+    defaults={
+        **{"vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568},
+        **{"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+        **{"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        "max_window_layers": 80,
+    },
+)
+TEXT_TYPES: Mapping[str, TextType] = {
+    "gemma3_text": TextType(
+        model_type="gemma3_text",
+        defaults={
+            **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216},
+            **{"num_hidden_layers": 26, "num_attention_heads": 8},
+        },
+    ),
+    "phi3": TextType(
+        model_type="phi3",
+        defaults={
+            **{"vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192},
+            **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+            **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "pad_token_id": 199_999},
+            **{"bos_token_id": 199_999, "sliding_window": None},
+        },
+    ),
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": TextType(
+        model_type="qwen3",
+        defaults={
+            **{"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016},
+            **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
+            **{"max_position_embeddings": 128_000, "rope_theta": 5e5, "head_dim": 128},
+        },
+    ),
+}
+"""Text models by their model_type in a multimodal config.json; all others are their own type.
+
+On text, the three position ids of Qwen-VL (mrope) are equal, so its rotary embedding is Qwen's.
+"""

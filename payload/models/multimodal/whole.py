@@ -1,0 +1,116 @@
+"""A multimodal checkpoint as training sees it: a text model, and parts that are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from payload.core.errors import CheckpointError
+from payload.core.printable_text import shown
+from payload.models.multimodal.types import TEXT_TYPES, WHOLE_TYPES, TextType, WholeType
+
+_TIED = "tie_word_embeddings"
+_NOT_TEXT = ("architectures", "auto_map", "audio_config", "text_config", "vision_config")
+"""Keys of a flat config.json that do not describe the text model."""
+_MROPE = ("mrope_interleaved", "mrope_section")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedPart:
+    """A part of the model that training leaves as it is: a tower or a projector."""
+
+    name: str
+    params: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The multimodal model that contains a text model."""
+
+    config: Mapping[str, Any]
+    """The config.json that was read, with an explicit tie_word_embeddings."""
+    parts: tuple[CopiedPart, ...] = ()
+    """The parts that are copied; empty while the tensors are unknown."""
+    is_tied_explicitly: bool = False
+    """True if config.json sets tie_word_embeddings to true."""
+    type: WholeType = field(default_factory=WholeType)
+
+    def text_config(self) -> dict[str, Any]:
+        """Return the config.json of the text model alone."""
+        if self.type.is_flat:
+            found = {key: each for key, each in self.config.items() if key not in _NOT_TEXT}
+        else:
+            found = dict(self.config.get("text_config") or {})
+        kind = found.get("model_type")
+        if self.type.is_flat or kind is None:
+            kind = self.type.text_type
+        known = TEXT_TYPES.get(kind, TextType(model_type=kind)) if isinstance(kind, str) else None
+        if known is not None:
+            found = {**known.defaults, **found, "model_type": known.model_type}
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(found.get(key), Mapping):
+                found[key] = _without_mrope(found[key])
+        return {**found, _TIED: self.config[_TIED]}
+
+    def with_tied(self, tied: bool) -> Whole:
+        """Return the same model with this tie_word_embeddings in its config.json."""
+        return replace(self, config=_with_tied(self.config, tied))
+
+    def module_path(self, path: str) -> str:
+        """Return the path in the whole model of a module of the text model."""
+        if path.startswith("model."):
+            return self.type.body + path.removeprefix("model.")
+        return self.type.head if path == "lm_head" else path
+
+    def text_path(self, path: str) -> str:
+        """Return the path in the text model of a module of the whole model."""
+        if path.startswith(self.type.body):
+            return "model." + path.removeprefix(self.type.body)
+        return "lm_head" if path == self.type.head else path
+
+    def copied_bytes(self) -> int:
+        """Return the bytes of the copied tensors."""
+        return sum(each.bytes for each in self.parts)
+
+    def note(self) -> str | None:
+        """Return which parts are not trained, and their sizes; None if the tensors are unknown."""
+        if not self.parts:
+            return None
+        sizes = ", ".join(f"{each.name} {each.params:,} parameters" for each in self.parts)
+        return f"{sizes}: not trained, kept unchanged"
+
+
+def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
+    """Return the multimodal model that a config.json describes; None for other models.
+
+    Raises CheckpointError, naming `where`, without a text_config.
+    """
+    kind = raw.get("model_type")
+    known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        return None
+    text = raw.get("text_config")
+    if text is None and known.was_flat:
+        known = replace(known, is_flat=True)
+    if not known.is_flat and not isinstance(text, Mapping):
+        found_text = "is missing" if text is None else f"= {shown(text)}"
+        raise CheckpointError(
+            f"{where}: text_config {found_text}: model_type {shown(kind)} needs an object with the "
+            "text model's sizes. Use a folder with the model's own config.json."
+        )
+    found = [each[_TIED] for each in (raw, text or {}) if isinstance(each.get(_TIED), bool)]
+    tied = (*found, known.tied)[0]
+    return Whole(config=_with_tied(raw, tied), is_tied_explicitly=True in found[:1], type=known)
+
+
+def _with_tied(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+    changed = {**config, _TIED: tied}
+    text = config.get("text_config")
+    return {**changed, "text_config": {**text, _TIED: tied}} if text is not None else changed
+
+
+def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in rope.items() if key not in _MROPE}
+    return {key: "default" if value == "mrope" else value for key, value in kept.items()}

@@ -1,0 +1,159 @@
+"""The text model of a multimodal checkpoint: its sizes, and the plan's line on the other parts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.plan import plan_arguments
+from payload.config.model_checks import require_fit
+from payload.config.run_config import load_run_config
+from payload.core.errors import CheckpointError
+from payload.models.multimodal.types import TEXT_TYPES, WHOLE_TYPES
+from payload.models.registry import read_spec, spec_of
+from payload.orchestrate.__main__ import main as orchestrate
+from tests.model_classes.multimodal import WHOLE_CASES, make_whole, text_parameters
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small Qwen3-VL with a separate output head."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    make_whole("Qwen3VL", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    """Return a folder with the same config.json and weights, to change."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((base / name).read_bytes())
+    return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: each for key, each in raw.items() if each is not None}))
+
+
+def test_a_spec_counts_the_text_model_and_names_the_other_parts(tmp_path: Path) -> None:
+    model = make_whole("Llama4", tmp_path)
+    spec = read_spec(tmp_path)
+    assert spec.num_params() == sum(each.numel() for each in text_parameters(model))
+    assert spec.whole is not None
+    sizes = {each.name: each.params for each in spec.whole.parts}
+    assert set(sizes) == {"multi_modal_projector", "vision_model"}
+    assert spec.num_params() + sum(sizes.values()) == model.num_parameters()
+    assert spec.whole.note() == (
+        f"multi_modal_projector {sizes['multi_modal_projector']:,} parameters, vision_model "
+        f"{sizes['vision_model']:,} parameters: not trained, kept unchanged"
+    )
+    # The towers are in bf16.
+    copied = 2 * sum(sizes.values())
+    assert spec.checkpoint_bytes(state_bytes=0) == 4 * spec.num_params() + copied
+
+
+@pytest.mark.processes
+def test_a_plan_prints_which_parts_are_not_trained(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [each for each in plan_arguments(base, runs=tmp_path) if each != "--json"]
+    assert orchestrate(words, os.environ) == 0
+    printed = capsys.readouterr().out
+    whole = read_spec(base).whole
+    assert whole is not None and f"other parts      {whole.note()}" in printed
+
+
+def test_old_and_new_names_and_configs_of_qwen2_vl_give_the_same_spec(tmp_path: Path) -> None:
+    make_whole("Qwen2VL", tmp_path)
+    path = tmp_path / "model.safetensors"
+    old, stored = read_spec(tmp_path), load_file(path)
+    assert "model.layers.0.mlp.up_proj.weight" in stored and "visual.merger.mlp.0.bias" in stored
+    raw = json.loads((tmp_path / "config.json").read_text())
+    text = {key: each for key, each in raw["text_config"].items() if key != "model_type"}
+    change_config(tmp_path, text_config=None, **text)
+    assert read_spec(tmp_path) == old
+    renamed = {
+        name.replace("visual.", "model.visual.").replace("model.l", "model.language_model.l"): each
+        for name, each in stored.items()
+    }
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        renamed[name.replace("model.", "model.language_model.")] = renamed.pop(name)
+    save_file(renamed, path)
+    assert read_spec(tmp_path) == old
+
+
+def test_the_sizes_that_config_json_omits_are_those_of_transformers() -> None:
+    """The config.json of Gemma 3 4B on the hub has only these sizes. Source of the 3.88 billion:
+    the Gemma 3 report, https://arxiv.org/abs/2503.19786, table 1."""
+    text = {
+        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240},
+        **{"num_hidden_layers": 34, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    spec = spec_of(raw, where="test")
+    assert spec.num_params() == pytest.approx(3.88e9, rel=1e-3)
+    assert (spec.vocab_size, spec.num_heads(), spec.is_tied()) == (262_208, 8, True)
+
+
+def test_the_files_decide_whether_the_output_head_is_tied(folder: Path) -> None:
+    change_config(folder, tie_word_embeddings=None)
+    untied = read_spec(folder)
+    assert not untied.is_tied()
+    stored = load_file(folder / "model.safetensors")
+    head = stored.pop("lm_head.weight")
+    save_file(stored, folder / "model.safetensors")
+    tied = read_spec(folder)
+    assert tied.is_tied() and tied.num_params() == untied.num_params() - head.numel()
+    assert tied.whole is not None and tied.whole.config["tie_word_embeddings"] is True
+    # Other ranks build the model from this config.json alone.
+    assert spec_of(tied.whole.config, where="test").is_tied()
+
+
+def test_quantised_towers_are_refused_by_name(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    name = "model.visual.merger.linear_fc1.weight"
+    stored[name] = stored[name].to(torch.float8_e4m3fn)
+    stored[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(stored, folder / "model.safetensors")
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    change_config(folder, quantization_config=method)
+    with pytest.raises(CheckpointError, match=rf"{name} is quantised, but is no part of the text"):
+        read_spec(folder)
+
+
+def test_a_classifier_is_refused(base: Path, tiny_config: Path) -> None:
+    sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
+    config = load_run_config(
+        tiny_config, overrides=[f"model.init={base}", "task.kind=classify", *sizes]
+    )
+    with pytest.raises(CheckpointError, match="multimodal checkpoint cannot become a classifier"):
+        require_fit(read_spec(base), config, vocab_size=None)
+
+
+def test_every_type_has_a_case_and_the_defaults_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert {each.model_type for each in WHOLE_CASES.values()} == set(WHOLE_TYPES)
+    for name, whole in WHOLE_TYPES.items():
+        theirs = CONFIG_MAPPING[name]()
+        tied = getattr(theirs, "tie_word_embeddings", None)
+        assert bool(tied) == whole.tied, name
+        if not whole.is_flat:
+            kind = theirs.get_text_config().model_type
+            assert kind == whole.text_type or name == "llava", name
+    for name, text in TEXT_TYPES.items():
+        found = CONFIG_MAPPING["phi4_multimodal" if name == "phi3" else name]()
+        for key, default in text.defaults.items():
+            value = found.rope_parameters["rope_theta"] if key == "rope_theta" else None
+            assert (getattr(found, key, None) if value is None else value) == default, (name, key)
