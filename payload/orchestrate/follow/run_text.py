@@ -405,7 +405,8 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         *named_metrics(summary.val_metrics),
         (
             "validation loss",
-            f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
+            f"{_evaluated(summary.final_val_loss, step=summary.final_val_step)} "
+            f"(best {_number(summary.best_val_loss)})",
         ),
         ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
         ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
@@ -483,7 +484,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
         ("step", f"{view.step:,} of {view.steps:,}"),
         *named_metrics(view.val_metrics),
-        ("validation loss", _number(view.val_loss)),
+        ("validation loss", _evaluated(view.val_loss, step=view.val_step)),
         ("loss", _number(view.loss)),
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
         ("last heartbeat", _age(view.age_s)),
@@ -551,6 +552,11 @@ def _indent(text: str) -> str:
 
 def _number(value: float | None, spec: str = ".4f") -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _evaluated(loss: float | None, *, step: int | None) -> str:
+    """Return a validation loss and its step, such as `2.3100 at step 120`."""
+    return _number(loss) + ("" if step is None else f" at step {step:,}")
 
 
 def _age(seconds: float | None) -> str:
