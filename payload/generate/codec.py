@@ -144,7 +144,7 @@ def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
 def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """Return the eos_token_id of generation_config.json and config.json, one token or a list."""
     found: set[int] = set()
-    for raw in (config, _read_generation_config(folder)):
+    for raw in (config, read_generation_config(folder)):
         given = raw.get("eos_token_id")
         for token in given if isinstance(given, list) else [given]:
             if type(token) is int and token >= 0:
@@ -152,7 +152,8 @@ def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _read_generation_config(folder: Path) -> Mapping[str, Any]:
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
+    """Return a model's generation_config.json; empty without the file. Raises CheckpointError."""
     path = folder / _GENERATION_CONFIG
     fix = f"Repair the file (compare with {CONFIG_FILE}), or remove it."
     try:
