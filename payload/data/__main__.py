@@ -216,7 +216,8 @@ def _add_source_flags(parser: CommandParser) -> None:
     add(
         "--text-column",
         metavar="NAME",
-        help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN})",
+        help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN}, or another known "
+        "name, in any case)",
     )
     add_hub_flags(more)
     more("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
@@ -259,6 +260,8 @@ def _add_output_flags(parser: CommandParser) -> None:
         help="output between two saves of the progress (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="print the estimated output; write nothing")
+    # `finetune` passes it if the run has task.class_weights.
+    more("--has-class-weights", action="store_true", help=argparse.SUPPRESS)
     more("--quiet", action="store_true", help="print only errors on stderr")
     more("--json", action="store_true", help="print the result as JSON on stdout")
 

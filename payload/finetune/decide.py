@@ -81,6 +81,8 @@ class FinetunePlan:
     headlines: tuple[str, ...]
     prepare: tuple[str, ...]
     """Arguments of `python -m payload.data`."""
+    unprinted: tuple[str, ...]
+    """Further arguments of `prepare`: they say what the run decides, and change no data."""
     run: tuple[str, ...]
     """Arguments of `python -m payload.orchestrate`."""
     run_toml: str
@@ -150,6 +152,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
             f"disk    {estimated['disk']}",
         ),
         prepare=prepare,
+        unprinted=_unprinted(user_settings),
         run=run,
         run_toml=schema_line() + text,
         config=config,
@@ -245,7 +248,10 @@ def _count_tokens(
     def counted(length: int) -> Any:
         arguments = _prepare_arguments(request, found, length)
         return run_for_json(
-            ("payload.data", "prepare", *arguments, "--dry-run", "--json", "--quiet")
+            (
+                *("payload.data", "prepare", *arguments, *_unprinted(user_settings)),
+                *("--dry-run", "--json", "--quiet"),
+            )
         )
 
     key = "data.sequence_length"
@@ -274,6 +280,11 @@ def _prepare_arguments(request: FinetuneRequest, found: DetectedData, length: in
     if found.task not in ("text", "classify"):
         arguments += ["--sequence-length", str(length)]
     return [*arguments, "--out", str(request.out / "data")]
+
+
+def _unprinted(user_settings: dict[str, Any]) -> tuple[str, ...]:
+    has_weights = user_settings.get("task.class_weights", "none") != "none"
+    return ("--has-class-weights",) if has_weights else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from payload.report.number_formats import count, gib, seconds, usd
 from payload.report.source import Run
 from payload.report.sourced import Sourced
 
-
 _BY_CALIBRATION = "summary.json#predicted_step_s"
 
 
