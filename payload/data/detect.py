@@ -17,7 +17,7 @@ from payload.data.rows.column_choice import (
     known_names,
     labelled_columns,
 )
-from payload.data.rows.columns import ANSWERS, METADATA, OPENAI_ANSWERS, format_of
+from payload.data.rows.columns import ANSWERS, METADATA, OPENAI_ANSWERS, format_of, near_columns
 from payload.data.rows.conversations import columns_of, unread_columns
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
@@ -187,7 +187,7 @@ def _detect_task(where: str, rows: Sequence[Row], options: DataOptions) -> tuple
         where,
         columns,
         "known column",
-        _column_fix(rows),
+        f"{near_columns(columns)} {_column_fix(rows)}".lstrip(),
     )
 
 

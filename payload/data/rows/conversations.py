@@ -19,6 +19,7 @@ from payload.data.rows.columns import (
     chat_formats,
     format_of,
     is_absent,
+    near_columns,
     present,
     texts_in,
 )
@@ -55,8 +56,9 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     if form is None:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
         raise BadConversationError(
-            f"no conversation in the columns {keys}. Formats: {chat_formats()}. Map your columns "
-            "to known names with --columns, such as --columns QUESTION=user,ANSWER=assistant."
+            f"no conversation in the columns {keys}.{near_columns(row)} Formats: {chat_formats()}. "
+            "Map your columns to known names with --columns, such as --columns "
+            "QUESTION=user,ANSWER=assistant."
         )
     _require_good(row.get(LABEL))
     found = (

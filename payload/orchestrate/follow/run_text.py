@@ -297,8 +297,13 @@ _TAIL_LINES = 12
 _TAIL_BYTES = 2**16
 
 
-def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> None:
-    """Print estimates, hosts, ranks, environment, command line and Accelerate config."""
+def print_plan(
+    planned: ResolvedPlan, estimated: Estimate, console: Console, *, job: str | None = None
+) -> None:
+    """Print estimates, hosts, ranks, environment, command line and Accelerate config.
+
+    For a Slurm job, whose nodes are not known yet, only estimates and ranks, and the text `job`.
+    """
     plan = planned.plan
     console.print("estimates")
     family = f"model family     {family_name(planned.base.model_type)}"
@@ -307,11 +312,14 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
     width = console.width - 2 if console.is_terminal else _ANY_WIDTH
     fitted = chain(*(wrapped(line, width=width, indent=_ESTIMATE_COLUMN) for line in lines))
     console.print(_indent("\n".join(fitted)))
+    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
+    ranks = "ranks\n" + _indent("\n".join(rank_lines))
+    if job is not None:
+        console.print(f"{ranks}\n{job}", end="")
+        return
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
-    console.print("ranks")
-    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
-    console.print(_indent("\n".join(rank_lines)))
+    console.print(ranks)
     console.print("environment of every rank")
     console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(plan.environment.items()))))
     first = rank_environment(
