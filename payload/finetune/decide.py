@@ -102,7 +102,8 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     user_settings = _parse_overrides(request.overrides)
     spec = _spec(request.model)
     found = detect_data(request.data, request.data_options)
-    lengths, example = _measure(request, found)
+    rendered = _rendered(request, found)
+    lengths, example = _measure(request, found, rendered)
     load_tokenizer(request.model)
     counted = _count_tokens(
         request, found, lengths, spec, user_settings=user_settings, run_for_json=run_for_json
@@ -143,6 +144,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
         headlines=(
             f"data    {request.data}: task {found.task}, because {found.reason}",
             *(f"        {line}" for line in found.recognised),
+            *(f"        {line}" for line in (rendered.template_lines() if rendered else ())),
             f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
             f"{spec.summary()}",
             f"method  {fitting_method.reason}",
@@ -161,18 +163,24 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     )
 
 
-def _measure(request: FinetuneRequest, found: DetectedData) -> tuple[tuple[int, ...], list[Sample]]:
+def _rendered(request: FinetuneRequest, found: DetectedData) -> RenderedRows | None:
+    """Return the rows as the template renders them; None for a task without a template."""
+    if found.task in ("text", "classify"):
+        return None
+    args = argparse.Namespace(**{**vars(request.rendering), "tokenizer": request.model})
+    return RenderedRows(found, args)
+
+
+def _measure(
+    request: FinetuneRequest, found: DetectedData, rendered: RenderedRows | None
+) -> tuple[tuple[int, ...], list[Sample]]:
     """Return the token counts of the first rows, and the samples of one row. Raises DataError.
 
     Plain text has neither, labelled texts have no samples.
     """
-    if found.task == "text":
-        return (), []
     if found.task == "classify":
         return text_lengths(found, tokenizer=request.model), []
-    args = argparse.Namespace(**{**vars(request.rendering), "tokenizer": request.model})
-    rendered = RenderedRows(found, args)
-    return rendered.lengths(), rendered.example()
+    return (rendered.lengths(), rendered.example()) if rendered else ((), [])
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

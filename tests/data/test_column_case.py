@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ OTHER_NAMES = {
 }
 
 
-def write(path: Path, rows: list[Row]) -> Path:
+def write(path: Path, rows: Sequence[Row]) -> Path:
     """Write the rows as CSV, JSON Lines or parquet, by the suffix."""
     if path.suffix == ".parquet":
         import pyarrow as pa
@@ -70,8 +70,8 @@ def test_columns_in_another_case_give_the_same_tokens_as_the_known_names(
     # finetune chooses the same columns.
     found = detect_data(str(tmp_path / f"other{suffix}"), DataOptions(task=task))  # type: ignore[arg-type]
     out = tmp_path / "detected"
-    words = (*found.arguments(), "--tokenizer", str(tokenizer), "--val-fraction", "0.2")
-    assert run_here("prepare", *words, "--out", out).returncode == ExitCode.OK
+    more = ("--tokenizer", tokenizer, "--val-fraction", "0.2", "--out", out)
+    assert run_here("prepare", *found.arguments(), *more).returncode == ExitCode.OK
     assert contents(out).keys() == made["known"].keys()
     assert all(contents(out)[path] == made["known"][path] for path in ("train.bin", "val.bin"))
 
