@@ -59,7 +59,7 @@ def test_the_default_is_what_the_template_adds_in_place_of_a_given_message(
 ) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(source, encoding="utf-8")
-    template = load_chat_template(str(file), tokenizer=make_tokenizer(tmp_path / "model"))
+    template = load_chat_template(file, tokenizer=make_tokenizer(tmp_path / "model"))
     assert default_system(template, {}) == expected
     lines = default_system_lines(template, {})
     assert len(lines) == (expected is not None)
