@@ -58,6 +58,16 @@ def test_a_message_with_misspelt_keys_names_the_keys_of_its_own_form(
     assert ("Did you write" in said) == ("Did you write" in complaint)
 
 
+def test_a_list_of_one_answer_is_that_answer_and_several_name_the_fix() -> None:
+    row = {"question": "a", "answer": ["b"]}
+    assert read(row) == (turn("a", "b"), [False, True])
+    with pytest.raises(BadConversationError) as raised:
+        conversation_of({"question": "a", "answer": ["b", "c"]})
+    assert "answer is a list of 2 texts, but a row has one. Write a row for each text" in str(
+        raised.value
+    )
+
+
 def test_a_misspelt_column_is_named_with_its_known_name() -> None:
     with pytest.raises(BadConversationError) as raised:
         conversation_of({"id": 1, "Conversatoins": []})

@@ -214,6 +214,13 @@ def messages_of(row: Mapping[str, Any], column: str, role: str) -> MessageList:
     Raises BadConversationError.
     """
     given = row[column]
+    if isinstance(given, (list, tuple)) and given and all(isinstance(each, str) for each in given):
+        if len(given) > 1:
+            raise BadConversationError(
+                f"{column} is a list of {len(given)} texts, but a row has one. Write a row for "
+                "each text, or keep only the best one."
+            )
+        given = given[0]
     if isinstance(given, (list, tuple, Mapping)) and given:
         return read_messages(given, column)
     if not isinstance(given, str):
