@@ -213,10 +213,10 @@ def test_a_file_without_rows(
             "--label-column.",
         ),
         (
-            "review,label\nred,1\n",
+            "essay,page,label\nred,a,1\n",
             (),
-            "{csv} line 2: no column 'text'; its columns: 'review', 'label'. Choose one with "
-            "--text-column.",
+            "{csv} line 2: no column 'text'; its columns: 'essay', 'page', 'label'. Choose one "
+            "with --text-column.",
         ),
         ("text,label\n,a\nblue,b\n", (), f"{{csv}} line 2: 'text' is empty. {OR_SKIP}"),
         (

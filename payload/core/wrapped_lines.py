@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
+from typing import TextIO
 
 from payload.core.suggested_commands import command
 
 _NO_BREAK = "\x00"
 """Replaces a space at which a line is not wrapped; printable text does not contain it."""
+
+
+def fitted(line: str, stream: TextIO, *, indent: int = 2) -> str:
+    """Return the line, wrapped at the width of the terminal that `stream` writes to.
+
+    A pipe or a file has no width, so the line stays whole.
+    """
+    if not stream.isatty():
+        return line
+    return "\n".join(wrapped(line, width=shutil.get_terminal_size().columns, indent=indent))
 
 
 def wrapped(line: str, *, width: int, indent: int) -> list[str]:

@@ -26,6 +26,7 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
+from payload.core.wrapped_lines import fitted
 from payload.data.shared_flags import (
     add_hub_flags,
     add_reading_flags,
@@ -216,7 +217,8 @@ def _add_source_flags(parser: CommandParser) -> None:
     add(
         "--text-column",
         metavar="NAME",
-        help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN})",
+        help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN}, or another known "
+        "name, in any case)",
     )
     add_hub_flags(more)
     more("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
@@ -259,6 +261,8 @@ def _add_output_flags(parser: CommandParser) -> None:
         help="output between two saves of the progress (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="print the estimated output; write nothing")
+    # `finetune` passes it if the run has task.class_weights.
+    more("--has-class-weights", action="store_true", help=argparse.SUPPRESS)
     more("--quiet", action="store_true", help="print only errors on stderr")
     more("--json", action="store_true", help="print the result as JSON on stdout")
 
@@ -341,9 +345,9 @@ def _show_rows(args: argparse.Namespace) -> int:
         source=source,
     )
     found = detect_data(str(args.folder), options, setting="show")
-    print(printable(f"{args.folder}: task {found.task}, because {found.reason}"))
+    _print(f"{args.folder}: task {found.task}, because {found.reason}")
     for line in found.recognised:
-        print(printable(line))
+        _print(line)
     if args.tokenizer is None:
         if found.task in ("chat", "preference"):
             print("add --tokenizer MODEL to print a row as it will be trained", file=sys.stderr)
@@ -369,18 +373,23 @@ def _print_samples(samples: Sequence[Sample], *, color: str) -> None:
 
 def _show_meta(folder: Path, meta: DataMeta) -> None:
     size_mib = sum(file.bytes for file in meta.files.values()) / MIB
-    print(
+    _print(
         f"{shown_name(str(folder))}: {meta.train_tokens:,} training tokens in "
         f"{meta.train_documents:,} documents, "
         f"{meta.val_tokens:,} validation tokens in {meta.val_documents:,}, "
         f"{size_mib:,.1f} MiB of {meta.dtype}"
     )
     for line in task_of(meta.task).describe(meta):
-        print(printable(line))
+        _print(line)
     if meta.skipped_documents:
         print(f"skipped as bad: {meta.skipped_documents:,}, for example")
         for example in meta.skipped_examples:
-            print(printable(f"  {example}"))
+            _print(f"  {example}", indent=4)
+
+
+def _print(line: str, *, indent: int = 2) -> None:
+    """Print a line, wrapped on a terminal."""
+    print(fitted(printable(line), sys.stdout, indent=indent))
 
 
 def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None:
@@ -396,7 +405,7 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
     print(f"documents   {known('documents')}")
     print(f"text        {known('text_bytes')} bytes")
     if values["note"] is not None:
-        print(f"note        {values['note']}")
+        _print(f"note        {values['note']}", indent=12)
     print(f"tokens      {known('tokens')} (estimate)")
     print(f"output      {known('need_bytes')} bytes (estimate), {known('free_bytes')} free")
 

@@ -10,33 +10,23 @@ from itertools import islice
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
 from payload.core.tasks import TaskKind
-from payload.data.rows.columns import (
-    ANSWERS,
-    METADATA,
-    OPENAI_ANSWERS,
-    chat_columns,
-    format_of,
-    preference_columns,
+from payload.data.rows.column_choice import (
+    LABEL_COLUMNS,
+    TEXT_COLUMNS,
+    first_of,
+    known_names,
+    labelled_columns,
 )
+from payload.data.rows.columns import ANSWERS, METADATA, OPENAI_ANSWERS, format_of, near_columns
 from payload.data.rows.conversations import columns_of, unread_columns
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
 from payload.data.rows.rows import Row
 from payload.data.sources.recognise import file_kinds, has_rows
-from payload.data.sources.source_flags import (
-    DEFAULT_TEXT_COLUMN,
-    SourceKind,
-    SourceRequest,
-    resolve_source,
-)
+from payload.data.sources.source_flags import SourceKind, SourceRequest, resolve_source
 
 _SAMPLE = 2000
 """Number of rows that are read to detect the format."""
-_LABEL_COLUMNS = (
-    *("label", "labels", "class", "category", "target", "sentiment", "section", "topic"),
-    *("queue", "intent"),
-)
-_TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "description")
 _COLUMNS_SHOWN = 8
 
 
@@ -113,10 +103,9 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
     columns = list(rows[0].values)
     is_chosen = options.label_column is not None or options.text_column is not None
     may_be_chat = options.task in (None, "chat", "preference") and not is_chosen
-    renames = _renames(columns) if may_be_chat and not _has_labels(columns) else ()
-    renamed = [dict(renames).get(name, name) for name in columns]
-    becomes_one = _is_conversation(renamed) and not _is_conversation(columns)
-    if becomes_one and not options.source.columns:
+    may_rename = may_be_chat and (options.task is not None or not _has_labels(columns))
+    renames = known_names(columns) if may_rename else ()
+    if renames and not options.source.columns:
         named = ",".join(f"{column}={name}" for column, name in renames)
         again = replace(
             options,
@@ -129,9 +118,11 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
     )
     text_column = label_column = None
     if task == "classify":
-        text_column, label_column = _find_columns(columns, options)
+        text_column, label_column = labelled_columns(
+            columns, text=options.text_column, label=options.label_column
+        )
     elif task == "text":
-        text_column = options.text_column or _first_of(_TEXT_COLUMNS, columns)
+        text_column = options.text_column or first_of(TEXT_COLUMNS, columns)
     if task in ("text", "classify") and text_column is None:
         raise _column_error(where, columns, "text column", "Choose one with --text-column.")
     if task == "classify" and label_column is None:
@@ -187,24 +178,17 @@ def _detect_task(where: str, rows: Sequence[Row], options: DataOptions) -> tuple
     if form is not None:
         plural = "s" if form.answer else ""
         return "chat", f"its rows have the column{plural} {_listed(form.required())}"
-    _, label = _find_columns(columns, options)
+    _, label = labelled_columns(columns, text=options.text_column, label=options.label_column)
     if label is not None:
         return "classify", f"its rows have a column of labels, {label!r}"
-    if _first_of(_TEXT_COLUMNS, columns) or options.text_column:
+    if first_of(TEXT_COLUMNS, columns) or options.text_column:
         return "text", "its rows have a text column, but no labels or conversations"
     raise _column_error(
         where,
         columns,
         "known column",
-        _column_fix(rows),
+        f"{near_columns(columns)} {_column_fix(rows)}".lstrip(),
     )
-
-
-def _is_conversation(columns: Sequence[str]) -> bool:
-    """Return True if rows with these columns have conversations or pairs."""
-    row = dict.fromkeys(columns, "")
-    pairs = any(all(name in row for name in names) for names in (ANSWERS, OPENAI_ANSWERS))
-    return pairs or format_of(row) is not None
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -240,34 +224,7 @@ def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, 
 
 def _has_labels(columns: Sequence[str]) -> bool:
     """Return whether the columns have labelled texts. Other columns do not matter."""
-    return bool(_first_of(_LABEL_COLUMNS, columns) and _first_of(_TEXT_COLUMNS, columns))
-
-
-def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | None, str | None]:
-    """Return the text and label columns, or None for a column that is not found."""
-    label = options.label_column or _first_of(_LABEL_COLUMNS, columns)
-    text = options.text_column or _first_of(_TEXT_COLUMNS, columns)
-    others = [name for name in columns if name != label]
-    if text is None and len(others) == 1:
-        text = others[0]
-    return text, label
-
-
-def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the column with the first of these names, in any case; the exact name comes first."""
-    found = {column.casefold(): column for column in reversed(columns)}
-    found |= {column: column for column in columns}
-    return next((found[name] for name in names if name in found), None)
-
-
-def _renames(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs for --columns; each renames a column whose name differs from a known name only
-    in case."""
-    known = {*chat_columns(), *preference_columns()} - set(columns)
-    found: dict[str, str] = {}
-    for name in columns:
-        found.setdefault(name.casefold(), name)
-    return tuple((name, low) for low, name in found.items() if low in known)
+    return bool(first_of(LABEL_COLUMNS, columns) and first_of(TEXT_COLUMNS, columns))
 
 
 def _column_error(where: str, columns: Sequence[str], missing: str, fix: str) -> DataError:

@@ -19,6 +19,7 @@ from payload.data.rows.rows import Row
 from payload.data.show import Sample, parts_of
 from payload.data.tasks.arguments import sample_options
 from payload.data.tasks.trained_tokens import in_spans
+from payload.data.templates.default_system import default_system_lines
 from payload.data.templates.turns import RenderedSample, render_samples
 
 
@@ -36,6 +37,10 @@ class RenderedRows:
         self._skip_bad = args.skip_bad
         self._tokenizer, self._template = load_tokenizer_and_template(args)
         self._options = sample_options(args)
+
+    def template_lines(self) -> list[str]:
+        """Return a line with the system message that the template adds, if there is one."""
+        return default_system_lines(self._template, self._options.variables)
 
     def lengths(self) -> tuple[int, ...]:
         """Return the number of tokens of each sample. Raises DataError for a bad row."""

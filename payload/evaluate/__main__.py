@@ -49,10 +49,10 @@ def parser() -> CommandParser:
     made = CommandParser(
         prog=command("evaluate"),
         description="Measure a checkpoint on the validation data of a folder. The result is the "
-        "mean loss per token over whole blocks of val.bin; for data of --task chat, "
-        "over the assistant's tokens only. For data of --task preference, it is the "
-        "loss, accuracy and margin of the rewards; for a classifier, the loss, "
-        "accuracy, F1 and confusion matrix. Ranks under mpirun or torchrun share the "
+        "mean loss per token of val.bin, in blocks as in the run's own evaluations; for data "
+        "of --task chat, over the assistant's tokens only. For data of --task preference, it is "
+        "the loss, accuracy and margin of the rewards; for a classifier, the loss, accuracy, F1 "
+        "and confusion matrix. Ranks under mpirun or torchrun share the "
         "work; the result is the same as on one rank.",
         example="torchrun --nproc-per-node 2 -m payload.evaluate --model latest --data data/stdlib",
     )
@@ -132,7 +132,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
             f"{context}."
         )
     blocks, val_sha256 = _open(arguments.data, model, sequence_length=length)
-    tokens = _whole_blocks(blocks, max_tokens=arguments.max_tokens) * length
+    tokens = _num_blocks(blocks, max_tokens=arguments.max_tokens) * length
     world.join(DistributedSection())
     try:
         _require_equal_ranks(model, val_sha256, world)
@@ -272,10 +272,13 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
     return blocks, meta.files[VAL_NAME].sha256
 
 
-def _whole_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
-    """Return the number of blocks to evaluate. Raises DataError, ConfigError if it is 0."""
-    length, count = blocks.sequence_length, blocks.num_full_blocks()
-    if count < 1:
+def _num_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
+    """Return the number of blocks to evaluate: all, also a shorter last one as in a run.
+
+    Raises DataError, ConfigError if it is 0.
+    """
+    length, count = blocks.sequence_length, blocks.num_blocks()
+    if blocks.num_full_blocks() < 1:
         raise DataError(
             f"{blocks.path}: has fewer than the {length + 1:,} tokens that a block of {length:,} "
             "needs. Use a shorter --sequence-length, or prepare more text."
@@ -351,7 +354,8 @@ def _report(
         shown = f"{perplexity:.4f}" if perplexity is not None else "too large"
         print(f"checkpoint  {shown_name(str(weights))}")
         data = shown_name(str(arguments.data))
-        print(f"data        {data}, the first {result.val_tokens:,} tokens of the validation set")
+        part = "all" if arguments.max_tokens is None else "the first"
+        print(f"data        {data}, {part} {result.val_tokens:,} tokens of the validation set")
         detail = f"{arguments.dtype}, blocks of {length}"
         print(f"loss        {result.val_loss:.6f} nats a token ({detail})")
         print(f"perplexity  {shown}")

@@ -144,7 +144,10 @@ def _finetune(arguments: argparse.Namespace) -> int:
         print("dry run: nothing was written or started", file=sys.stderr)
         return ExitCode.OK
     status = _run_to_end(
-        ("payload.data", *decided.prepare, *(["--force"] if arguments.force else []))
+        (
+            *("payload.data", *decided.prepare, *decided.unprinted),
+            *(["--force"] if arguments.force else []),
+        )
     )
     if status != ExitCode.OK:
         return status

@@ -82,6 +82,8 @@ class FinetunePlan:
     headlines: tuple[str, ...]
     prepare: tuple[str, ...]
     """Arguments of `python -m payload.data`."""
+    unprinted: tuple[str, ...]
+    """Further arguments of `prepare`: they say what the run decides, and change no data."""
     run: tuple[str, ...]
     """Arguments of `python -m payload.orchestrate`."""
     run_toml: str
@@ -101,7 +103,8 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     user_settings = _parse_overrides(request.overrides)
     spec = _spec(request.model)
     found = detect_data(request.data, request.data_options)
-    lengths, example = _measure(request, found)
+    rendered = _rendered(request, found)
+    lengths, example = _measure(request, found, rendered)
     load_tokenizer(request.model)
     counted = _count_tokens(
         request, found, lengths, spec, user_settings=user_settings, run_for_json=run_for_json
@@ -143,6 +146,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
         headlines=(
             f"data    {request.data}: task {found.task}, because {found.reason}",
             *(f"        {line}" for line in found.recognised),
+            *(f"        {line}" for line in (rendered.template_lines() if rendered else ())),
             f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
             f"{spec.summary()}",
             *([f"        {kept}"] if kept else ()),
@@ -153,6 +157,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
             f"disk    {estimated['disk']}",
         ),
         prepare=prepare,
+        unprinted=_unprinted(user_settings),
         run=run,
         run_toml=schema_line() + text,
         config=config,
@@ -161,18 +166,24 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     )
 
 
-def _measure(request: FinetuneRequest, found: DetectedData) -> tuple[tuple[int, ...], list[Sample]]:
+def _rendered(request: FinetuneRequest, found: DetectedData) -> RenderedRows | None:
+    """Return the rows as the template renders them; None for a task without a template."""
+    if found.task in ("text", "classify"):
+        return None
+    args = argparse.Namespace(**{**vars(request.rendering), "tokenizer": request.model})
+    return RenderedRows(found, args)
+
+
+def _measure(
+    request: FinetuneRequest, found: DetectedData, rendered: RenderedRows | None
+) -> tuple[tuple[int, ...], list[Sample]]:
     """Return the token counts of the first rows, and the samples of one row. Raises DataError.
 
     Plain text has neither, labelled texts have no samples.
     """
-    if found.task == "text":
-        return (), []
     if found.task == "classify":
         return text_lengths(found, tokenizer=request.model), []
-    args = argparse.Namespace(**{**vars(request.rendering), "tokenizer": request.model})
-    rendered = RenderedRows(found, args)
-    return rendered.lengths(), rendered.example()
+    return (rendered.lengths(), rendered.example()) if rendered else ((), [])
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -248,7 +259,10 @@ def _count_tokens(
     def counted(length: int) -> Any:
         arguments = _prepare_arguments(request, found, length)
         return run_for_json(
-            ("payload.data", "prepare", *arguments, "--dry-run", "--json", "--quiet")
+            (
+                *("payload.data", "prepare", *arguments, *_unprinted(user_settings)),
+                *("--dry-run", "--json", "--quiet"),
+            )
         )
 
     key = "data.sequence_length"
@@ -277,6 +291,11 @@ def _prepare_arguments(request: FinetuneRequest, found: DetectedData, length: in
     if found.task not in ("text", "classify"):
         arguments += ["--sequence-length", str(length)]
     return [*arguments, "--out", str(request.out / "data")]
+
+
+def _unprinted(user_settings: dict[str, Any]) -> tuple[str, ...]:
+    has_weights = user_settings.get("task.class_weights", "none") != "none"
+    return ("--has-class-weights",) if has_weights else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from payload.generate.classify import (
     refuse_classifier,
     require_classifier,
 )
-from payload.generate.codec import Codec, find_codec
+from payload.generate.codec import Codec, find_codec, read_generation_config
 from payload.generate.output import (
     BETWEEN,
     ChatSample,
@@ -42,13 +42,11 @@ from payload.generate.output import (
 )
 from payload.generate.prompts import Prompt, batches, encode, has_prompts, read_prompts, read_tools
 from payload.generate.sampling import Sampler, SamplingOptions
+from payload.generate.sampling_defaults import sampling_of
 from payload.generate.terminal_chat import chat
 from payload.train.models.base import CausalLM
-from payload.train.models.hf_weights import checkpoint_folder, tokenizer_folder
+from payload.train.models.hf_weights import checkpoint_folder, config_folder, tokenizer_folder
 from payload.train.models.loading import load
-
-_DEFAULTS = SamplingOptions()
-_ANSWER_TOKENS = 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,18 +91,33 @@ def _generate(arguments: Namespace) -> None:
             _print_note(
                 f"note: {template.where} does not write calls, so a call is printed as text"
             )
+    sampling = sampling_of(
+        arguments,
+        is_chat=arguments.chat,
+        generation_config=read_generation_config(config_folder(folder)),
+    )
     model = load(folder)
     refuse_classifier(model, folder=folder)
+    if sampling.note is not None:
+        _print_note(sampling.note)
     _note_vocabulary(codec, model)
     if form is None or not is_dialogue:
-        _continue(prompts, arguments, form=form, weights=str(folder), codec=codec, model=model)
+        _continue(
+            prompts,
+            arguments,
+            options=sampling.options,
+            form=form,
+            weights=str(folder),
+            codec=codec,
+            model=model,
+        )
         return
     _print_model(str(folder), model)
     conversation = Conversation(
         model=model,
         codec=codec,
         format=form,
-        options=_options(arguments, max_new_tokens=_ANSWER_TOKENS, num_samples=1),
+        options=sampling.options,
         stops=arguments.stop,
         messages=_system_messages(arguments),
     )
@@ -148,32 +161,17 @@ def _check_options(arguments: Namespace) -> None:
         raise UsageError("--classify reads texts only from --input or --prompt.")
 
 
-def _options(arguments: Namespace, *, max_new_tokens: int, num_samples: int) -> SamplingOptions:
-    return SamplingOptions(
-        max_new_tokens=arguments.max_new_tokens or max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k or None,
-        num_samples=arguments.num_samples or num_samples,
-        seed=arguments.seed,
-        repetition_penalty=arguments.repetition_penalty,
-    )
-
-
 def _continue(
     prompts: Sequence[Prompt],
     arguments: Namespace,
     *,
+    options: SamplingOptions,
     form: ChatFormat | None,
     weights: str,
     codec: Codec,
     model: CausalLM,
 ) -> None:
     """Continue or answer every prompt, and print the results in the order of the prompts."""
-    options = _options(
-        arguments,
-        max_new_tokens=_DEFAULTS.max_new_tokens if form is None else _ANSWER_TOKENS,
-        num_samples=_DEFAULTS.num_samples if form is None else 1,
-    )
     texts = [_text(prompt, form, arguments) for prompt in prompts]
     encoded = [
         encode(text, codec=codec, model=model, is_marked=form is not None, note=_print_note)

@@ -8,6 +8,7 @@ from typing import Any
 
 from payload.core.errors import ConfigError, DataError
 from payload.data.rows.conversation import Message
+from payload.data.rows.messages import ASSISTANT
 from payload.data.templates.chat_template import ChatTemplate
 from payload.generate.call_formats import ToolCall
 from payload.generate.codec import Codec
@@ -48,13 +49,33 @@ class ChatFormat:
     """The model's stop tokens, and the tokens with which the template ends a turn."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the conversation as text, up to where the answer begins. Raises DataError."""
-        return self.template.render(
+        """Return the conversation as text, up to where the answer begins.
+
+        A conversation that ends with a message of the assistant is continued within this message,
+        as with `continue_final_message` of transformers. Raises DataError.
+        """
+        continues = messages[-1]["role"] == ASSISTANT
+        text = self.template.render(
             messages,
-            add_generation_prompt=True,
+            add_generation_prompt=not continues,
             tools=self.tools,
             variables=self.variables,
         )
+        return self._up_to_the_end_of(messages[-1], text) if continues else text
+
+    def _up_to_the_end_of(self, message: Message, text: str) -> str:
+        """Return the rendered text up to the end of its last message. Raises DataError."""
+        content = message.get("content")
+        start = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+        if start < 0:
+            raise DataError(
+                f"{self.template.where}: renders no text of the last message, so the model cannot "
+                "continue this message. End with a message of the user."
+            )
+        assert isinstance(content, str)
+        # Templates that strip the message remove the spaces at its end.
+        whole, stripped = content.lstrip(), content.strip()
+        return text[: start + len(whole if text.startswith(whole, start) else stripped)]
 
     def divide(self, generated: str, *, prompt: str, is_finished: bool) -> Answer:
         """Return the parts of a generated text that follows a prompt.

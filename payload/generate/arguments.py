@@ -12,7 +12,7 @@ from payload.weights.model_option import MODEL_HELP, OLDER_SPELLING
 
 DEFAULT_PROMPT = "It is interesting"
 _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
-_TEMPERATURE, _TOP_K, _NUM_SAMPLES, _SEED, _PENALTY = 0.8, 200, 3, 1337, 1.0
+_TEMPERATURE, _TOP_K, _ANSWER_TOP_K, _NUM_SAMPLES, _SEED = 0.8, 200, 50, 3, 1337
 
 
 def parser() -> CommandParser:
@@ -38,7 +38,7 @@ def parser() -> CommandParser:
     made.add_argument(
         "--json",
         action="store_true",
-        help="print a JSON object for each prompt or each answer of a chat, instead of text",
+        help="print a JSON object for each prompt or answer",
     )
     return made
 
@@ -103,23 +103,30 @@ def _add_sampling(made: CommandParser) -> None:
     common(
         "--temperature",
         type=_temperature,
-        default=_TEMPERATURE,
         metavar="T",
-        help="0 = greedy decoding (default: %(default)s)",
+        help=f"0 = greedy decoding (default: {_TEMPERATURE}; with --chat: the value in the "
+        "model's generation_config.json, else 0)",
     )
     common(
         "--top-k",
         type=_count,
-        default=_TOP_K,
         metavar="K",
-        help="sample from the K most likely tokens; 0 = from all (default: %(default)s)",
+        help=f"sample from the K likeliest tokens; 0 = all (default: {_TOP_K}; with --chat: the "
+        f"model's, else {_ANSWER_TOP_K})",
+    )
+    add(
+        "--top-p",
+        type=_share,
+        metavar="P",
+        help="sample from the likeliest tokens whose probabilities sum to P (default: 1; with "
+        "--chat: the model's, else 1)",
     )
     add(
         "--repetition-penalty",
         type=_penalty,
-        default=_PENALTY,
         metavar="P",
-        help="above 1: repeated tokens become less likely (default: %(default)s)",
+        help="above 1: repeated tokens become less likely (default: 1; with --chat: the model's, "
+        "else 1)",
     )
     common(
         "--num-samples",
@@ -178,6 +185,13 @@ def _penalty(text: str) -> float:
     value = _number(text)
     if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, and at most 1")
     return value
 
 

@@ -146,7 +146,7 @@ def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     found: set[int] = set()
     text = config.get("text_config")  # of a multimodal model
     nested = text if isinstance(text, Mapping) else {}
-    for raw in (config, nested, _read_generation_config(folder)):
+    for raw in (config, nested, read_generation_config(folder)):
         given = raw.get("eos_token_id")
         for token in given if isinstance(given, list) else [given]:
             if type(token) is int and token >= 0:
@@ -154,7 +154,8 @@ def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _read_generation_config(folder: Path) -> Mapping[str, Any]:
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
+    """Return a model's generation_config.json; empty without the file. Raises CheckpointError."""
     path = folder / _GENERATION_CONFIG
     fix = f"Repair the file (compare with {CONFIG_FILE}), or remove it."
     try:

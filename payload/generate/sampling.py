@@ -22,6 +22,11 @@ class SamplingOptions:
     """Divisor of the logits; 0 = greedy decoding."""
     top_k: int | None = 200
     """Number of likeliest tokens to sample from; None = all tokens."""
+    top_p: float = 1.0
+    """Sampled are the likeliest tokens whose probabilities sum to this; 1 = all tokens.
+
+    Source: nucleus sampling, arXiv:1904.09751.
+    """
     num_samples: int = 3
     seed: int = 1337
     """Seed; sample i uses its own generator, seeded with seed + i."""
@@ -185,11 +190,21 @@ def choose(
         lowest = scaled.topk(options.top_k).values[:, -1:]
         scaled = scaled.masked_fill(scaled < lowest, -torch.inf)
     chances = scaled.softmax(dim=1)
+    if options.top_p < 1.0:
+        chances = _nucleus(chances, top_p=options.top_p)
     draws = [
         torch.multinomial(row, 1, generator=generator)
         for row, generator in zip(chances, generators, strict=True)
     ]
     return torch.cat(draws)
+
+
+def _nucleus(chances: Tensor, *, top_p: float) -> Tensor:
+    """Return (B, V) probabilities with 0 for tokens after the likeliest that sum to `top_p`."""
+    ordered, places = chances.sort(dim=1, descending=True)
+    # The token that reaches the sum is kept, so at least one token remains.
+    is_after = ordered.cumsum(dim=1) - ordered >= top_p
+    return chances.masked_fill(is_after.scatter(1, places, is_after), 0.0)
 
 
 class Reader:

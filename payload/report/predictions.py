@@ -1,4 +1,4 @@
-"""Compares time, memory and cost of a run with the predictions of its plan."""
+"""Compares time, memory and cost of a run with the predictions before training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from payload.report.number_formats import count, gib, seconds, usd
 from payload.report.source import Run
 from payload.report.sourced import Sourced
+
+_BY_CALIBRATION = "summary.json#predicted_step_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,10 @@ def _predictions(run: Run) -> Iterator[Prediction]:
     numbers = run.plan.arithmetic if run.plan else None
     summary = run.summary
     hourly = run.inventory.hourly_usd() if run.inventory else None
-    step_s = numbers.step_s if numbers else None
+    # On one machine, only the calibration at the start measures the peak.
+    by_plan = numbers is not None and numbers.step_s is not None
+    origin = "plan" if by_plan else "calibration"
+    step_s = numbers.step_s if numbers and by_plan else summary.get("predicted_step_s")
     speed = numbers.tokens_per_step / step_s if numbers and step_s else None
     per_million = hourly * 1e6 / 3600 / speed if hourly and speed else None
 
@@ -54,14 +59,17 @@ def _predictions(run: Run) -> Iterator[Prediction]:
             name="tokens/s",
             form=count,
             measured=measured("tokens_per_s"),
-            predicted=_derived(speed, "plan.tokens_per_s"),
+            predicted=_derived(speed, f"{origin}.tokens_per_s"),
         )
     if numbers and tokens_per_s:
         yield Prediction(
             name="a step",
             form=seconds,
             measured=_derived(numbers.tokens_per_step / tokens_per_s, "step_s"),
-            predicted=Sourced(value=step_s, source="plan.json#arithmetic.step_s"),
+            predicted=Sourced(
+                value=step_s,
+                source="plan.json#arithmetic.step_s" if by_plan else _BY_CALIBRATION,
+            ),
         )
     if run.steps and numbers:
         yield Prediction(
@@ -80,11 +88,11 @@ def _predictions(run: Run) -> Iterator[Prediction]:
             name="dollars",
             form=usd,
             measured=measured("cost_usd"),
-            predicted=_derived(planned, "plan.usd"),
+            predicted=_derived(planned, f"{origin}.usd"),
         )
         yield Prediction(
             name="dollars per million tokens",
             form=usd,
             measured=measured("usd_per_million_tokens"),
-            predicted=_derived(per_million, "plan.usd_per_million_tokens"),
+            predicted=_derived(per_million, f"{origin}.usd_per_million_tokens"),
         )

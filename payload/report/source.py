@@ -188,7 +188,7 @@ def find_run(name: str, *, runs_dir: Path | None = None, is_started_here: bool =
             if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):
                 return Run(paths, is_started_here=is_started_here)
     place = runs_dir or Path(DEFAULT_RUNS_DIR)
-    if name == LATEST and not any(place.glob("*/*.json")):
+    if Path(name).name == LATEST and not any(place.glob("*/*.json")):
         raise UsageError(no_runs(place))
     raise UsageError(
         f"no run {shown(name)}: neither a run's id in {place} nor a run's "

@@ -256,6 +256,8 @@ class Summary:
     final_loss: float | None = None
     best_val_loss: float | None = None
     final_val_loss: float | None = None
+    final_val_step: int | None = checked(None, low=0)
+    """Step of the last evaluation; None in older summaries."""
     best_checkpoint: str | None = None
     """Name of the checkpoint with the lowest validation loss; None if none was evaluated."""
     val_metrics: dict[str, float] = field(default_factory=dict)
@@ -269,6 +271,9 @@ class Summary:
     """Measured peak FLOP/s of a matmul, summed over all ranks; None if not measured."""
     dequantized_per_s: float | None = None
     """Number of weights that a rank dequantizes per second; None unless the base has 4 bits."""
+    predicted_step_s: float | None = checked(None, low=0)
+    """Seconds per step, predicted by the calibration at the last start; None in older summaries.
+    """
     ready_unix: float | None = _seconds(None)
     """Time of the first step or evaluation after the last start, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)

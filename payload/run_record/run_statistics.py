@@ -44,6 +44,7 @@ def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step
             summary,
             best_val_loss=min(row["val_loss"] for row in evaluations),
             final_val_loss=last["val_loss"],
+            final_val_step=last["step"],
             val_metrics=val_metrics(last),
             val_confusion=confusion_of(last),
         )

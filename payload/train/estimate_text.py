@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,21 +19,39 @@ from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
 
 
-def describe(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The predicted cost of a run."""
+
+    lines: Sequence[str]
+    """Log lines with the run's numbers, from parameters to predicted time."""
+    step_s: float
+    """Seconds per step."""
+
+
+def predict(
     config: RunConfig,
     *,
     spec: ModelSpec,
     task: Task,
     world: World,
     calibration: Calibration,
-) -> list[str]:
-    """Return log lines with the run's numbers, from parameters to predicted time."""
+) -> Prediction:
+    """Return the run's sizes, memory and time, predicted from the calibration."""
     batch, meta = config.batch, task.meta
     tokens = round(batch.global_batch_size * task.mean_tokens())
     accumulation = config.passes(world.world_size)
     all_tokens = tokens * config.train.steps
     memory = config.memory_bytes(spec, dtype=calibration.dtype, world_size=world.world_size)
-    return [
+    time_lines, step_s = _time(
+        config,
+        tokens,
+        val_tokens=meta.val_tokens,
+        spec=spec,
+        world=world,
+        calibration=calibration,
+    )
+    lines = [
         f"model     {spec.num_params() / 1e6:.1f}M parameters: {spec.summary()}",
         f"data      {meta.train_tokens:,} training and {meta.val_tokens:,} validation "
         f"tokens from {meta.source}",
@@ -46,15 +65,9 @@ def describe(
         f"memory    about {memory / 2**30:.1f} GiB a rank",
         *_sync_check(config, spec=spec, world=world),
         *_dequantizing(config, spec=spec, world=world, calibration=calibration),
-        *_predictions(
-            config,
-            tokens,
-            val_tokens=meta.val_tokens,
-            spec=spec,
-            world=world,
-            calibration=calibration,
-        ),
+        *time_lines,
     ]
+    return Prediction(lines=lines, step_s=step_s)
 
 
 def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str]:
@@ -81,7 +94,7 @@ def _dequantizing(
     ]
 
 
-def _predictions(
+def _time(
     config: RunConfig,
     tokens: int,
     *,
@@ -89,8 +102,8 @@ def _predictions(
     spec: ModelSpec,
     world: World,
     calibration: Calibration,
-) -> list[str]:
-    """Return the log lines on the predicted gradient exchange, step time and time of the run."""
+) -> tuple[list[str], float]:
+    """Return the log lines on the gradient exchange and the time, and the seconds per step."""
     config = replace(config, device=replace(config.device, kind=world.kind))
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s
@@ -125,8 +138,9 @@ def _predictions(
             f"{speed / 1e9:.2f} GB/s; {step.exchange_s - step.exposed_s:.2f} s of this overlap the "
             "backward pass"
         )
-    return [
+    lines = [
         sync,
         f"predicted {step_s:.2f} s a step, of which {compute.seconds:.2f} s are compute at "
         f"{compute.mfu:.0%} of the peak: about {time.words()}",
     ]
+    return lines, step_s

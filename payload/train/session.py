@@ -27,7 +27,7 @@ from payload.run_record.approved_settings import record_approved
 from payload.run_record.metrics_log import stream_metrics
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import ensure_identity
-from payload.train.estimate_text import describe
+from payload.train.estimate_text import predict
 from payload.train.gemm_and_network_benchmark import Calibration, calibrate
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
@@ -208,10 +208,12 @@ def _train(
         require_disk_space(config, start.model.trained_spec(), paths=paths)
         if not task.has_range_hashes():
             log.warning(no_range_hashes(task.folder))
-        for line in describe(
+        predicted = predict(
             config, spec=start.model.trained_spec(), task=task, world=world, calibration=calibration
-        ):
+        )
+        for line in predicted.lines:
             log.info(line)
+        summary.predicted(step_s=predicted.step_s)
     if start.state:
         log.info(f"resuming after step {resumed_at_step} from {start.checkpoint}")
     with (

@@ -78,6 +78,11 @@ class SummaryFile:
         )
         self._try_to_write()
 
+    def predicted(self, *, step_s: float) -> None:
+        """Record the predicted time of a step."""
+        self._summary = replace(self._summary, predicted_step_s=step_s)
+        self._try_to_write()
+
     def ready(self, start_s: Mapping[str, float]) -> None:
         """Record the times of the phases before training, which begins now."""
         rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}

@@ -28,7 +28,7 @@ from payload.formats.hf_folder import (
 from payload.formats.hub_names import HubName
 from payload.formats.quantized.weight_headers import dequantized_headers
 from payload.formats.tensor_headers import PICKLE_FILES, TensorHeader
-from payload.weights.run_names import near_names
+from payload.weights.run_names import near_names, places_without
 
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -289,7 +289,7 @@ class _Hub:
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return self._refusal(
-                "not a local folder, and not on the Hugging Face hub, or private",
+                f"{places_without(name)}, and not on the Hugging Face hub, or private",
                 f"{self._meant(name)}Check the name, or log in (hf auth login).",
             )
         if isinstance(error, errors.RemoteEntryNotFoundError):
@@ -304,7 +304,7 @@ class _Hub:
                 f"{self._meant(name)}Download it while online (hf download), or use a folder.",
             )
         return self._refusal(
-            f"not a local folder, and could not be downloaded from the Hugging Face hub "
+            f"{places_without(name)}, and could not be downloaded from the Hugging Face hub "
             f"({type(error).__name__}: {one_line(error).rstrip('.')})",
             f"{self._meant(name)}Check the name or the network, or use a folder.",
         )

@@ -83,6 +83,11 @@ def _log_once(text: str) -> None:
     log.warning(text)
 
 
+def places_without(name: str) -> str:
+    """Return where a name was looked for before the hub, such as `not a local folder`, in order."""
+    return "not a local folder" + ("" if "/" in name else f", not a run in {DEFAULT_RUNS_DIR}")
+
+
 def near_names(name: str) -> str:
     """Return the hint "Did you mean ...?" for an unknown model, with a leading space, or "".
 

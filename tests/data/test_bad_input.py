@@ -156,7 +156,7 @@ FATAL = [
     (jsonl_holding(gzip.compress(b"{}" * 9999)[:40], "in.jsonl.gz"), "damaged gzip file"),
     (jsonl_folder_with_pipe, "in.jsonl: not a regular file"),
     (jsonl_holding(gzip.compress(b""), "in.jsonl.gz"), "no documents in jsonl: "),
-    (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; its columns: 'body'"),
+    (parquet_holding(pa.table({"essay": GOOD})), "no column 'text'; its columns: 'essay'"),
     slowly(parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
 ]
 

@@ -343,6 +343,15 @@ def test_labels_that_make_the_accuracy_misleading_are_noted(
     assert not any(text in said for text in missing), said
 
 
+def test_class_weights_are_not_suggested_to_a_run_that_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(f"text {number}", "a" if number % 5 else "b") for number in range(100)]
+    words = ["--task", "classify", "--out", str(tmp_path / "data"), "--has-class-weights"]
+    assert main(["prepare", *words, "--input", str(write_rows(tmp_path, "csv", rows))]) == 0
+    assert "task.class_weights" not in capsys.readouterr().err
+
+
 def test_bad_rows_can_be_left_out(tmp_path: Path) -> None:
     rows = [*ROWS, ("", "up"), ("text", "")]
     assert prepare(write_rows(tmp_path, "jsonl", rows), tmp_path / "data", "--skip-bad") == 0

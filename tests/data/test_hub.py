@@ -24,6 +24,7 @@ from payload.data.tasks.text_source import build_source
 from payload.formats.data_folder import load_meta
 from tests.data.fake_hub import COMMIT, Hub, fake_hub, serving
 from tests.data.running import read_bin, reference_tokens, run_here
+from tests.support.chat_data import make_tokenizer
 
 pytestmark = pytest.mark.processes
 
@@ -74,6 +75,60 @@ def test_local_folder_of_jsonl_is_streamed_through_datasets(tmp_path: Path) -> N
     assert main(["prepare", *args, f"--out={tmp_path / 'out'}"]) == 0
     assert load_meta(tmp_path / "out").split.method == "permutation"
     assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
+
+
+def write_splits(folder: Path, **counts: int) -> Path:
+    """Write conversations as one file for each split."""
+    folder.mkdir()
+    for split, count in counts.items():
+        rows = [json.dumps({"question": f"{split} {n}", "answer": "yes"}) for n in range(count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("counts", "val", "note"),
+    [
+        (
+            {"train": 30, "validation": 7, "test": 5},
+            7,
+            "splits of the dataset: train for training, validation for validation; left out: "
+            "'test' (choose with --split)",
+        ),
+        ({"train": 30, "test": 5}, 3, "train for training; left out: 'test'"),
+        ({"train": 30}, 3, None),
+    ],
+)
+def test_the_validation_split_of_a_dataset_is_for_validation_and_others_are_named(
+    counts: dict[str, int],
+    val: int,
+    note: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write_splits(tmp_path / "set", **counts)
+    model = make_tokenizer(tmp_path / "model")
+    args = ["--task", "chat", "--source", "hf", f"--input={folder}", f"--tokenizer={model}"]
+    assert main(["prepare", *args, f"--out={tmp_path / 'out'}", "--packing=none"]) == 0
+    meta = load_meta(tmp_path / "out")
+    assert (meta.val_documents, meta.train_documents) == (val, 30 if val == 7 else 27)
+    said = capsys.readouterr().err
+    assert (note or "splits of the dataset") in said if note else "splits of the" not in said
+    # A split that the user chose is read alone.
+    chosen = [*args, "--split=train", "--packing=none", f"--out={tmp_path / 'chosen'}"]
+    assert main(["prepare", *chosen]) == 0
+    assert load_meta(tmp_path / "chosen").val_documents == 3
+
+
+def test_texts_of_a_dataset_name_the_splits_that_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_splits(tmp_path / "set", train=30, validation=7)
+    args = ["--source", "hf", f"--input={folder}", "--text-column", "question", "--dry-run"]
+    assert main(["prepare", *args, f"--out={tmp_path / 'out'}"]) == 0
+    assert "train for training; left out: 'validation' (choose with --split)" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:

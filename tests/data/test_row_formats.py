@@ -37,6 +37,46 @@ def assistant(text: str | None, **more: object) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ({"from": "human", "vlaue": "a"}, "'from' and 'value'. Did you write 'vlaue' for 'value'?"),
+        ({"form": "human", "value": "a"}, "'from' and 'value'. Did you write 'form' for 'from'?"),
+        ({"role": "user", "contnet": "a"}, "'role' and 'content'. Did you write 'contnet' for"),
+        ({"role": "user", "text": "a"}, "'role' and 'content'."),
+        ({"name": "user", "text": "a"}, "'role' and 'content'."),
+        ("a", "'role' and 'content'."),
+    ],
+)
+def test_a_message_with_misspelt_keys_names_the_keys_of_its_own_form(
+    message: object, complaint: str
+) -> None:
+    with pytest.raises(BadConversationError) as raised:
+        conversation_of({"conversations": [message]})
+    said = str(raised.value)
+    assert complaint in said
+    assert ("Did you write" in said) == ("Did you write" in complaint)
+
+
+def test_a_list_of_one_answer_is_that_answer_and_several_name_the_fix() -> None:
+    row = {"question": "a", "answer": ["b"]}
+    assert read(row) == (turn("a", "b"), [False, True])
+    with pytest.raises(BadConversationError) as raised:
+        conversation_of({"question": "a", "answer": ["b", "c"]})
+    assert "answer is a list of 2 texts, but a row has one. Write a row for each text" in str(
+        raised.value
+    )
+
+
+def test_a_misspelt_column_is_named_with_its_known_name() -> None:
+    with pytest.raises(BadConversationError) as raised:
+        conversation_of({"id": 1, "Conversatoins": []})
+    assert "Did you mean 'conversations' instead of 'Conversatoins'?" in str(raised.value)
+    with pytest.raises(BadConversationError) as raised:
+        conversation_of({"id": 1, "poem": "a"})
+    assert "Did you mean" not in str(raised.value)
+
+
 def read(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bool]]:
     """Return the messages of a row, and which are trained."""
     found = conversation_of(row)
@@ -267,7 +307,7 @@ def test_a_text_that_is_repeated_in_the_messages_is_not_unread() -> None:
         ({"messages": [user("a"), assistant("b", weight=0.5)]}, "weight = 0.5 is not supported"),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call"}]},
-            "needs the keys 'role' and 'content'",
+            "needs the keys 'from' and 'value'",
         ),
         (
             {"messages": [user("a"), {"from": "function_call", "value": "{}"}]},

@@ -49,17 +49,18 @@ def last_line(printed: str) -> dict[str, Any]:
 
 
 def losses_of_transformers(checkpoint: Path, data: Path, *, length: int) -> list[float]:
-    """Return transformers' loss of each whole block, including the token after it."""
+    """Return transformers' summed loss of each block, including the token after it."""
     from transformers import GPT2LMHeadModel
 
     model: Any = GPT2LMHeadModel.from_pretrained(checkpoint)
     tokens = torch.from_numpy(np.fromfile(data / "val.bin", dtype="<u2").astype(np.int64))
     found = []
-    for start in range(0, len(tokens) - length, length):
+    for start in range(0, len(tokens) - 1, length):
         block = tokens[start : start + length + 1]
         with torch.inference_mode():
             logits = model(block[None, :-1]).logits[0]
-        found.append(float(torch.nn.functional.cross_entropy(logits.double(), block[1:])))
+        sums = torch.nn.functional.cross_entropy(logits.double(), block[1:], reduction="sum")
+        found.append(float(sums))
     return found
 
 
@@ -67,7 +68,7 @@ def losses_of_transformers(checkpoint: Path, data: Path, *, length: int) -> list
     ("length", "max_tokens"),
     [(64, None), (32, None), (64, 200), pytest.param(64, 64, marks=pytest.mark.slow)],
 )
-def test_the_loss_is_that_of_transformers_over_the_first_whole_blocks(
+def test_the_loss_is_that_of_transformers_over_all_blocks_or_the_first_whole_ones(
     checkpoint: Path,
     data: Path,
     length: int,
@@ -78,9 +79,10 @@ def test_the_loss_is_that_of_transformers_over_the_first_whole_blocks(
     limit = [] if max_tokens is None else ["--max-tokens", str(max_tokens)]
     assert evaluate(checkpoint, data, "--json", "--sequence-length", str(length), *limit) == 0
     row = last_line(capsys.readouterr().out)
-    count = (TOKENS - 1) // length if max_tokens is None else max_tokens // length
-    assert row["val_tokens"] == count * length
-    assert row["val_loss"] == pytest.approx(sum(expected[:count]) / count, abs=1e-5)
+    # 999 targets: a block of the last 39, or of the last 7.
+    count = len(expected) if max_tokens is None else max_tokens // length
+    assert row["val_tokens"] == (TOKENS - 1 if max_tokens is None else count * length)
+    assert row["val_loss"] == pytest.approx(sum(expected[:count]) / row["val_tokens"], abs=1e-5)
     assert row["perplexity"] == pytest.approx(math.exp(row["val_loss"]))
 
 
@@ -89,7 +91,7 @@ def test_without_json_the_result_is_for_people(
 ) -> None:
     assert evaluate(checkpoint, data) == ExitCode.OK
     out = capsys.readouterr().out
-    assert "960 tokens" in out and "perplexity" in out and "blocks of 64" in out
+    assert "all 999 tokens of" in out and "perplexity" in out and "blocks of 64" in out
 
 
 def test_the_default_length_is_the_run_s_and_other_settings_are_noted(
@@ -138,7 +140,7 @@ def test_two_ranks_find_what_one_finds(
     assert len(lines) == 1, "rank 0 alone prints the result"
     rows.append(last_line(done.stdout))
     assert [row["world_size"] for row in rows] == [1, 2]
-    assert rows[0]["val_tokens"] == rows[1]["val_tokens"] == 960
+    assert rows[0]["val_tokens"] == rows[1]["val_tokens"] == 999
     assert rows[1]["val_loss"] == pytest.approx(rows[0]["val_loss"], rel=1e-9)
 
 

@@ -128,6 +128,28 @@ def test_prepare_only_writes_data_and_config_and_starts_nothing(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("weights", ["none", "balanced"])
+def test_class_weights_are_suggested_only_to_a_run_without_them(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    weights: str,
+) -> None:
+    monkeypatch.setattr(
+        "payload.finetune.__main__._run_to_end", lambda words: data(list(words[1:]))
+    )
+    rows = "".join(f"text {number},{'b' if number % 5 else 'a'}\n" for number in range(100))
+    (tmp_path / "unequal.csv").write_text("text,label\n" + rows, encoding="utf-8")
+    words = ("--data", "unequal.csv", "--prepare-only", "--set", f"task.class_weights={weights}")
+    assert main(command(place, *words)[3:]) == 0
+    printed = capsys.readouterr()
+    assert ("task.class_weights=balanced" in printed.err) == (weights == "none")
+    assert "--has-class-weights" not in printed.out
+
+
+@pytest.mark.processes
 def test_the_decisions_fit_a_terminal_of_80_columns(place: Path, tmp_path: Path) -> None:
     words = command(place, "--data", place / "chats.jsonl", "--dry-run")
     pid, terminal = pty.fork()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,6 +96,10 @@ def test_an_evaluation_gives_the_recorded_loss(
     # Not recorded by the release that made the runs.
     assert found.pop("trained_sequence_length", None) == {"text": 32, "chat": 64}.get(data)
     known = expected()[name]["evaluate"]
+    if data == "text":
+        # That release left out the tokens after the last whole block, unlike the runs.
+        loss = read_json(recorded.run_dir(name) / "summary.json")["final_val_loss"]
+        known |= {"val_loss": loss, "perplexity": math.exp(loss), "val_tokens": 1290}
     numbers = {key: value for key, value in known.items() if isinstance(value, float)}
     assert found == known | {key: close(value) for key, value in numbers.items()}
 

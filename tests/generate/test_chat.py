@@ -110,6 +110,30 @@ def test_the_template_gives_what_transformers_gives(folder: Path) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("content", ["It is", "  It is", "It is "])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_final_message_of_the_assistant_is_continued_as_in_transformers(
+    content: str, strips: bool, folder: Path
+) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = CHATML.replace("message['content']", "message['content'] | trim") if strips else CHATML
+    (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+    messages = [{"role": "user", "content": "It is?"}, {"role": "assistant", "content": content}]
+    # Any: the annotation has one string, but the value is a list of strings.
+    rendered: Any = render_jinja_template(
+        [messages], chat_template=text, continue_final_message=True
+    )
+    form = chat_format(read_chat_template(folder), find_codec(folder))
+    assert form.prompt(messages) == rendered[0][0]
+
+
+def test_a_final_message_without_text_cannot_be_continued(folder: Path) -> None:
+    form = chat_format(read_chat_template(folder), find_codec(folder))
+    with pytest.raises(DataError, match=r"End with a message of the user\."):
+        form.prompt([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}])
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -58,6 +58,17 @@ def test_site_slurm_plans_the_job_and_not_the_login_node(capsys: Capture) -> Non
     out, err = capsys.readouterr()
     assert "2 node(s) like" in err and "starts the ranks with srun" in err
     assert "each of 4 rank(s)" in out
+    # No command or path of another kind of cluster: what Slurm runs.
+    assert "mpirun" not in out and "/home/trainer" not in out and "accelerate" not in out
+    lines = [line.strip() for line in out.splitlines()]
+    submit = lines[lines.index("submitted with") + 1]
+    assert re.fullmatch(
+        rf"sbatch --parsable {re.escape(str(Path.cwd()))}/runs/\S+/job\.sbatch", submit
+    )
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1"} <= set(lines)
+    ranks = lines[lines.index("the job starts the ranks with") + 1]
+    assert ranks.startswith("srun --nodes=2 --ntasks=4 --ntasks-per-node=2 ")
+    assert f" -m payload.train --run-dir {Path(submit.split()[-1]).parent}" in ranks
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "preflight"])

@@ -135,15 +135,16 @@ class Files:
             return float(numbers["tokens_per_step"] / summary["tokens_per_s"])
         if how == "peak_rss":
             return float(max(row["rss_bytes"] for row in self.steps))
-        speed = numbers["tokens_per_step"] / numbers["step_s"]
+        step_s = summary["predicted_step_s"] if kind == "calibration" else numbers["step_s"]
+        speed = numbers["tokens_per_step"] / step_s
         hourly = sum(node["hourly_usd"] for node in self.json("inventory.json")["nodes"])
         per_token = hourly / 3600 / speed
         return float(
             {
-                "plan.tokens_per_s": speed,
-                "plan.usd": per_token * summary["tokens"],
-                "plan.usd_per_million_tokens": per_token * 1e6,
-            }[how]
+                "tokens_per_s": speed,
+                "usd": per_token * summary["tokens"],
+                "usd_per_million_tokens": per_token * 1e6,
+            }[rest]
         )
 
     def rank_mean(self, part: str, rank: int) -> float:

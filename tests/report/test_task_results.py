@@ -58,6 +58,10 @@ def test_the_summary_and_the_result_have_the_tasks_metric_first(
     (best,) = [line for line in lines if line.startswith("best checkpoint")]
     assert best.endswith(f"{summary.best_checkpoint}, by validation loss")
     assert max(len(line) for line in lines if "/" not in line) <= 80
+    last = [row for row in read_metrics(paths.metrics) if "val_loss" in row][-1]
+    assert summary.final_val_step == last["step"]
+    (shown,) = [line for line in lines if line.startswith("validation loss")]
+    assert f" {last['val_loss']:.4f} at step {last['step']} (best " in shown
 
 
 def test_a_classifiers_result_ends_with_its_confusion_matrix(runs: Path) -> None:
@@ -81,6 +85,7 @@ def test_status_shows_the_accuracy_of_an_old_run(runs: Path) -> None:
     view = view_run(RunPaths(runs / "labels"), now_unix=2e9)
     lines = status_lines(view, width=80)
     assert "accuracy         83.33%" in lines and "macro F1         0.8333" in lines
+    assert f"validation loss  {view.val_loss:.4f} at step 6" in lines
 
 
 def test_the_log_line_of_an_evaluation_has_the_perplexity_beside_the_loss() -> None:

@@ -15,7 +15,7 @@ from payload.config.setting_reference import SectionReference, sections
 from payload.core.errors import ExitCode
 from payload.machines.machine_types import machine_types
 from payload.pricing.cloud_prices import listed_machines, machine_price
-from tests.support import command_reference, comparison
+from tests.support import command_reference, comparison, gpu_memory
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 CLUSTER_SECTIONS = frozenset(
@@ -171,11 +171,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "options of data": functools.partial(command_reference.options, "Data"),
     "options of models": functools.partial(command_reference.options, "Models", "Shell"),
     "comparison": comparison.comparison,
+    "GPU memory": gpu_memory.memory_table,
 }
 PAGES = tuple(
     README.parent / "docs" / name
     for name in (
         "comparison.md",
+        "tutorials/gpu.md",
         *(
             f"reference/{page}.md"
             for page in (

@@ -10,7 +10,7 @@ import torch
 
 from payload.config.run_config import parse_run_config
 from payload.models.gpt2.spec import PRESETS
-from payload.train.estimate_text import describe
+from payload.train.estimate_text import predict
 from payload.train.gemm_and_network_benchmark import Calibration
 from payload.train.ranks.world import World
 from payload.train.tasks.registry import open_task
@@ -33,7 +33,7 @@ def lines_with(
         where="test",
     )
     world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=1, node="here")
-    found = describe(
+    found = predict(
         config,
         spec=PRESETS["gpt2"],
         task=open_task(config),
@@ -46,7 +46,10 @@ def lines_with(
             dequantized_per_s=dequantized_per_s,
         ),
     )
-    return {line.partition(" ")[0]: line for line in found}
+    lines = {line.partition(" ")[0]: line for line in found.lines}
+    # summary.json keeps the number of the line.
+    assert lines["predicted"].startswith(f"predicted {found.step_s:.2f} s a step, ")
+    return lines
 
 
 def test_a_step_is_predicted_with_what_the_backward_pass_does_not_hide(tiny_data: Path) -> None:

@@ -6,9 +6,12 @@ Docs and messages are made from these tables.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from payload.core.printable_text import shown
+from payload.core.validation.suggestion import nearest
 
 SYSTEM = ("system", "system_prompt")
 """Columns with the system message, in any format."""
@@ -73,6 +76,8 @@ OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 
 _LEAVES = (str, int, float, type(None))
 """Types without inner values. A check for these is faster than a check for a mapping."""
+_NEAR = 0.8
+"""Similarity of a column's name from which on it may be a misspelt known name."""
 _MOST_LEVELS = 100
 """Limit on the nesting depth of a row's values; the schemas of tools have about ten levels."""
 METADATA = re.compile(
@@ -101,6 +106,16 @@ def preference_columns() -> tuple[str, ...]:
     more = (*SYSTEM, *TOOLS, DOCUMENTS, VARIABLES, *TRAIN_KEYS)
     named = (*PREFERENCE_PROMPTS, *ANSWERS, OPENAI_PROMPT, *OPENAI_ANSWERS)
     return tuple(dict.fromkeys((*named, *more)))
+
+
+def near_columns(columns: Iterable[str]) -> str:
+    """Return the hint "Did you mean ...?" for a misspelt column, with a leading space, or ""."""
+    known = {*chat_columns(), *preference_columns()}
+    for name in columns:
+        near = nearest(name.casefold(), known, cutoff=_NEAR)
+        if near not in (None, name.casefold()):
+            return f" Did you mean {near!r} instead of {shown(name)}?"
+    return ""
 
 
 def chat_formats() -> str:

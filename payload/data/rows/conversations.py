@@ -19,6 +19,7 @@ from payload.data.rows.columns import (
     chat_formats,
     format_of,
     is_absent,
+    near_columns,
     present,
     texts_in,
 )
@@ -55,8 +56,9 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     if form is None:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
         raise BadConversationError(
-            f"no conversation in the columns {keys}. Formats: {chat_formats()}. Map your columns "
-            "to known names with --columns, such as --columns QUESTION=user,ANSWER=assistant."
+            f"no conversation in the columns {keys}.{near_columns(row)} Formats: {chat_formats()}. "
+            "Map your columns to known names with --columns, such as --columns "
+            "QUESTION=user,ANSWER=assistant."
         )
     _require_good(row.get(LABEL))
     found = (
@@ -212,6 +214,13 @@ def messages_of(row: Mapping[str, Any], column: str, role: str) -> MessageList:
     Raises BadConversationError.
     """
     given = row[column]
+    if isinstance(given, (list, tuple)) and given and all(isinstance(each, str) for each in given):
+        if len(given) > 1:
+            raise BadConversationError(
+                f"{column} is a list of {len(given)} texts, but a row has one. Write a row for "
+                "each text, or keep only the best one."
+            )
+        given = given[0]
     if isinstance(given, (list, tuple, Mapping)) and given:
         return read_messages(given, column)
     if not isinstance(given, str):

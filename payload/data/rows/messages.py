@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from payload.core.printable_text import shown
+from payload.core.validation.suggestion import nearest
 from payload.data.rows.columns import METADATA, TOOLS, TRAIN_KEYS, is_absent, is_deep
 
 ASSISTANT = "assistant"
@@ -164,9 +165,22 @@ def _form(given: object, where: str) -> tuple[str, str]:
             has_content = content in given or any(given.get(key) for key in _NO_CONTENT_KEYS)
             if role in given and has_content:
                 return role, content
-    raise BadConversationError(
-        f"{where} is {shown(given)}. A message needs the keys 'role' and 'content'."
-    )
+    raise BadConversationError(f"{where} is {shown(given)}. {_missing_keys(given)}")
+
+
+def _missing_keys(given: object) -> str:
+    """Return which keys a message lacks, in the form that most of its keys belong to."""
+    keys = [key for key in given if isinstance(key, str)] if isinstance(given, Mapping) else []
+    distances = {form: sum(nearest(key, keys) is None for key in form) for form in _FORMS}
+    form = min(_FORMS, key=distances.__getitem__)
+    missing = [key for key in form if key not in keys]
+    hints = [
+        f"{shown(near)} for {shown(key)}"
+        for key in missing
+        if (near := nearest(key, [each for each in keys if each not in form])) is not None
+    ]
+    meant = f" Did you write {' and '.join(hints)}?" if hints else ""
+    return f"A message needs the keys {form[0]!r} and {form[1]!r}.{meant}"
 
 
 def _content(value: object, where: str) -> str | None:

@@ -36,6 +36,8 @@ class _HubRows(Rows):
 
         super().__init__(request)
         self._hub = HubSource(request)
+        self._valid: str | None = None
+        """The split whose rows are for validation, after the last row of the training split."""
         self.label = self._hub.label
 
     def identity(self) -> list[Any]:
@@ -45,6 +47,12 @@ class _HubRows(Rows):
 
     def _read(self) -> Iterator[Row]:
         yield from self._tables(self._hub.rows(), where=self.label)
+        self._valid = self._hub.valid_split()
+        if self._valid is not None:
+            # The same rule as for files that are named train and valid.
+            self.first_val = self.next_number if self.first_val is None else self.first_val
+            yield from self._tables(self._hub.rows(self._valid), where=self.label)
 
     def missing_shards(self) -> str | None:
-        return self._hub.note()
+        """Return a note about missing files, and about the splits."""
+        return self._hub.note(valid=self._valid)

@@ -33,7 +33,8 @@ from payload.data.sources.parquet import (
 )
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.split import NANOGPT_VAL_FRACTION
-from payload.data.sources.text_files import file_identity, missing_shards
+from payload.data.sources.split_files import SPLIT_WORDS
+from payload.data.sources.text_files import file_identity, join_notes, missing_shards
 from payload.formats.data_folder import FOLDER_WORD
 from payload.formats.hub_names import require_one_meaning
 
@@ -99,12 +100,38 @@ class HubSource:
             with self._convert_errors("reading"):
                 return Survey(documents=self._count_rows(), text_bytes=None, note=self.note())
         known = (self._prepared_builder().info.splits or {}).get(self._split)
-        return Survey(documents=known.num_examples if known else None, text_bytes=None)
+        documents = known.num_examples if known else None
+        return Survey(documents=documents, text_bytes=None, note=self.note())
 
-    def note(self) -> str | None:
-        """Return a note about missing shards of the split, if any. Raises DataError."""
+    def note(self, *, valid: str | None = None) -> str | None:
+        """Return a note about missing shards, and about the splits, if any.
+
+        `valid` is the split whose rows are for validation. Raises DataError.
+        """
         files = self._prepared_builder().config.data_files or {}
-        return missing_shards(list(map(str, files.get(self._split, ()))))
+        missing = missing_shards(list(map(str, files.get(self._split, ()))))
+        return join_notes(missing, self._splits_note(valid))
+
+    def valid_split(self) -> str | None:
+        """Return the dataset's split for validation; None without one or with --split.
+
+        Raises DataError.
+        """
+        if self._request.split is not None:
+            return None
+        return next((each for each in self._splits() if SPLIT_WORDS.get(each) == "valid"), None)
+
+    def _splits_note(self, valid: str | None) -> str | None:
+        """Return a line about the dataset's splits; None if the only split is read."""
+        others = [each for each in self._splits() if each not in (self._split, valid)]
+        if not others and valid is None:
+            return None
+        parts = [f"{self._split} for training", *([f"{valid} for validation"] if valid else [])]
+        left = f"; left out: {', '.join(map(shown, others))} (choose with --split)"
+        return f"splits of the dataset: {', '.join(parts)}{left if others else ''}"
+
+    def _splits(self) -> list[str]:
+        return list(map(str, self._prepared_builder().config.data_files or {}))
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Yield the rows as documents."""
@@ -134,27 +161,31 @@ class HubSource:
                 yield batcher.take({"state": rows.state_dict(), "document": number})
         yield batcher.take({"state": rows.state_dict(), "document": number})
 
-    def rows(self) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield all columns of the split's rows, in lists. Raises DataError."""
-        places = self._parquet_places()
+    def rows(self, split: str | None = None) -> Iterator[list[dict[str, Any]] | LostRows]:
+        """Yield all columns of the rows of a split, in lists; None = the chosen split.
+
+        Raises DataError.
+        """
+        split = split or self._split
+        places = self._parquet_places(split)
         with self._convert_errors("reading"):
             if places:
                 with ParquetReader(None) as reader:
                     for place in places:
                         yield from reader.read_rows(place)
             else:
-                for table in self._open_rows().iter(batch_size=BATCH_ROWS):
+                for table in self._open_rows(split).iter(batch_size=BATCH_ROWS):
                     yield table.to_pylist()
 
     def _count_rows(self) -> int:
         return sum(len(table) for table in self._open_rows().iter(batch_size=BATCH_ROWS))
 
-    def _open_rows(self) -> IterableDataset:
+    def _open_rows(self, split: str | None = None) -> IterableDataset:
         builder = self._prepared_builder()
-        return builder.as_streaming_dataset(split=self._split).with_format("arrow")
+        return builder.as_streaming_dataset(split=split or self._split).with_format("arrow")
 
-    def _parquet_places(self) -> list[str]:
-        """Return the files of the split if all are parquet, otherwise an empty list.
+    def _parquet_places(self, split: str | None = None) -> list[str]:
+        """Return the files of a split if all are parquet, otherwise an empty list.
 
         Raises DataError.
         """
@@ -163,13 +194,13 @@ class HubSource:
         builder = self._prepared_builder()
         if not isinstance(builder.config, ParquetConfig):
             return []
-        by_split = builder.config.data_files or {}
-        if self._split not in by_split:
+        by_split, split = builder.config.data_files or {}, split or self._split
+        if split not in by_split:
             raise DataError(
-                f"{self._dataset}: split {self._split!r} not found. Choose one with --split: "
+                f"{self._dataset}: split {split!r} not found. Choose one with --split: "
                 f"{', '.join(map(str, by_split))}."
             )
-        return [str(place) for place in by_split[self._split]]
+        return [str(place) for place in by_split[split]]
 
     def _prepared_builder(self) -> DatasetBuilder:
         if self._builder is None:

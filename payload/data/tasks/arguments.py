@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from payload.data.sources.documents import MIB
@@ -42,6 +43,19 @@ def source_request(args: argparse.Namespace) -> SourceRequest:
         columns=args.columns or (),
         ignored_keys=tuple(args.ignore_key or ()),
     )
+
+
+def with_known_names(request: SourceRequest, *, quiet: bool) -> SourceRequest:
+    """Return the request with --columns for columns whose known names are in another case."""
+    from payload.data.rows.column_choice import choice_lines, first_row_columns, known_names
+    from payload.data.writing.progress import Reporter
+
+    if request.columns:
+        return request
+    columns = known_names(first_row_columns(request))
+    for line in choice_lines(columns):
+        Reporter(quiet=quiet).log(line)
+    return replace(request, columns=columns)
 
 
 def prepare_settings(

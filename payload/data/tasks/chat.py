@@ -98,13 +98,19 @@ class ChatTask(Task):
         """Return the label of the source and exact sizes; does all the work except writing."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
+        from payload.data.templates.default_system import default_system_lines
+        from payload.data.writing.progress import Reporter
 
-        return estimate_whole(chat_job(args))
+        job = chat_job(args)
+        for line in default_system_lines(job.reader.template, job.reader.options.variables):
+            Reporter(quiet=args.quiet).log(line)
+        return estimate_whole(job)
 
     def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder, or resume making it."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
+        from payload.data.templates.default_system import default_system_lines
         from payload.data.templates.thoughts_kind import how_thoughts
         from payload.data.writing.progress import Reporter
 
@@ -114,6 +120,8 @@ class ChatTask(Task):
         reporter.log(f"template: {template.where}, {template.how_trained()}")
         options = job.reader.options
         reporter.log(how_thoughts(template, options.variables, options.thoughts))
+        for line in default_system_lines(template, options.variables):
+            reporter.log(line)
         make = partial(job.resumable, reporter=reporter)
         return prepare_whole(job.rows, job.settings, reporter, make)
 

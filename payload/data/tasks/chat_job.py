@@ -27,6 +27,7 @@ from payload.data.tasks.arguments import (
     sample_options,
     source_request,
     tokenizer_check,
+    with_known_names,
 )
 from payload.data.tasks.chat_reader import ChatReader
 from payload.data.tasks.groups import Groups
@@ -81,6 +82,7 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
             "--text-column is not used by --task chat. Use the column names messages, "
             "conversations, prompt and completion, or instruction and output."
         )
+    request = with_known_names(request, quiet=args.quiet)
     rows = open_rows(request)
     tokenizer, template = load_tokenizer_and_template(args)
     length = args.sequence_length or SEQUENCE_LENGTH

@@ -50,12 +50,23 @@ _NAME_PREFIX = "label:"
 
 def classify_job(args: argparse.Namespace) -> _ClassifyJob:
     """Return the job that the command line describes. Raises UsageError, DataError."""
+    from payload.data.rows.column_choice import choice_lines, first_row_columns, labelled_columns
     from payload.data.rows.open_rows import open_rows
     from payload.data.tokenizers import load_tokenizer
+    from payload.data.writing.progress import Reporter
 
     request = source_request(args)
-    text_column = args.text_column or DEFAULT_TEXT_COLUMN
-    label_column = args.label_column or DEFAULT_LABEL_COLUMN
+    text_column, label_column = args.text_column, args.label_column
+    if text_column is None or label_column is None:
+        columns = first_row_columns(request)
+        found = labelled_columns(columns, text=text_column, label=label_column)
+        text_column, label_column = (
+            found[0] or DEFAULT_TEXT_COLUMN,
+            found[1] or DEFAULT_LABEL_COLUMN,
+        )
+    chosen = ((text_column, DEFAULT_TEXT_COLUMN), (label_column, DEFAULT_LABEL_COLUMN))
+    for line in choice_lines(chosen):
+        Reporter(quiet=args.quiet).log(line)
     if text_column == label_column:
         raise UsageError(
             f"--text-column and --label-column are both {text_column!r}. Use two different columns."
@@ -76,6 +87,7 @@ def classify_job(args: argparse.Namespace) -> _ClassifyJob:
         text_column=text_column,
         label_column=label_column,
         names=names,
+        has_class_weights=args.has_class_weights,
     )
 
 
@@ -133,6 +145,7 @@ class _ClassifyJob:
         text_column: str,
         label_column: str,
         names: dict[str, str] | None,
+        has_class_weights: bool,
     ) -> None:
         self.rows = rows
         self.settings = settings
@@ -140,6 +153,7 @@ class _ClassifyJob:
         self._text_column = text_column
         self._label_column = label_column
         self._names = names
+        self._has_class_weights = has_class_weights
         self._text_bytes = 0
 
     def make(self) -> PreparedData:
@@ -180,6 +194,7 @@ class _ClassifyJob:
                 is_val,
                 labels=labels,
                 is_split_by_files=split.record.method == "files",
+                has_class_weights=self._has_class_weights,
             ),
         )
 

@@ -22,14 +22,19 @@ def label_notes(
     *,
     labels: Sequence[str],
     is_split_by_files: bool = False,
+    has_class_weights: bool = False,
 ) -> tuple[str, ...]:
-    """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts."""
+    """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts.
+
+    With `has_class_weights`, the run has weights, so no note suggests them.
+    """
     totals = np.bincount(numbers, minlength=len(labels))
     in_val = np.bincount(numbers[is_val], minlength=len(labels))
+    in_training = totals - in_val
     return (
         *_alone(in_val, totals, labels, is_split_by_files=is_split_by_files),
         *_duplicates(texts, numbers, is_val),
-        *_unequal(np.bincount(numbers[~is_val], minlength=len(labels)), labels),
+        *(() if has_class_weights else _unequal(in_training, labels)),
     )
 
 

@@ -29,18 +29,26 @@ class PreferenceTask(Task):
         """Return the label of the source and exact sizes; does all the work except writing."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
+        from payload.data.templates.default_system import default_system_lines
+        from payload.data.writing.progress import Reporter
 
-        return estimate_whole(preference_job(args))
+        job = preference_job(args)
+        for line in default_system_lines(job.template, job.options.variables):
+            Reporter(quiet=args.quiet).log(line)
+        return estimate_whole(job)
 
     def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
+        from payload.data.templates.default_system import default_system_lines
         from payload.data.writing.progress import Reporter
 
         job = preference_job(args)
         reporter = Reporter(quiet=args.quiet)
         reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
+        for line in default_system_lines(job.template, job.options.variables):
+            reporter.log(line)
         return prepare_whole(job.rows, job.settings, reporter, lambda _: job.make())
 
     def describe(self, meta: DataMeta) -> list[str]:

@@ -24,6 +24,7 @@ from payload.data.tasks.arguments import (
     sample_options,
     source_request,
     tokenizer_check,
+    with_known_names,
 )
 from payload.data.tasks.chat_job import load_tokenizer_and_template
 from payload.data.tasks.classify_job import pad_token
@@ -55,6 +56,7 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
             "--text-column is not used by --task preference. Use the column names prompt, chosen "
             "and rejected."
         )
+    request = with_known_names(request, quiet=args.quiet)
     rows = open_rows(request)
     tokenizer, template = load_tokenizer_and_template(args)
     length = args.sequence_length or SEQUENCE_LENGTH

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from payload.core.tasks import TaskKind
+from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN
 from payload.data.tasks.arguments import prepare_settings, source_request
 from payload.data.tasks.base import Task
 
 if TYPE_CHECKING:
     from payload.data.sources.documents import Source
+    from payload.data.sources.source_flags import SourceRequest
     from payload.data.writing.plan import Estimate, PrepareSettings
     from payload.data.writing.prepare_text import PrepareResult
 
@@ -37,10 +40,30 @@ class TextTask(Task):
         return prepare(source, settings, Reporter(quiet=args.quiet))
 
 
+def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
+    """Return the request with the column that the names of the first row's columns select."""
+    from payload.data.rows.column_choice import (
+        TEXT_COLUMNS,
+        choice_lines,
+        first_of,
+        first_row_columns,
+    )
+    from payload.data.writing.progress import Reporter
+
+    column = first_of(TEXT_COLUMNS, first_row_columns(request))
+    if column in (None, DEFAULT_TEXT_COLUMN):
+        return request
+    for line in choice_lines([(column, DEFAULT_TEXT_COLUMN)]):
+        Reporter(quiet=quiet).log(line)
+    return replace(request, text_column=column)
+
+
 def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSettings]:
     from payload.data.tasks.text_source import build_source
 
     request = source_request(args)
+    if request.text_column is None:
+        request = _with_text_column(request, quiet=args.quiet)
     source = build_source(request)
 
     from payload.data.tokenizers import load_tokenizer

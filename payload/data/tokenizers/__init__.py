@@ -16,7 +16,7 @@ from payload.formats.hub_names import HubName, hub_name, require_one_meaning
 from payload.formats.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.models.gguf import gguf_file
 from payload.run_record.run_files import RunPaths
-from payload.weights.run_names import near_names, path_of_run
+from payload.weights.run_names import near_names, path_of_run, places_without
 
 if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer
@@ -119,7 +119,7 @@ def _explain(error: Exception, hub: HubName) -> str:
         )
     if kind == "RepositoryNotFoundError":
         return (
-            f"{what}: neither a local folder nor a public model of the Hugging Face hub."
+            f"{what}: {places_without(hub.name)}, and not a public model of the Hugging Face hub."
             f"{near_names(hub.name)} {_FIX}"
         )
     if kind == "RevisionNotFoundError":
@@ -129,7 +129,7 @@ def _explain(error: Exception, hub: HubName) -> str:
             "revision."
         )
     return (
-        f"{what}: not a local folder, and the Hugging Face hub cannot be reached "
+        f"{what}: {places_without(hub.name)}, and the Hugging Face hub cannot be reached "
         f"({one_line(error).rstrip('.')}).{near_names(hub.name)} Check the network, or use a "
         "folder with tokenizer.json."
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from payload.core.durations import in_words
 from payload.core.printable_text import printable
+from payload.core.wrapped_lines import fitted
 from payload.data.sources.documents import MIB, Survey
 from payload.data.writing.resumable_token_files import Totals
 
@@ -35,7 +36,7 @@ class Reporter:
         """Print one line, above the progress bar if it is shown."""
         if self._quiet:
             return
-        line = printable(line)
+        line = fitted(printable(line), sys.stderr)
         if self._progress is not None:
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:

@@ -37,6 +37,21 @@ def each_node_command(srun: str, nodes: int) -> tuple[str, ...]:
     )
 
 
+def ranks_command(
+    srun: str, *, nodes: int, world_size: int, ranks_per_node: int
+) -> tuple[str, ...]:
+    """Return the command prefix that starts a program on every rank of the job.
+
+    Like the rank file, srun fills one node after the other, in the order in which Slurm lists the
+    nodes of the job.
+    """
+    return (
+        *(srun, f"--nodes={nodes}", f"--ntasks={world_size}"),
+        *(f"--ntasks-per-node={ranks_per_node}", "--distribution=block", "--input=none"),
+        *STEP,
+    )
+
+
 class Srun(Launcher):
     """Starts ranks with srun within the allocation of a job."""
 
@@ -56,17 +71,14 @@ class Srun(Launcher):
     )
 
     def argv(self, job: Job) -> tuple[str, ...]:
-        """Return the command line of srun; the ranks inherit the environment of srun.
-
-        Like the rank file, srun fills one node after the other, in the order in which Slurm lists
-        the nodes of the job.
-        """
-        return (
-            *(job.executable, f"--nodes={job.nodes}", f"--ntasks={job.world_size}"),
-            *(f"--ntasks-per-node={job.ranks_per_node}", "--distribution=block", "--input=none"),
-            *STEP,
-            *(job.python, *job.rank_arguments),
+        """Return the command line of srun; the ranks inherit the environment of srun."""
+        prefix = ranks_command(
+            job.executable,
+            nodes=job.nodes,
+            world_size=job.world_size,
+            ranks_per_node=job.ranks_per_node,
         )
+        return (*prefix, job.python, *job.rank_arguments)
 
     def report(self, text: str) -> Report:
         """Find killed tasks, lost nodes and rejected steps in the output of srun."""

@@ -119,8 +119,18 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     elif options.json:
         out.print(_plan_json(planned, estimated))
     else:
-        print_plan(planned, estimated, out)
+        print_plan(planned, estimated, out, job=_job_text(options, planned, access))
     return ExitCode.OK
+
+
+def _job_text(options: PlanOptions, planned: ResolvedPlan, access: LocalAccess) -> str | None:
+    """Return what Slurm will run; None without --site."""
+    if options.site is None:
+        return None
+    from payload.orchestrate.sites.slurm import job_text
+
+    local = replace(planned, paths=RunPaths(options.runs_dir / planned.paths.run_id))
+    return job_text(local, access=access)
 
 
 def run(options: RunOptions, access: LocalAccess) -> int:

@@ -44,7 +44,8 @@ def _list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
             view.status,
             f"{view.step}/{view.steps}",
             _first_metric(view),
-            *("-" if loss is None else f"{loss:.4f}" for loss in (view.val_loss, view.loss)),
+            "-" if view.val_loss is None else f"{view.val_loss:.4f} at {view.val_step}",
+            "-" if view.loss is None else f"{view.loss:.4f}",
         )
         for view in views
     ]

@@ -297,8 +297,13 @@ _TAIL_LINES = 12
 _TAIL_BYTES = 2**16
 
 
-def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> None:
-    """Print estimates, hosts, ranks, environment, command line and Accelerate config."""
+def print_plan(
+    planned: ResolvedPlan, estimated: Estimate, console: Console, *, job: str | None = None
+) -> None:
+    """Print estimates, hosts, ranks, environment, command line and Accelerate config.
+
+    For a Slurm job, whose nodes are not known yet, only estimates and ranks, and the text `job`.
+    """
     plan = planned.plan
     console.print("estimates")
     family = f"model family     {family_name(planned.base.model_type)}"
@@ -310,11 +315,14 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
     width = console.width - 2 if console.is_terminal else _ANY_WIDTH
     fitted = chain(*(wrapped(line, width=width, indent=_ESTIMATE_COLUMN) for line in lines))
     console.print(_indent("\n".join(fitted)))
+    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
+    ranks = "ranks\n" + _indent("\n".join(rank_lines))
+    if job is not None:
+        console.print(f"{ranks}\n{job}", end="")
+        return
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
-    console.print("ranks")
-    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
-    console.print(_indent("\n".join(rank_lines)))
+    console.print(ranks)
     console.print("environment of every rank")
     console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(plan.environment.items()))))
     first = rank_environment(
@@ -408,7 +416,8 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         *named_metrics(summary.val_metrics),
         (
             "validation loss",
-            f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
+            f"{_evaluated(summary.final_val_loss, step=summary.final_val_step)} "
+            f"(best {_number(summary.best_val_loss)})",
         ),
         ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
         ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
@@ -486,7 +495,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
         ("step", f"{view.step:,} of {view.steps:,}"),
         *named_metrics(view.val_metrics),
-        ("validation loss", _number(view.val_loss)),
+        ("validation loss", _evaluated(view.val_loss, step=view.val_step)),
         ("loss", _number(view.loss)),
         ("tokens/s", _number(view.tokens_per_s, ",.0f")),
         ("last heartbeat", _age(view.age_s)),
@@ -554,6 +563,11 @@ def _indent(text: str) -> str:
 
 def _number(value: float | None, spec: str = ".4f") -> str:
     return "-" if value is None else format(value, spec)
+
+
+def _evaluated(loss: float | None, *, step: int | None) -> str:
+    """Return a validation loss and its step, such as `2.3100 at step 120`."""
+    return _number(loss) + ("" if step is None else f" at step {step:,}")
 
 
 def _age(seconds: float | None) -> str:

@@ -87,6 +87,8 @@ class RunView:
     """Number of planned steps."""
     loss: float | None
     val_loss: float | None
+    val_step: int | None
+    """Step of the last evaluation."""
     val_metrics: Mapping[str, float]
     """The task's metrics in the last evaluation, such as `accuracy`."""
     tokens_per_s: float | None
@@ -212,6 +214,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
         steps=config.train.steps,
         loss=trained.get("loss"),
         val_loss=evaluated["val_loss"] if evaluated else None,
+        val_step=evaluated["step"] if evaluated else None,
         val_metrics=val_metrics(evaluated) if evaluated else {},
         tokens_per_s=trained.get("tokens_per_s"),
         age_s=ranks[0].age_s if ranks else None,

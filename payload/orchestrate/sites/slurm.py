@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,17 @@ from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightErr
 from payload.core.files import write_whole
 from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
 from payload.core.python_processes import code_environment, module_command
+from payload.launch.launchers.srun import ranks_command
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.launcher_choice import require_fit_for_job
 from payload.orchestrate.runs.mirror import mirror_file
+from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import CollectResult, NamedSite, RunPoll, SiteRun
 from payload.orchestrate.sites.allocation import SlurmError, fields, require_program, run_slurm
 from payload.run_record.run_files import (
+    DEFAULT_GRACE_S,
     RunJob,
     RunPaths,
     RunState,
@@ -142,6 +146,25 @@ def render_script(
                 "the folder."
             )
     return "\n".join([*lines, ""])
+
+
+def job_text(planned: ResolvedPlan, *, access: LocalAccess) -> str:
+    """Return the batch script of a planned run, and the commands that submit it and start ranks."""
+    plan, paths = planned.plan, RunPaths(Path.cwd() / planned.paths.root)
+    script = render_script(paths, planned.config, access=access, grace_s=DEFAULT_GRACE_S)
+    ranks = ranks_command(
+        "srun",
+        nodes=plan.nodes,
+        world_size=plan.world_size,
+        ranks_per_node=plan.ranks_per_node,
+    )
+    program = module_command("payload.train", "--run-dir", str(paths.root), python=access.python)
+    parts = (
+        ("submitted with", shlex.join(["sbatch", "--parsable", str(paths.root / _SCRIPT)])),
+        (f"{_SCRIPT}", script.rstrip()),
+        ("the job starts the ranks with", shlex.join([*ranks, *program])),
+    )
+    return "\n\n".join(f"{title}\n{textwrap.indent(text, '  ')}" for title, text in parts) + "\n"
 
 
 def _pattern(path: Path) -> str:

@@ -168,8 +168,8 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
-) -> None:
-    """Remove partial checkpoints and old complete ones.
+) -> list[Path]:
+    """Remove partial checkpoints and old complete ones; return the old complete ones.
 
     Keep `best` and the last `keep` checkpoints up to `newest`.
 
@@ -179,12 +179,14 @@ def remove_old_checkpoints(
     folders = checkpoint_folders(checkpoints)
     going_on = folders[: folders.index(newest) + 1]
     kept = {*going_on[-keep:], *(set(best) & set(going_on))}
-    for folder in set(folders) - kept:
+    removed = [folder for folder in folders if folder not in kept]
+    for folder in removed:
         # Renamed first, so that a half-removed folder is never mistaken for a checkpoint.
         doomed = folder.with_name(folder.name + PARTIAL_SUFFIX)
         folder.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     remove_partial_checkpoints(checkpoints)
+    return removed
 
 
 def point_to_best(checkpoints: Path, best: Path) -> None:

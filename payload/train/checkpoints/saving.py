@@ -81,8 +81,12 @@ class Saving:
                 # Even after a failed write, the other ranks wait to send their shards.
                 snapshot.finish()
             best = best_checkpoints(self.checkpoints, val_losses)
-            remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
-            log.info(f"step {state.step}: checkpoint {folder}")
+            keep = self._keep
+            removed = remove_old_checkpoints(self.checkpoints, keep=keep, newest=folder, best=best)
+            # The log has named the removed folders before.
+            names = ", ".join(each.name for each in removed)
+            more = f"; removed {names} (train.keep_checkpoints = {keep})" if removed else ""
+            log.info(f"step {state.step}: checkpoint {folder}{more}")
 
         self._write = _Write(work)
 
