@@ -64,14 +64,18 @@ class RowSelection:
         counts = [] if self.record is None else describe_selection(self.record)
         return [*counts, *(each.removeprefix("note: ").removesuffix(".") for each in self.notes())]
 
+    def notes_on_both(self) -> list[str]:
+        """Return the note about rows of both files."""
+        if not self.left_in_both:
+            return []
+        return [
+            f"note: {self.left_in_both:,} training rows also stand in validation. They were kept, "
+            "because they are over half of the training rows. Use --dedup exact."
+        ]
+
     def notes(self) -> tuple[str, ...]:
         """Return the notes about duplicates for the user."""
-        found = []
-        if self.left_in_both:
-            found.append(
-                f"note: {self.left_in_both:,} training rows also stand in validation. They were "
-                "kept, because they are over half of the training rows. Use --dedup exact."
-            )
+        found = self.notes_on_both()
         if self.repeated and (self.record is None or self.record.dedup is None):
             found.append(
                 f"note: {self.repeated:,} {'row repeats' if self.repeated == 1 else 'rows repeat'} "

@@ -176,18 +176,22 @@ class _ClassifyJob:
             **counts,
         )
         fields["selection"] = selected.record
-        kept = np.flatnonzero(selected.copies)
         return PreparedData(
             files=files,
             split=selected.split,
             fields=fields,
             encoder=self.settings.tokenizer.reference_name,
-            notes=label_notes(
-                [texts[index].tokens.tobytes() for index in kept],
-                numbers[kept],
-                selected.is_val[kept],
-                labels=labels,
-                is_split_by_files=selected.split.record.method == "files",
+            notes=(
+                *selected.notes_on_both(),
+                *label_notes(
+                    [each.tokens.tobytes() for each in texts],
+                    numbers,
+                    selected.is_val,
+                    selected.copies,
+                    labels=labels,
+                    is_split_by_files=selected.split.record.method == "files",
+                    is_deduplicated=self.settings.mixing.dedup is not None,
+                ),
             ),
         )
 

@@ -19,17 +19,24 @@ def label_notes(
     texts: Sequence[bytes],
     numbers: npt.NDArray[np.int64],
     is_val: npt.NDArray[np.bool_],
+    copies: npt.NDArray[np.int64],
     *,
     labels: Sequence[str],
     is_split_by_files: bool = False,
+    is_deduplicated: bool = False,
 ) -> tuple[str, ...]:
-    """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts."""
-    totals = np.bincount(numbers, minlength=len(labels))
-    in_val = np.bincount(numbers[is_val], minlength=len(labels))
+    """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts.
+
+    `copies` says how often each text is in its file: 0 for a text that was removed.
+    """
+    totals, in_val, in_train = (
+        np.bincount(np.repeat(numbers, copies * mask), minlength=len(labels))
+        for mask in (True, is_val, ~is_val)
+    )
     return (
         *_alone(in_val, totals, labels, is_split_by_files=is_split_by_files),
-        *_duplicates(texts, numbers, is_val),
-        *_unequal(np.bincount(numbers[~is_val], minlength=len(labels)), labels),
+        *_duplicates(texts, numbers, is_deduplicated=is_deduplicated),
+        *_unequal(in_train, labels),
     )
 
 
@@ -55,7 +62,7 @@ def _alone(
 
 
 def _duplicates(
-    texts: Sequence[bytes], numbers: npt.NDArray[np.int64], is_val: npt.NDArray[np.bool_]
+    texts: Sequence[bytes], numbers: npt.NDArray[np.int64], *, is_deduplicated: bool
 ) -> list[str]:
     where: dict[bytes, list[int]] = {}
     for index, text in enumerate(texts):
@@ -64,14 +71,13 @@ def _duplicates(
     repeated = sum(len(each) - 1 for each in groups)
     if not repeated:
         return []
-    seen = sum(int(is_val[each].sum()) for each in groups if not is_val[each].all())
     differ = sum(len(set(numbers[each].tolist())) > 1 for each in groups)
-    both = _count(seen, "validation text is", "validation texts are")
-    both = f"; {both} also in the training set" if seen else ""
-    found = [
-        f"note: {_count(repeated, 'text repeats', 'texts repeat')} an earlier one{both}. "
-        "Duplicates distort the loss and the accuracy: remove them from the file."
-    ]
+    found = []
+    if not is_deduplicated:
+        found.append(
+            f"note: {_count(repeated, 'text repeats', 'texts repeat')} an earlier one. Duplicates "
+            "distort the loss and the accuracy: remove them with --dedup exact."
+        )
     if differ:
         found.append(
             f"note: {_count(differ, 'repeated text has', 'repeated texts have')} different labels. "

@@ -239,8 +239,12 @@ class PreferenceJob:
         found = []
         for each in rendered:
             both = next(tokenized), next(tokenized)
-            tokens, marks = zip(*both, strict=True)
-            pair = _Pair(each.row.number, each.group, tokens, marks)
+            pair = _Pair(
+                each.row.number,
+                each.group,
+                tuple(tokens for tokens, _ in both),
+                tuple(marks for _, marks in both),
+            )
             if self._is_comparable(pair, each.row):
                 found.append(self._truncate(pair))
         return found

@@ -207,7 +207,7 @@ class SampleFiles:
 
 def _keys(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Keys:
     """Return the key of each sample's values."""
-    content = memoryview(values).cast("B")
+    content = values.data.cast("B")
     ends = np.cumsum(lengths) * _VALUE.itemsize
     starts = [0, *ends[:-1].tolist()]
     return keys_of(
