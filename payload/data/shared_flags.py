@@ -83,7 +83,7 @@ def add_dedup_flag(more: AddFlag) -> None:
         metavar="HOW",
         help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
         "also with about 80 %% of the same words in the same order (default: only remove training "
-        "rows that also stand in validation; no documents of --task text)",
+        "rows that also stand in validation; text: nothing)",
     )
 
 
