@@ -15,7 +15,7 @@ from payload.data.selection.content_keys import equal_groups, first_of_each, key
 from payload.data.selection.near_duplicates import Sketcher, near_groups
 from tests.data.running import contents
 from tests.support.chat_data import make_tokenizer, turn, write_rows
-from tests.support.prepared_rows import TASKS, inputs_of, prepared, words, write_named
+from tests.support.prepared_rows import TASK_CASES, inputs_of, prepared, words, write_named
 
 pytestmark = pytest.mark.processes  # a process renders the template
 
@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("how", ["exact", "near"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TASK_CASES)
 def test_each_content_is_once_in_the_folder(
     task: TaskKind, how: str, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -41,7 +41,7 @@ def test_each_content_is_once_in_the_folder(
     assert [each["rows"] for each in inputs_of(out)] == [80, 4]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TASK_CASES)
 def test_without_duplicates_dedup_gives_the_same_files(
     task: TaskKind, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +178,18 @@ def test_rows_are_equal_only_with_equal_keys() -> None:
     assert first_of_each(groups, preferred=nothing).tolist() == [1, 1, 0, 1, 0, 0]
     last = np.array([0, 0, 0, 0, 1, 1], dtype=np.bool_)
     assert first_of_each(groups, preferred=last).tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_label_whose_texts_are_duplicates_of_others_is_named(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"t{number}", "label": "x"} for number in range(20)]
+    rows += [{"text": f"t{number}", "label": "y"} for number in (1, 2)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    given = words("classify", tokenizer, tmp_path / "out", [path])
+    assert main(given) == 0
+    assert main([*given, "--force", "--dedup", "exact"]) == 10
+    assert "no training text with the label 'y' is left" in capsys.readouterr().err
 
 
 def test_raw_data_shows_repeated_rows_and_labels_of_one_row(

@@ -17,7 +17,15 @@ from payload.data.writing.resumable_token_files import JOURNAL_NAME
 from payload.formats.data_folder import load_meta
 from tests.data.running import REPOSITORY, contents, data_command, environment
 from tests.support.chat_data import make_tokenizer, turn, write_rows
-from tests.support.prepared_rows import TASKS, found, inputs_of, prepared, words, write_named
+from tests.support.prepared_rows import (
+    TASK_CASES,
+    TASKS,
+    found,
+    inputs_of,
+    prepared,
+    words,
+    write_named,
+)
 
 pytestmark = pytest.mark.processes  # a process renders the template
 
@@ -62,7 +70,7 @@ def _named() -> list[tuple[str, list[str]]]:
     return [("a", A), ("b", B)]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TASK_CASES)
 def test_weights_of_one_give_the_bytes_of_a_command_without_weights(
     task: TaskKind, tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -113,12 +121,31 @@ def test_files_of_a_folder_have_the_weight_of_the_folder(
     assert [each["rows"] for each in inputs_of(out)] == [40, 60]
 
 
+def test_sections_of_a_single_text_file_have_its_weight(tokenizer: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(f"row {name} ends" for name in A))
+    flags = ("--source", "auto")
+    train, val = prepared("text", tokenizer, tmp_path / "out", [f"{path}:2"], *flags)
+    assert set(train.values()) == {2} and set(train) | set(val) == set(A)
+
+
 @pytest.mark.parametrize("task", ["text", "chat"])
 def test_validation_files_are_not_weighted(task: TaskKind, tokenizer: Path, tmp_path: Path) -> None:
     train = write_named(tmp_path / "train.jsonl", task, A)
     valid = write_named(tmp_path / "valid.jsonl", task, B)
     both = prepared(task, tokenizer, tmp_path / "out", [f"{train}:2", f"{valid}:5"])
     assert both == (Counter(dict.fromkeys(A, 2)), Counter(dict.fromkeys(B, 1)))
+
+
+def test_the_rows_of_a_batch_do_not_change_the_mixture(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write_named(tmp_path / f"{name}.jsonl", "chat", rows * 2) for name, rows in _named()]
+    given, flags = [f"{paths[0]}:2.5", f"{paths[1]}:0.5"], ("--dedup", "exact")
+    prepared("chat", tokenizer, tmp_path / "whole", given, *flags)
+    monkeypatch.setattr("payload.data.tasks.chat_reader._BATCH_SIZE", 7)
+    prepared("chat", tokenizer, tmp_path / "small", given, *flags)
+    assert contents(tmp_path / "small") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("task", ["text", "chat"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from payload.core.tasks import TaskKind
 from payload.data.__main__ import main
@@ -18,6 +19,10 @@ from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, load_meta
 from tests.support.chat_data import turn, write_rows
 
 TASKS: tuple[TaskKind, ...] = ("text", "chat", "classify", "preference")
+TASK_CASES = (
+    *("text", "chat", "classify"),
+    pytest.param("preference", marks=pytest.mark.seeds),
+)
 _NUMBER = re.compile(r"row ([a-z]+)(\d+) ends")
 
 

@@ -194,8 +194,8 @@ def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
 def _copies(count: int, weight: Fraction, *, seed: list[int], where: str) -> Numbers:
     """Return how often each of `count` rows is in an epoch: `weight` x `count` in total, rounded.
 
-    A random permutation decides which rows occur once more than the others. Raises DataError for
-    a total of 0.
+    A random permutation decides which rows have the higher of two numbers of copies. Raises
+    DataError for a total of 0.
     """
     copies, more = divmod(round(weight * count), max(1, count))
     if count and not copies and not more:

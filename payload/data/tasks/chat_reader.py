@@ -21,7 +21,7 @@ from payload.data.rows.conversations import (
 )
 from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
 from payload.data.tasks.groups import Groups
-from payload.data.tasks.row_sketches import RowSketches, words_of
+from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.sample_files import Documents, SampleFiles, split_sample
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.templates.chat_template import ChatTemplate
@@ -246,7 +246,7 @@ class ChatReader:
         )
         group = self.groups.number_of(row)
         if self.sketches.is_needed:
-            self.sketches.add(row.number, words_of(conversation_of(row.values).messages))
+            self.sketches.add(row.number, message_texts(conversation_of(row.values).messages))
         last = len(rendered) - 1
         return [
             _Sample(row, group, each, is_added=number < last)

@@ -156,7 +156,8 @@ class _ClassifyJob:
         number_of = {label: number for number, label in enumerate(labels)}
         numbers = np.array([number_of[each.label] for each in texts], dtype=np.int64)
         selected = self._select(texts, numbers)
-        self._require_trained(numbers[selected.numbers(is_val=False)], labels)
+        for part, is_val in (("training", False), ("validation", True)):
+            self._require_labels(numbers[selected.numbers(is_val=is_val)], labels, part=part)
         files: dict[str, npt.NDArray[Any]] = {}
         fields: dict[str, Any] = {"text_bytes": self._text_bytes, "task": "classify"}
         counts: dict[str, tuple[int, ...]] = {}
@@ -213,14 +214,15 @@ class _ClassifyJob:
             classes=labels,
         )
 
-    def _require_trained(self, numbers: npt.NDArray[np.int64], labels: Sequence[str]) -> None:
-        """Raise DataError for a label without training texts, for example after --dedup."""
+    def _require_labels(
+        self, numbers: npt.NDArray[np.int64], labels: Sequence[str], *, part: str
+    ) -> None:
+        """Raise DataError for a label without a text in a file, for example after --dedup."""
         missing = set(range(len(labels))) - set(numbers.tolist())
         if missing:
             raise DataError(
-                f"{self.rows.label}: no training text with the label {labels[min(missing)]!r} is "
-                "left, as others have its texts, too. Merge labels with --label-map, or leave out "
-                "--dedup."
+                f"{self.rows.label}: no {part} text with the label {labels[min(missing)]!r} is "
+                "left. Merge labels with --label-map, leave out --dedup, or raise the weights."
             )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:

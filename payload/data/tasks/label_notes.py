@@ -27,7 +27,7 @@ def label_notes(
 ) -> tuple[str, ...]:
     """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts.
 
-    `copies` says how often each text is in its file: 0 for a text that was removed.
+    `copies` is the number of times that each text is in its file: 0 for a text that was removed.
     """
     totals, in_val, in_train = (
         np.bincount(np.repeat(numbers, copies * mask), minlength=len(labels))

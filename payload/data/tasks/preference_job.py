@@ -30,7 +30,7 @@ from payload.data.tasks.arguments import (
 from payload.data.tasks.chat_job import load_tokenizer_and_template
 from payload.data.tasks.classify_job import pad_token
 from payload.data.tasks.groups import Groups
-from payload.data.tasks.row_sketches import RowSketches, words_of
+from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import ChatTemplate
@@ -211,7 +211,7 @@ class PreferenceJob:
             self.rows.skip(row.where, str(error))
             return None
         self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
-        self.sketches.add(row.number, words_of([*pair.prompt, *pair.chosen, *pair.rejected]))
+        self.sketches.add(row.number, message_texts([*pair.prompt, *pair.chosen, *pair.rejected]))
         return _Rendered(row, self.groups.number_of(row), both)
 
     def _answer(self, pair: Preference, answer: Sequence[Message], name: str) -> RenderedSample:

@@ -19,7 +19,7 @@ from payload.data.writing.resumable_token_files import (
 
 _SKETCH = np.dtype([("row", "<i8"), ("values", "<u4", (SKETCH_VALUES,))])
 _NOT_WORDS = ("role", "type", "id", "tool_call_id")
-"""Keys of messages whose texts are no words of the conversation."""
+"""Keys of messages whose values are not part of the conversation's text."""
 
 
 class RowSketches:
@@ -69,7 +69,7 @@ class RowSketches:
         return near_groups(groups, found["values"][np.searchsorted(found["row"], rows)])
 
 
-def words_of(messages: tuple[Message, ...] | list[Message]) -> Iterator[str]:
+def message_texts(messages: tuple[Message, ...] | list[Message]) -> Iterator[str]:
     """Yield the texts of a conversation, without the system's messages, which rows often share."""
     for message in messages:
         if message["role"] not in ("system", "developer"):

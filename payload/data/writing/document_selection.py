@@ -80,7 +80,7 @@ def select_documents(
     choose_split: Callable[[Survey], Split],
     max_documents: int | None,
 ) -> DocumentSelection | None:
-    """Return how often each document is trained; None if no option asks for a selection.
+    """Return how often each document is trained; None without weights and --dedup.
 
     Raises DataError.
     """
@@ -91,7 +91,8 @@ def select_documents(
         scan.add(batch)
     numbers, starts, files = map(np.array, (scan.numbers, scan.starts, scan.files))
     inputs = np.zeros(len(numbers), dtype=np.int64)
-    if source.inputs_of_files:
+    # A single file that is divided into documents has no starts of files.
+    if source.inputs_of_files and len(starts):
         begun = np.searchsorted(starts, numbers, side="right") - 1
         inputs = np.array(source.inputs_of_files)[files[begun]]
     split_rows = split_by_units(choose_split, survey, numbers)
