@@ -82,8 +82,8 @@ def add_dedup_flag(more: AddFlag) -> None:
         choices=get_args(Dedup),
         metavar="HOW",
         help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
-        "also with about 80 %% of the same words in the same order (default: only remove training "
-        "rows that also stand in validation; text: nothing)",
+        "also with about 80 %% of the same words in the same order; none: keep all rows (default: "
+        "only remove training rows that also stand in validation; text: none)",
     )
 
 

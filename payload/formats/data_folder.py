@@ -53,7 +53,9 @@ _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
 TokenDtype = Literal["uint16", "uint32"]
 OnLong = Literal["truncate", "drop", "refuse", "split"]
-Dedup = Literal["exact", "near"]
+Dedup = Literal["none", "exact", "near"]
+"""Duplicates that are removed. Without a choice, only training rows that also stand in validation
+are removed; with `none`, no row is."""
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 

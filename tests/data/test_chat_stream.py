@@ -47,8 +47,6 @@ pytestmark = pytest.mark.processes  # a process renders the template
 
 GOLDEN = Path(__file__).with_name("chat_folders.json")
 """Digests of the folders that were made in memory, before conversations were a stream."""
-KEPT_IN_BOTH = ("payload.data.selection.select_rows._MOST_REMOVED", 0)
-"""Older releases kept training rows that also stand in validation."""
 BATCH = "payload.data.tasks.chat_reader._BATCH_SIZE"
 SHARD_MIB = 1
 _PEAK = (
@@ -70,7 +68,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_batch_size_gives_the_bytes_of_older_releases(
     case: str, size: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*KEPT_IN_BOTH)
     monkeypatch.setattr(BATCH, size)
     monkeypatch.setattr("payload.data.tasks.sample_files._CHUNK_TOKENS", 10 * size)
     source = write_mixed(tmp_path / "in", case)
@@ -84,9 +81,8 @@ def test_every_batch_size_gives_the_bytes_of_older_releases(
 
 @pytest.mark.parametrize("case", ["best-fit", "drop"])
 def test_a_template_with_blocks_gives_the_bytes_of_older_releases(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(*KEPT_IN_BOTH)
     marked = make_tokenizer(tmp_path / "marked", template=MARKED_TEMPLATE)
     source = write_mixed(tmp_path / "in", case)
     out = prepare(marked, source, tmp_path / "out", *FLAGS, *CASES[case])

@@ -15,7 +15,7 @@ from payload.data.selection.content_keys import equal_groups, first_of_each, key
 from payload.data.selection.near_duplicates import Sketcher, near_groups
 from tests.data.running import contents
 from tests.support.chat_data import make_tokenizer, turn, write_rows
-from tests.support.prepared_rows import TASK_CASES, inputs_of, prepared, words, write_named
+from tests.support.prepared_rows import TASK_CASES, found, inputs_of, prepared, words, write_named
 
 pytestmark = pytest.mark.processes  # a process renders the template
 
@@ -96,10 +96,25 @@ def test_a_few_rows_that_are_repeated_stay_and_are_noted(
     words_.remove("--quiet")
     assert main(words_) == 0
     said = capsys.readouterr().err
-    assert "training rows also stand in validation. They were kept" in said
-    assert "96 rows repeat an earlier row" in said
+    assert "rows of the training file also in the validation file, kept because" in said
+    assert "96 rows with the content of an earlier row" in said
     assert main([*words_, "--dedup", "exact", "--force", "--val-fraction", "0.25"]) == 0
     assert "1 for validation, 3 for training" in capsys.readouterr().out
+
+
+def test_dedup_none_keeps_every_row_and_counts_those_of_both_files(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_file = write_named(tmp_path / "train.jsonl", "chat", UNIQUE)
+    valid = write_named(tmp_path / "valid.jsonl", "chat", ["a1", "v1"])
+    given = words("chat", tokenizer, tmp_path / "out", [train_file, valid], "--dedup", "none")
+    given.remove("--quiet")
+    assert main(given) == 0
+    assert found(tokenizer, tmp_path / "out") == (Counter(UNIQUE), Counter(["a1", "v1"]))
+    assert (
+        "1 row of the training file also in the validation file, kept. To"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_validation_copy_of_a_file_is_kept(tokenizer: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,9 +156,12 @@ def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
     inputs = []
     for name, weight in (("a", "2.5"), ("b", "0.5")):
         named = [f"{name}{number % 90}" for number in range(100)]
-        rows = [{"messages": turn("ask", f" {each}" * 1000)} for each in named]
-        if task == "text":
-            rows = [{"text": each["messages"][1]["content"]} for each in rows]
+        rows: list[dict[str, Any]] = [
+            {"text": f" {each}" * 1000}
+            if task == "text"
+            else {"messages": turn("ask", f" {each}" * 1000)}
+            for each in named
+        ]
         inputs.append(f"{write_rows(tmp_path / f'{name}.jsonl', rows)}:{weight}")
     flags = ("--shard-mib", 1, "--dedup", "near")
     length = ("--sequence-length", 4096) if task == "chat" else ()
@@ -246,6 +250,6 @@ def test_an_existing_path_with_a_colon_is_a_path(tmp_path: Path) -> None:
     path = tmp_path / "a:2"
     path.write_text("")
     assert split_weights([str(path)]) == ((str(path),), ())
-    assert split_weights([f"{path}:3"]) == ((str(path),), (3,))
+    assert split_weights([f"{path}:3"]) == ((str(path),), (Fraction(3),))
     assert split_weights(["owner/name", "folder:1/file"]) == (("owner/name", "folder:1/file"), ())
     assert split_weights(["owner/name:0.1"]) == (("owner/name",), (Fraction("0.1"),))

@@ -65,7 +65,7 @@ def test_the_words_for_prepare_give_it_the_same_options() -> None:
         *("--columns", "q=user,a=assistant", "--ignore-key", "x", "--ignore-key", "y"),
         *("--chat-template", "t.jinja", "--thoughts", "drop", "--train-on", "last"),
         *("--on-long", "split", "--template-var", "deep=true", "--template-var", 'name="a b"'),
-        *("--label-map", "1=a", "2=b", "--allow-odd-tokenizer"),
+        *("--label-map", "1=a", "2=b", "--allow-odd-tokenizer", "--dedup", "near"),
     ]
     args = parser().parse_args(["--model", "m", "--data", "d", *words])
     forwarded = forwarded_words(args)

@@ -50,9 +50,10 @@ class RowSelection:
     record: SelectionRecord | None
     """None if every row is in its file once."""
     left_in_both: int
-    """Training rows that also stand in validation, and were too many to remove."""
+    """Training rows that also stand in validation, and were not removed."""
     repeated: int
     """Number of rows whose content is in an earlier row, before any is removed."""
+    dedup: Dedup | None
 
     def numbers(self, *, is_val: bool) -> Numbers:
         """Return the indices of one file's rows, repeated as often as the rows."""
@@ -68,18 +69,19 @@ class RowSelection:
         """Return the note about rows of both files."""
         if not self.left_in_both:
             return []
+        why = "" if self.dedup == "none" else " because more than half of the training rows are"
         return [
-            f"note: {self.left_in_both:,} training rows also stand in validation. They were kept, "
-            "because they are over half of the training rows. Use --dedup exact."
+            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file also in "
+            f"the validation file, kept{why}. To keep each content once, use --dedup exact."
         ]
 
     def notes(self) -> tuple[str, ...]:
         """Return the notes about duplicates for the user."""
         found = self.notes_on_both()
-        if self.repeated and (self.record is None or self.record.dedup is None):
+        if self.repeated and self.dedup is None:
             found.append(
-                f"note: {self.repeated:,} {'row repeats' if self.repeated == 1 else 'rows repeat'} "
-                "an earlier row. To remove duplicates, use --dedup exact or --dedup near."
+                f"note: {self.repeated:,} {_rows(self.repeated)} with the content of an earlier "
+                "row. To remove duplicates, use --dedup exact or --dedup near."
             )
         return tuple(found)
 
@@ -118,14 +120,17 @@ def select_rows(
     split, is_val = split_rows(np.arange(len(groups)))
     by_file = split.record.method == "files"
     kept = np.ones(len(groups), dtype=np.bool_)
-    if mixing.dedup is not None:
+    is_deduplicated = mixing.dedup in ("exact", "near")
+    if is_deduplicated:
         kept = first_of_each(groups, preferred=is_val & by_file)
         if not by_file and not kept.all():
             chosen = np.flatnonzero(kept)
             is_val = np.zeros(len(groups), dtype=np.bool_)
             split, is_val[chosen] = split_rows(chosen)
     in_both = kept & ~is_val & np.isin(groups, groups[kept & is_val])
-    removed = _removable(in_both, kept & ~is_val, classes)
+    removed = np.zeros(len(groups), dtype=np.bool_)
+    if mixing.dedup != "none":
+        removed = _removable(in_both, kept & ~is_val, classes)
     is_train = kept & ~is_val & ~removed
     copies = (kept & is_val).astype(np.int64)
     records = []
@@ -148,7 +153,7 @@ def select_rows(
                 rows_an_epoch=int(copies[trained].sum()),
             )
         )
-    is_plain = not mixing.weights and mixing.dedup is None and not removed.any()
+    is_plain = not mixing.weights and not is_deduplicated and not removed.any()
     record = SelectionRecord(dedup=mixing.dedup, inputs=tuple(records))
     return RowSelection(
         split=split,
@@ -156,6 +161,7 @@ def select_rows(
         copies=copies,
         record=None if is_plain else record,
         left_in_both=int((in_both & ~removed).sum()),
+        dedup=mixing.dedup,
         repeated=len(groups) - len(np.unique(groups)),
     )
 
@@ -166,7 +172,7 @@ def describe_selection(record: SelectionRecord) -> list[str]:
     lines = []
     for each in record.inputs:
         removed = [
-            *([f"{each.duplicates:,} duplicates"] if record.dedup else []),
+            *([f"{each.duplicates:,} duplicates"] if record.dedup in ("exact", "near") else []),
             *(
                 [f"{each.also_in_validation:,} training rows that also stand in validation"]
                 if each.also_in_validation
@@ -180,6 +186,10 @@ def describe_selection(record: SelectionRecord) -> list[str]:
             f"{each.weight:g}: {each.rows_an_epoch:,} an epoch ({each.rows_an_epoch / total:.1%})"
         )
     return lines
+
+
+def _rows(count: int) -> str:
+    return "row" if count == 1 else "rows"
 
 
 def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:

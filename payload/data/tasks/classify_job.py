@@ -191,7 +191,7 @@ class _ClassifyJob:
                     selected.copies,
                     labels=labels,
                     is_split_by_files=selected.split.record.method == "files",
-                    is_deduplicated=self.settings.mixing.dedup is not None,
+                    is_deduplicated=self.settings.mixing.dedup in ("exact", "near"),
                 ),
             ),
         )

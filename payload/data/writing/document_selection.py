@@ -84,7 +84,7 @@ def select_documents(
 
     Raises DataError.
     """
-    if mixing.dedup is None and not mixing.weights:
+    if mixing.dedup in (None, "none") and not mixing.weights:
         return None
     scan = _Scan(near=mixing.dedup == "near")
     for batch in limit(source.batches({}), max_documents):
