@@ -104,7 +104,8 @@ def _drawn(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float32]:
 def _make_data(root: Path, task: str, *, tokenizer: Path) -> None:
     rows = chat_data.write_rows(root / f"{task}.jsonl", _rows(task))
     length = ("--sequence-length", SEQUENCE_LENGTH) if task in ("chat", "preference") else ()
-    chat_data.prepare(tokenizer, rows, root / task, *length, task=task)
+    # The stored losses are of data with training rows that also stand in validation.
+    chat_data.prepare(tokenizer, rows, root / task, *length, "--dedup", "none", task=task)
 
 
 def _rows(task: str) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
 from payload.core.wrapped_lines import fitted
 from payload.data.shared_flags import (
+    add_dedup_flag,
     add_hub_flags,
     add_reading_flags,
     add_rendering_flags,
@@ -210,8 +211,9 @@ def _add_source_flags(parser: CommandParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        metavar="PATH",
-        help="files or folders; hf: a folder or the name of a dataset",
+        metavar="PATH[:WEIGHT]",
+        help="files or folders; hf: a folder or the name of a dataset; a row of a.jsonl:3 is three "
+        "times in an epoch",
     )
     add_reading_flags(more)
     add(
@@ -220,6 +222,7 @@ def _add_source_flags(parser: CommandParser) -> None:
         help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN}, or another known "
         "name, in any case)",
     )
+    add_dedup_flag(more)
     add_hub_flags(more)
     more("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
 
@@ -381,6 +384,11 @@ def _show_meta(folder: Path, meta: DataMeta) -> None:
     )
     for line in task_of(meta.task).describe(meta):
         _print(line)
+    if meta.selection is not None:
+        from payload.data.selection.select_rows import describe_selection
+
+        for line in describe_selection(meta.selection):
+            _print(line)
     if meta.skipped_documents:
         print(f"skipped as bad: {meta.skipped_documents:,}, for example")
         for example in meta.skipped_examples:

@@ -10,6 +10,7 @@ from itertools import islice
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
 from payload.core.tasks import TaskKind
+from payload.data.repeated_rows import repeated_row_lines
 from payload.data.rows.column_choice import (
     LABEL_COLUMNS,
     TEXT_COLUMNS,
@@ -141,7 +142,11 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
         text_column=text_column,
         label_column=label_column,
         rows=rows,
-        recognised=(*source.recognised(), *_column_lines(rows, task, read)),
+        recognised=(
+            *source.recognised(),
+            *_column_lines(rows, task, read),
+            *repeated_row_lines(rows, task, text_column=text_column, label_column=label_column),
+        ),
         forwarded=options.forwarded,
     )
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from payload.core.errors import UsageError
 from payload.data.rows.named_columns import parse_columns
 from payload.data.sources.source_flags import DEFAULT_SPLIT
 from payload.data.tasks import all_tasks
 from payload.data.tasks.arguments import RENDERING_FLAGS
+from payload.formats.data_folder import Dedup
 
 AddFlag = Callable[..., Any]
 """`add_argument` of a parser's group."""
 _FORWARDED = (
     *("--glob", "--skip-bad", "--columns", "--ignore-key", "--config", "--revision", "--split"),
-    *("--val-fraction", "--allow-odd-tokenizer"),
+    *("--val-fraction", "--dedup", "--allow-odd-tokenizer"),
 )
 _NOT_FORWARDED = ("--sequence-length", "--label-column")
 """Task options that `finetune` sets itself."""
@@ -71,6 +72,18 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         metavar="SHARE",
         help="fraction for validation (default: 0.1, but about 100 documents of more than 1,000, "
         "and at least 0.0005)",
+    )
+
+
+def add_dedup_flag(more: AddFlag) -> None:
+    """Declare the option that removes duplicates."""
+    more(
+        "--dedup",
+        choices=get_args(Dedup),
+        metavar="HOW",
+        help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
+        "also with about 80 %% of the same words in the same order; none: keep all rows (default: "
+        "only remove training rows that also stand in validation; text: none)",
     )
 
 

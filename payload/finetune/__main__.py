@@ -39,6 +39,7 @@ from payload.core.symlink_safety import inside_folder
 from payload.core.tasks import TASK_KINDS
 from payload.core.wrapped_lines import wrapped
 from payload.data.shared_flags import (
+    add_dedup_flag,
     add_hub_flags,
     add_reading_flags,
     add_task_flags,
@@ -312,6 +313,7 @@ def parser() -> CommandParser:
     add_reading_flags(more)
     add_hub_flags(more)
     add_val_fraction_flag(add)
+    add_dedup_flag(more)
     add_tokenizer_check_flag(more)
     add_task_flags(more)
     add(

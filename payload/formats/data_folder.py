@@ -55,6 +55,9 @@ _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
 TokenDtype = Literal["uint16", "uint32"]
 OnLong = Literal["truncate", "drop", "refuse", "split"]
+Dedup = Literal["none", "exact", "near"]
+"""Duplicates that are removed. Without a choice, only training rows that also stand in validation
+are removed; with `none`, no row is."""
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 
@@ -183,6 +186,35 @@ class PreferenceRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputRecord:
+    """Counts of the rows of one input."""
+
+    input: str = checked(pattern=PLAIN_TEXT, wanted="one line without control characters")
+    """Path, as in --input."""
+    weight: float = checked(low=0)
+    """How often each training row is in an epoch."""
+    rows: int = checked(low=0)
+    """Rows with trained content, before duplicates were removed."""
+    duplicates: int = checked(low=0)
+    """Rows that --dedup removed."""
+    also_in_validation: int = checked(low=0)
+    """Training rows that were removed because they also stand in validation."""
+    val_rows: int = checked(low=0)
+    train_rows: int = checked(low=0)
+    """Training rows that remain, each counted once."""
+    rows_an_epoch: int = checked(low=0)
+    """`train_rows` times `weight`, rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionRecord:
+    """How the rows were chosen: duplicates, and the weights of the inputs."""
+
+    dedup: Dedup | None
+    inputs: tuple[InputRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataMeta:
     """Contents of meta.json."""
 
@@ -230,6 +262,8 @@ class DataMeta:
     """Record of the task `classify`; None for other tasks."""
     preference: PreferenceRecord | None = None
     """Record of the task `preference`; None for other tasks."""
+    selection: SelectionRecord | None = None
+    """Duplicates and weights of the inputs; None if each row is in one of the files once."""
     schema_version: int = SCHEMA_VERSION
 
     def hashes(self) -> dict[str, str]:

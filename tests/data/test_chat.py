@@ -261,7 +261,7 @@ def test_a_group_is_all_for_training_or_all_for_validation(tokenizer: Path, tmp_
 
 
 def test_a_long_conversation_is_cut_and_counted(tokenizer: Path, tmp_path: Path) -> None:
-    rows = [{"messages": turn("one", "two " * count)} for count in (2, 3, 400, 500)]
+    rows = [{"messages": turn(f"one {count}", "two " * count)} for count in (2, 3, 400, 500)]
     rows.append({"messages": turn("word " * 400, "never reached")})
     out = prepare(
         tokenizer,

@@ -21,7 +21,10 @@ from payload.data.tasks.classify_job import label_map, label_of, stratified
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 from payload.formats.data_folder import MOST_NAME_TOKENS, load_meta
 
-ROWS = [("good " * (1 + i % 5), "up") if i % 3 else (f"bad, it's {i}", "down") for i in range(30)]
+ROWS = [
+    (f"{'good ' * (1 + i % 5)}{i}", "up") if i % 3 else (f"bad, it's {i}", "down")
+    for i in range(30)
+]
 TEXTS, LABELS = [text for text, _ in ROWS], [label for _, label in ROWS]
 
 
@@ -308,12 +311,12 @@ def test_flags_of_classification_belong_to_it(
         ),
         (
             [(f"text {number % 39}", "a" if number % 39 % 2 else "b") for number in range(40)],
-            ("note: 1 text repeats an earlier one", "remove them from the file"),
+            ("note: 1 text repeats an earlier one", "remove them with --dedup exact"),
             ("1 texts", "different labels"),
         ),
         (
             [(f"text {number % 30}", "ab"[number % 2]) for number in range(60)],
-            ("30 texts repeat an earlier one", "also in the training set"),
+            ("30 texts repeat an earlier one", "training rows that also stand in validation"),
             ("one validation text", "class_weights", "different labels"),
         ),
         (
@@ -338,7 +341,7 @@ def test_labels_that_make_the_accuracy_misleading_are_noted(
     words = ["--task", "classify", "--source", "csv", "--out", str(tmp_path / "data")]
     source = str(write_rows(tmp_path, "csv", rows))
     assert main(["prepare", *words, "--input", source]) == 0
-    said = capsys.readouterr().err
+    said = "".join(capsys.readouterr())
     assert all(text in said for text in expected), said
     assert not any(text in said for text in missing), said
 

@@ -65,7 +65,7 @@ def test_the_words_for_prepare_give_it_the_same_options() -> None:
         *("--columns", "q=user,a=assistant", "--ignore-key", "x", "--ignore-key", "y"),
         *("--chat-template", "t.jinja", "--thoughts", "drop", "--train-on", "last"),
         *("--on-long", "split", "--template-var", "deep=true", "--template-var", 'name="a b"'),
-        *("--label-map", "1=a", "2=b", "--allow-odd-tokenizer"),
+        *("--label-map", "1=a", "2=b", "--allow-odd-tokenizer", "--dedup", "near"),
     ]
     args = parser().parse_args(["--model", "m", "--data", "d", *words])
     forwarded = forwarded_words(args)
@@ -103,6 +103,7 @@ def test_show_prints_what_is_recognised_in_raw_data_and_one_row(tmp_path: Path) 
         f"{labelled}: task classify, because its rows have a column of labels, 'label'",
         "format: CSV, delimiter tab, UTF-8",
         "columns read: 'text', 'label'",
+        "labels of only one row: 'x', 'y'",
     ]
 
 

@@ -81,7 +81,7 @@ def prepared(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pr
         if task in ("chat", "preference"):
             words += ["--sequence-length", "64"]
         if task == "classify":
-            words += ["--text-column", "text", "--label-column", "label"]
+            words += ["--text-column", "text", "--label-column", "label", "--dedup", "exact"]
         if task == "text":
             dry_run = commands.do("prepare", *words, "--dry-run", "--json", folder=copy.project)
             estimated = dry_run.last_json()
@@ -229,7 +229,8 @@ def test_the_owner_of_a_run_in_a_store(supervised: Recorded) -> None:
 
 def test_the_folders_of_data(prepared: Prepared) -> None:
     folders, maps = prepared.folders(), ("files", "tokenizer_files")
-    assert_format("meta", documents(folders, "meta.json"), maps=maps, also={"revision": "str"})
+    also = {"revision": "str", "selection.dedup": "null"}
+    assert_format("meta", documents(folders, "meta.json"), maps=maps, also=also)
     for task, folder in folders.items():
         assert_keys(f"names.data.{task}", names_in(folder), version=1)
     found = prepared.copy.new_json(folders["preference"] / "reference.json")
@@ -238,7 +239,8 @@ def test_the_folders_of_data(prepared: Prepared) -> None:
 
 def test_what_prepare_prints(prepared: Prepared) -> None:
     maps = ("files", "tokenizer_files")
-    assert_format("output.prepare", prepared.printed, maps=maps, also={"revision": "str"})
+    also = {"revision": "str", "selection.dedup": "null"}
+    assert_format("output.prepare", prepared.printed, maps=maps, also=also)
     assert_format("output.estimate", [prepared.estimated])
 
 

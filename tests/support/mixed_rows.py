@@ -18,7 +18,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "files": ("--source", "jsonl"),
 }
 """Flags of each case; in the case `files`, a second file has the validation data."""
-FLAGS = ("--skip-bad", "--ignore-key", "note", "--sequence-length", "64")
+FLAGS = (
+    *("--skip-bad", "--ignore-key", "note", "--sequence-length", "64"),
+    # Older releases kept training rows that also stand in validation.
+    *("--dedup", "none"),
+)
 
 
 def write_mixed(folder: Path, case: str, *, count: int = 700) -> Path:

@@ -111,7 +111,9 @@ class FileRows(Rows):
 
     def _read(self) -> Iterator[Row]:
         valid = self._files.splits.valid
+        index_of = dict(zip(self._files.paths(), self._files.inputs_of_files, strict=True))
         for path, found in self._formats.items():
+            self._begin_file(index_of[path])
             if path in valid and self.first_val is None:
                 self.first_val = self.next_number
             if found.kind in ("parquet", "arrow"):

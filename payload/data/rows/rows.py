@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from payload.core.errors import DataError
 from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
@@ -56,6 +59,8 @@ class Rows(ABC):
         """Rows read so far, including bad rows."""
         self.first_val: int | None = None
         """Number of the first row of the files for validation; None without such files."""
+        self.file_starts: list[tuple[int, int]] = []
+        """Number of the first row of each file so far, and number of the file's --input."""
         self.next_number = 0
         """Number of the next row; a row that is left out gives its number to the next one."""
         self._columns = NamedColumns(request.columns, request.ignored_keys)
@@ -102,6 +107,7 @@ class Rows(ABC):
             "num_rows": self.num_rows,
             "next_number": self.next_number,
             "first_val": self.first_val,
+            "file_starts": self.file_starts,
             "num_skipped": self.num_skipped,
             "skipped": list(zip(self._skipped_at, self.skipped, strict=True)),
             "metadata": dict(self._metadata),
@@ -118,6 +124,7 @@ class Rows(ABC):
         self._place = 0
         self.num_rows = self._first_place = state["num_rows"]
         self.next_number, self.first_val = state["next_number"], state["first_val"]
+        self.file_starts = [(number, index) for number, index in state["file_starts"]]
         self.num_skipped = state["num_skipped"]
         self._skipped_at = [place for place, _ in state["skipped"]]
         self.skipped = [message for _, message in state["skipped"]]
@@ -205,6 +212,19 @@ class Rows(ABC):
         """Raise DataError if the source had no rows."""
         if not self.num_rows:
             raise DataError(f"{self.label}: no rows. Add rows, or use another source.")
+
+    def inputs_of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of the --input of each of these rows; call it after the last row."""
+        if not self.file_starts:
+            return np.zeros(len(numbers), dtype=np.int64)
+        starts, inputs = (np.array(each) for each in zip(*self.file_starts, strict=True))
+        found: npt.NDArray[np.int64] = inputs[np.searchsorted(starts, numbers, side="right") - 1]
+        return found
+
+    def _begin_file(self, index: int) -> None:
+        """Note that a file of the input `index` begins, unless an interrupted run noted it."""
+        if self._place >= self._first_place:
+            self.file_starts.append((self.next_number, index))
 
     def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
         """Count a row and yield it; `values` is an error message for a bad row."""

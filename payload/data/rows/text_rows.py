@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from payload.core.printable_text import shown
@@ -30,11 +30,13 @@ class TextRows:
 
     default_val_fraction: float | None = None
     revision: str | None = None
+    inputs_of_files: Sequence[int] = ()
 
     def __init__(self, request: SourceRequest) -> None:
         self._request = request
         self._column = request.column()
         self.label = open_rows(request).label
+        self.inputs_of_files = range(len(request.inputs))
 
     def identity(self) -> list[Any]:
         """Return JSON that changes when the rows change. Raises DataError."""
@@ -59,7 +61,11 @@ class TextRows:
         batcher = Batcher(skip_bad=self._request.skip_bad)
         rows = self._opened()
         done, known = cursor.get("document", 0), 0
+        begun = 0
         for row in rows.read():
+            for number, index in rows.file_starts[begun:]:
+                batcher.begin_file(index, number=number)
+            begun = len(rows.file_starts)
             skipped, known = rows.skipped[known:], len(rows.skipped)
             if row.number < done:
                 continue

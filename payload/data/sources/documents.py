@@ -7,7 +7,7 @@ the split does not shift.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
@@ -49,6 +49,8 @@ class Batch:
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
     """For each group of bad documents: the first document's number, their count, and the
     message."""
+    file_starts: list[tuple[int, int]] = field(default_factory=list)
+    """For each file that begins in the batch: the number of its first document, and its index."""
     cursor: Cursor = field(default_factory=dict)
     """Cursor of the next batch."""
     text_bytes: int = 0
@@ -83,6 +85,10 @@ class Source(Protocol):
     def revision(self) -> str | None:
         """Return the revision that `identity` pinned, if any; call `identity` first."""
 
+    @property
+    def inputs_of_files(self) -> Sequence[int]:
+        """Number of the --input of each file; call `identity` first. Empty for a single input."""
+
     def identity(self) -> list[Any]:
         """Return JSON that changes when the documents change.
 
@@ -116,6 +122,10 @@ class Batcher:
             or len(batch.skipped) >= _BATCH_SKIPS
         )
 
+    def begin_file(self, index: int, *, number: int) -> None:
+        """Note that a file begins with the document `number`."""
+        self._batch.file_starts.append((number, index))
+
     def add(self, piece: bytes, *, number: int, is_last: bool = True) -> None:
         """Append one piece."""
         self._batch.pieces.append(piece)
@@ -136,6 +146,21 @@ class Batcher:
         taken, self._batch = self._batch, Batch()
         taken.cursor = cursor
         return taken
+
+
+def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch]:
+    """Yield the batches without documents numbered `max_documents` or higher."""
+    for batch in batches:
+        if max_documents is None or not batch.numbers or batch.numbers[-1] < max_documents:
+            yield batch
+            continue
+        keep = sum(number < max_documents for number in batch.numbers)
+        batch.pieces = batch.pieces[:keep]
+        batch.numbers, batch.ends = batch.numbers[:keep], batch.ends[:keep]
+        batch.skipped = [entry for entry in batch.skipped if entry[0] < max_documents]
+        batch.text_bytes = sum(map(len, batch.pieces))
+        yield batch
+        return
 
 
 def last_safe_cut(data: bytes) -> int | None:

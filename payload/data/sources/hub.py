@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +53,8 @@ _FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
 
 class HubSource:
     """A split of a dataset: every row is a document. Rows are streamed, not downloaded first."""
+
+    inputs_of_files: Sequence[int] = ()
 
     def __init__(self, request: SourceRequest) -> None:
         given = request.inputs[0] if request.inputs else OPENWEBTEXT

@@ -48,6 +48,7 @@ class JsonlSource(ColumnFiles):
         offset = cursor.get("offset", 0)
         for index in range(cursor.get("file", 0), len(self._files)):
             path = self._files[index]
+            batcher.begin_file(index, number=number)
             with open_decompressed(path) as file, convert_errors(path):
                 file.seek(offset)
                 for line, read in read_lines(file):

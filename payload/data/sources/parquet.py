@@ -98,6 +98,7 @@ def read_parquet(
     with ParquetReader(column) as reader:
         for index in range(cursor.get("file", 0), len(places)):
             place = places[index]
+            batcher.begin_file(index, number=number)
             try:
                 for values in reader.read(place, skip_rows=row):
                     if isinstance(values, LostRows):

@@ -26,6 +26,8 @@ class SourceRequest:
     kind: SourceKind
     inputs: tuple[str, ...] = field(default=())
     """Files or folders; for `hf` the name of a dataset or a folder."""
+    input_numbers: tuple[int, ...] = ()
+    """Number of the --input that each of `inputs` belongs to; empty if they are the --input."""
     glob: str | None = None
     """Pattern for the files of a folder; None uses the default of the kind."""
     text_column: str | None = None

@@ -60,6 +60,23 @@ def find_files(
     return found
 
 
+def inputs_of(
+    given: Sequence[Path], *, glob: str | Sequence[str], leave_out: tuple[str, ...] = ()
+) -> list[tuple[Path, int]]:
+    """Return the files that `find_files` finds, each with the index of its given path."""
+    return [
+        (path, index)
+        for index, each in enumerate(given)
+        for path in find_files([each], glob=glob, leave_out=leave_out)
+    ]
+
+
+def in_order(found: Sequence[tuple[Path, int]], files: Sequence[Path]) -> list[int]:
+    """Return the index of the given path of each of `files`."""
+    index_of = dict(found)
+    return [index_of[path] for path in files]
+
+
 def _require_inside(path: Path, folder: Path) -> Path:
     """Return the path of a file found in a folder.
 
@@ -126,6 +143,7 @@ class ColumnFiles:
 
     default_val_fraction: float | None = None
     revision: str | None = None
+    inputs_of_files: Sequence[int] = ()
 
     def __init__(
         self,
@@ -138,6 +156,7 @@ class ColumnFiles:
         """`glob` selects the files in folders, unless the request has a pattern."""
         self.label = describe_inputs(kind, given)
         self._given = given
+        self._input_numbers = request.input_numbers
         self._glob: str | Sequence[str] = request.glob or glob
         self._leave_out = () if request.glob else BACKUPS
         self._column = request.column()
@@ -150,9 +169,12 @@ class ColumnFiles:
 
         Raises DataError for a missing file.
         """
-        found = find_files(self._given, glob=self._glob, leave_out=self._leave_out)
-        self.splits = split_files(found)
+        found = inputs_of(self._given, glob=self._glob, leave_out=self._leave_out)
+        self.splits = split_files([path for path, _ in found])
         self._files = self.splits.read()
+        self.inputs_of_files = in_order(found, self._files)
+        if self._input_numbers:
+            self.inputs_of_files = [self._input_numbers[each] for each in self.inputs_of_files]
         identity = file_identity(self._files)
         for path, (_, size, _) in zip(self._files, identity, strict=True):
             if size is None:
@@ -176,6 +198,7 @@ class TextSource:
 
     default_val_fraction: float | None = None
     revision: str | None = None
+    inputs_of_files: Sequence[int] = ()
 
     def __init__(self, given: Sequence[Path], *, glob: str | None, skip_bad: bool) -> None:
         self.label = describe_inputs("text", given)
@@ -190,8 +213,10 @@ class TextSource:
 
     def identity(self) -> list[Any]:
         """Return path, size and time of every file. Raises DataError for a missing file."""
-        self._splits = split_files(find_files(self._given, glob=self._glob), is_text=True)
+        found = inputs_of(self._given, glob=self._glob)
+        self._splits = split_files([path for path, _ in found], is_text=True)
         files = self._splits.read()
+        self.inputs_of_files = in_order(found, files)
         self._files = list(map(str, files))
         identity = file_identity(files)
         self._size = sum(size or 0 for _, size, _ in identity)
@@ -228,6 +253,7 @@ class TextSource:
         number, offset = cursor.get("document", 0), cursor.get("offset", 0)
         while number < len(self._files):
             path = self._files[number]
+            batcher.begin_file(number, number=number)
             text = _NotRead(None) if offset else self._read(path)
             if isinstance(text, bytes):
                 batcher.add(text, number=number)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from payload.data.sources.documents import MIB
+from payload.data.sources.input_weights import split_weights
 from payload.data.sources.source_flags import SourceRequest
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def source_request(args: argparse.Namespace) -> SourceRequest:
     """Return the source that the flags select."""
     return SourceRequest(
         kind=args.source,
-        inputs=tuple(args.input),
+        inputs=split_weights(args.input)[0],
         glob=args.glob,
         text_column=args.text_column,
         subset=args.config,
@@ -66,10 +67,18 @@ def prepare_settings(
     shaping: tuple[str, ...],
 ) -> PrepareSettings:
     """Return the settings; `shaping` lists further values that the output depends on."""
+    from payload.data.selection.select_rows import Mixing
     from payload.data.writing.plan import PrepareSettings
 
+    inputs, weights = split_weights(args.input)
+    # Without these options the fingerprint is that of older releases.
+    shaping += ("weights", *map(str, weights)) if weights else ()
+    shaping += ("dedup", args.dedup) if args.dedup is not None else ()
     return PrepareSettings(
         out=args.out,
+        mixing=Mixing(
+            inputs=inputs or (args.source,), weights=weights, dedup=args.dedup, seed=args.seed
+        ),
         tokenizer=tokenizer,
         val_fraction=val_fraction if args.val_fraction is None else args.val_fraction,
         seed=args.seed,

@@ -18,6 +18,8 @@ from payload.core.errors import DataError, UsageError
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.packing import Blocks, best_fit, one_each
 from payload.data.rows.rows import Rows
+from payload.data.selection.content_keys import equal_groups
+from payload.data.selection.select_rows import select_rows, split_by_units
 from payload.data.sources.documents import Survey, UnreachableSourceError
 from payload.data.tasks.arguments import (
     ON_LONG,
@@ -31,7 +33,8 @@ from payload.data.tasks.arguments import (
 )
 from payload.data.tasks.chat_reader import ChatReader
 from payload.data.tasks.groups import Groups
-from payload.data.tasks.sample_files import SampleFiles
+from payload.data.tasks.row_sketches import RowSketches
+from payload.data.tasks.sample_files import SampleFiles, row_keys
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import Chunks, PreparedData
 from payload.data.templates.chat_template import (
@@ -46,9 +49,7 @@ from payload.data.writing.encoder_choice import EncoderMismatchError
 from payload.data.writing.plan import PrepareSettings
 from payload.data.writing.progress import Reporter
 from payload.data.writing.resumable_token_files import (
-    GROUPS_NAME,
-    INDEX_NAME,
-    SAMPLES_NAME,
+    SAMPLE_NAMES,
     ResumableTokenFiles,
     WriteFailedError,
     remove_unfinished,
@@ -62,7 +63,7 @@ from payload.formats.data_folder import (
     OnLong,
 )
 
-_RENDERING = ("rows", "sources", "tasks", "templates", "tokenizers")
+_RENDERING = ("rows", "selection", "sources", "tasks", "templates", "tokenizers")
 """Folders with the modules that make samples from rows."""
 _OBJECTS_A_COLLECTION = 100_000
 """New objects after which Python searches for unreachable cycles; its default is 700 to 2,000."""
@@ -110,6 +111,7 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
         length=length,
         on_long=on_long,
         groups=Groups(args.group_column),
+        sketches=RowSketches(is_needed=args.dedup == "near"),
     )
     return ChatJob(reader, packing=packing)
 
@@ -157,13 +159,23 @@ class ChatJob:
             self._choose_encoder()
         samples = self._read(store)
         index = samples.index()
-        split = self.settings.split(reader.groups.survey(self.rows))
-        is_val = split.val_mask(index["group"])
+        first, keys = row_keys(index)
+        selected = select_rows(
+            reader.sketches.join(equal_groups(keys), index["row"][first]),
+            self.rows.inputs_of(index["row"][first]),
+            split_by_units(
+                self.settings.split, reader.groups.survey(self.rows), index["group"][first]
+            ),
+            self.settings.mixing,
+        )
+        row_of = np.repeat(np.arange(len(first)), np.diff(first, append=len(index)))
+        copies, is_val = selected.copies[row_of], selected.is_val[row_of]
         files: dict[str, Chunks] = {}
         counts: dict[str, int] = {}
         record: dict[str, int] = {}
-        for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            if not chosen.any():
+        for name, prefix, mask in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
+            chosen = np.repeat(np.flatnonzero(mask), copies[mask])
+            if not len(chosen):
                 raise DataError(
                     f"the split leaves no conversation for "
                     f"{'training' if prefix == 'train' else 'validation'} (conversations in all: "
@@ -182,7 +194,7 @@ class ChatJob:
             )
             counts |= {
                 f"{prefix}_tokens": marks.nbytes,
-                f"{prefix}_documents": int(chosen.sum()),
+                f"{prefix}_documents": len(chosen),
             }
             record |= {
                 f"{prefix}_trained_tokens": num_trained,
@@ -200,12 +212,14 @@ class ChatJob:
             **record,
         )
         fields = {**counts, "text_bytes": tokenizer.text_bytes, "task": "chat", "chat": chat}
+        fields["selection"] = selected.record
         encoder = tokenizer.encoder.name
         return PreparedData(
             files=files,
-            split=split,
+            split=selected.split,
             fields=fields,
             encoder=encoder,
+            notes=selected.notes(),
             temporary_bytes=samples.temporary_bytes(),
         )
 
@@ -247,7 +261,7 @@ class ChatJob:
             self.settings.out,
             fingerprint=fingerprint,
             encoder=self._versions(encoder.name),
-            names=(SAMPLES_NAME, INDEX_NAME, GROUPS_NAME),
+            names=SAMPLE_NAMES,
         )
         thresholds = gc.get_threshold()
         try:
@@ -288,7 +302,8 @@ class ChatJob:
 
     def _versions(self, encoder: str) -> str:
         """Return the versions that decide the samples; a run resumes only with the same ones."""
-        others = (f"{name} {version(name)}" for name in ("tokenizers", "jinja2"))
+        near = ("datasketch",) if self.reader.sketches.is_needed else ()
+        others = (f"{name} {version(name)}" for name in ("tokenizers", "jinja2", *near))
         return ", ".join((encoder, *others, f"rendering {_rendering_sha256()}"))
 
     def _pack(self, lengths: npt.NDArray[np.int64]) -> Blocks:

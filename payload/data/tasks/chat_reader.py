@@ -21,6 +21,7 @@ from payload.data.rows.conversations import (
 )
 from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
 from payload.data.tasks.groups import Groups
+from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.sample_files import Documents, SampleFiles, split_sample
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.templates.chat_template import ChatTemplate
@@ -76,6 +77,7 @@ class ChatReader:
     """Length of a block in tokens."""
     on_long: OnLong = field(kw_only=True)
     groups: Groups = field(kw_only=True)
+    sketches: RowSketches = field(kw_only=True)
     counts: Counter[str] = field(default_factory=Counter)
     """Counts for the fields of ChatRecord, by field name."""
     report: Callable[[], None] = field(default=lambda: None)
@@ -132,6 +134,7 @@ class ChatReader:
         self._fault, self._is_early_checked = None, False
         self._continue(self._start)
         self.groups.forget()
+        self.sketches.forget()
 
     def _cursor(self, *, is_read: bool) -> dict[str, Any]:
         """Return the state with which `_restore` continues."""
@@ -147,7 +150,7 @@ class ChatReader:
     def _restore(self, store: ResumableTokenFiles | None) -> bool:
         """Continue after the rows of an interrupted run; return True if all rows were read."""
         if store is None or not store.has_shards:
-            self.groups.keep_in(store)
+            self._keep_in(store)
             return False
         cursor = store.cursor
         if cursor["tokens"] != self.template.tokens_sha256():
@@ -157,8 +160,12 @@ class ChatReader:
                 "command again."
             )
         self._continue(cursor)
-        self.groups.keep_in(store)
+        self._keep_in(store)
         return bool(cursor["is_read"])
+
+    def _keep_in(self, store: ResumableTokenFiles | None) -> None:
+        self.groups.keep_in(store)
+        self.sketches.keep_in(store)
 
     def _continue(self, cursor: Mapping[str, Any]) -> None:
         self._num_read = cursor["num_read"]
@@ -218,6 +225,7 @@ class ChatReader:
                 totals.train_tokens += len(found.tokens)
                 totals.text_bytes = self.tokenizer.text_bytes
                 self.report()
+        self.sketches.flush()
         self.rows.keep_skipped(EXAMPLES_KEPT)
 
     def _samples(self, read: _Read) -> list[_Sample]:
@@ -237,6 +245,8 @@ class ChatReader:
             unread_columns(row.values, [*columns_of(row.values), *self.groups.columns()])
         )
         group = self.groups.number_of(row)
+        if self.sketches.is_needed:
+            self.sketches.add(row.number, message_texts(conversation_of(row.values).messages))
         last = len(rendered) - 1
         return [
             _Sample(row, group, each, is_added=number < last)
@@ -251,7 +261,8 @@ class ChatReader:
             self.counts["added_samples"] += int(is_added.sum())
             self.counts["added_tokens"] += int(lengths[is_added].sum())
         groups = np.fromiter((each.group for each in samples), np.int64, len(samples))
-        documents = Documents(groups, lengths, found.tokens, found.trained)
+        rows = np.fromiter((each.row.number for each in samples), np.int64, len(samples))
+        documents = Documents(rows, groups, lengths, found.tokens, found.trained)
         if not (lengths > self.length).any():
             is_trained = documents.num_trained() > 0
             self.counts["dropped_conversations"] += int((~is_trained).sum())
@@ -260,18 +271,19 @@ class ChatReader:
 
     def _all_shortened(self, samples: list[_Sample], documents: Documents) -> Documents:
         """Return the samples with trained tokens, in pieces of at most the block length."""
-        kept: list[tuple[int, _Tokens, _Trained]] = []
+        kept: list[tuple[_Sample, _Tokens, _Trained]] = []
         ends = np.cumsum(documents.lengths)[:-1]
         split = np.split(documents.tokens, ends), np.split(documents.trained, ends)
         for sample, tokens, trained in zip(samples, *split, strict=True):
             pieces = [(tokens, trained)]
             if len(tokens) > self.length:
                 pieces = self._shortened(sample.row, tokens, trained)
-            found = [(sample.group, *each) for each in pieces if each[1].any()]
+            found = [(sample, *each) for each in pieces if each[1].any()]
             self.counts["dropped_conversations"] += bool(pieces) and not found
             kept += found
         return Documents(
-            np.array([group for group, _, _ in kept], dtype=np.int64),
+            np.array([sample.row.number for sample, _, _ in kept], dtype=np.int64),
+            np.array([sample.group for sample, _, _ in kept], dtype=np.int64),
             np.array([len(tokens) for _, tokens, _ in kept], dtype=np.int64),
             np.concatenate([np.empty(0, np.uint32), *(tokens for _, tokens, _ in kept)]),
             np.concatenate([np.empty(0, np.bool_), *(trained for _, _, trained in kept)]),

@@ -15,7 +15,10 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
+from payload.data.selection.content_keys import equal_groups, key_of, keys_of
+from payload.data.selection.select_rows import RowSelection, select_rows
 from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN
+from payload.data.sources.split import Split
 from payload.data.tasks.arguments import (
     DEFAULT_LABEL_COLUMN,
     prepare_settings,
@@ -23,6 +26,7 @@ from payload.data.tasks.arguments import (
     tokenizer_check,
 )
 from payload.data.tasks.label_notes import label_notes
+from payload.data.tasks.row_sketches import RowSketches
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config
 from payload.formats.data_folder import (
     EXAMPLES_NAMES,
@@ -155,6 +159,7 @@ class _ClassifyJob:
         self._names = names
         self._has_class_weights = has_class_weights
         self._text_bytes = 0
+        self._sketches = RowSketches(is_needed=settings.mixing.dedup == "near")
 
     def make(self) -> PreparedData:
         """Read and tokenize all texts. Raises DataError."""
@@ -164,13 +169,15 @@ class _ClassifyJob:
         labels = self._labels(texts)
         number_of = {label: number for number, label in enumerate(labels)}
         numbers = np.array([number_of[each.label] for each in texts], dtype=np.int64)
-        split = self._split(texts, numbers)
-        is_val = split.val_mask(np.arange(len(texts)))
+        selected = self._select(texts, numbers)
+        for part, is_val in (("training", False), ("validation", True)):
+            self._require_labels(numbers[selected.numbers(is_val=is_val)], labels, part=part)
         files: dict[str, npt.NDArray[Any]] = {}
         fields: dict[str, Any] = {"text_bytes": self._text_bytes, "task": "classify"}
         counts: dict[str, tuple[int, ...]] = {}
-        for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            mine = [texts[index].tokens for index in np.flatnonzero(chosen)]
+        for name, prefix, is_val in ((TRAIN_NAME, "train", False), (VAL_NAME, "val", True)):
+            chosen = selected.numbers(is_val=is_val)
+            mine = [texts[index].tokens for index in chosen]
             ends = np.cumsum([len(each) for each in mine], dtype=np.int64)
             files[name] = np.concatenate(mine).astype(self.settings.dtype())
             files[EXAMPLES_NAMES[name]] = np.stack((ends, numbers[chosen]), axis=1)
@@ -183,20 +190,55 @@ class _ClassifyJob:
             label_tokens=label_name_tokens(self.settings.tokenizer, labels),
             **counts,
         )
+        fields["selection"] = selected.record
         return PreparedData(
             files=files,
-            split=split,
+            split=selected.split,
             fields=fields,
             encoder=self.settings.tokenizer.reference_name,
-            notes=label_notes(
-                [each.tokens.tobytes() for each in texts],
-                numbers,
-                is_val,
-                labels=labels,
-                is_split_by_files=split.record.method == "files",
-                has_class_weights=self._has_class_weights,
+            notes=(
+                *selected.notes_on_both(),
+                *label_notes(
+                    [each.tokens.tobytes() for each in texts],
+                    numbers,
+                    selected.is_val,
+                    selected.copies,
+                    labels=labels,
+                    is_split_by_files=selected.split.record.method == "files",
+                    is_deduplicated=self.settings.mixing.dedup in ("exact", "near"),
+                    has_class_weights=self._has_class_weights,
+                ),
             ),
         )
+
+    def _select(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> RowSelection:
+        """Return how often each text is trained; equal texts have the same tokens."""
+        rows = np.array([each.number for each in texts], dtype=np.int64)
+        groups = equal_groups(keys_of(key_of(each.tokens.data) for each in texts))
+
+        def split_texts(chosen: npt.NDArray[np.int64]) -> tuple[Split, npt.NDArray[np.bool_]]:
+            some = [texts[index] for index in chosen]
+            split = self._split(some, labels[chosen])
+            return split, split.val_mask(np.arange(len(some)))
+
+        return select_rows(
+            self._sketches.join(groups, rows),
+            self.rows.inputs_of(rows),
+            split_texts,
+            self.settings.mixing,
+            classes=labels,
+        )
+
+    def _require_labels(
+        self, numbers: npt.NDArray[np.int64], labels: Sequence[str], *, part: str
+    ) -> None:
+        """Raise DataError for a label without a text in a file, for example after --dedup."""
+        missing = set(range(len(labels))) - set(numbers.tolist())
+        if missing:
+            raise DataError(
+                f"{self.rows.label}: no {part} text with the label {labels[min(missing)]!r} is "
+                "left. Merge labels with --label-map, leave out --dedup, or raise the weights."
+            )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:
         """Return the split that the names of the files define, or a share of each label's texts.
@@ -234,6 +276,8 @@ class _ClassifyJob:
         for pairs in in_batches(labelled, count=_BATCH_SIZE, chars=lambda pair: len(pair[0])):
             self._text_bytes += sum(len(text) for text, _, _ in pairs)
             encoded = self._tokenize([text for text, _, _ in pairs])
+            for text, _, number in pairs:
+                self._sketches.add(number, iter([text.decode()]))
             found += [
                 _Text(tokens, label, number)
                 for tokens, (_, label, number) in zip(encoded, pairs, strict=True)

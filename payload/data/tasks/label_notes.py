@@ -19,21 +19,25 @@ def label_notes(
     texts: Sequence[bytes],
     numbers: npt.NDArray[np.int64],
     is_val: npt.NDArray[np.bool_],
+    copies: npt.NDArray[np.int64],
     *,
     labels: Sequence[str],
     is_split_by_files: bool = False,
+    is_deduplicated: bool = False,
     has_class_weights: bool = False,
 ) -> tuple[str, ...]:
     """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts.
 
+    `copies` is the number of times that each text is in its file: 0 for a text that was removed.
     With `has_class_weights`, the run has weights, so no note suggests them.
     """
-    totals = np.bincount(numbers, minlength=len(labels))
-    in_val = np.bincount(numbers[is_val], minlength=len(labels))
-    in_training = totals - in_val
+    totals, in_val, in_training = (
+        np.bincount(np.repeat(numbers, copies * mask), minlength=len(labels))
+        for mask in (True, is_val, ~is_val)
+    )
     return (
         *_alone(in_val, totals, labels, is_split_by_files=is_split_by_files),
-        *_duplicates(texts, numbers, is_val),
+        *_duplicates(texts, numbers, is_deduplicated=is_deduplicated),
         *(() if has_class_weights else _unequal(in_training, labels)),
     )
 
@@ -60,7 +64,7 @@ def _alone(
 
 
 def _duplicates(
-    texts: Sequence[bytes], numbers: npt.NDArray[np.int64], is_val: npt.NDArray[np.bool_]
+    texts: Sequence[bytes], numbers: npt.NDArray[np.int64], *, is_deduplicated: bool
 ) -> list[str]:
     where: dict[bytes, list[int]] = {}
     for index, text in enumerate(texts):
@@ -69,14 +73,13 @@ def _duplicates(
     repeated = sum(len(each) - 1 for each in groups)
     if not repeated:
         return []
-    seen = sum(int(is_val[each].sum()) for each in groups if not is_val[each].all())
     differ = sum(len(set(numbers[each].tolist())) > 1 for each in groups)
-    both = _count(seen, "validation text is", "validation texts are")
-    both = f"; {both} also in the training set" if seen else ""
-    found = [
-        f"note: {_count(repeated, 'text repeats', 'texts repeat')} an earlier one{both}. "
-        "Duplicates distort the loss and the accuracy: remove them from the file."
-    ]
+    found = []
+    if not is_deduplicated:
+        found.append(
+            f"note: {_count(repeated, 'text repeats', 'texts repeat')} an earlier one. Duplicates "
+            "distort the loss and the accuracy: remove them with --dedup exact."
+        )
     if differ:
         found.append(
             f"note: {_count(differ, 'repeated text has', 'repeated texts have')} different labels. "

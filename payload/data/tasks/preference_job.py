@@ -18,6 +18,8 @@ from payload.data.rows.conversations import BadConversationError, UntrainedRowEr
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import ANSWERS, COLUMNS, Preference, preference_of
 from payload.data.rows.rows import Row, Rows, in_batches
+from payload.data.selection.content_keys import equal_groups, key_of, keys_of
+from payload.data.selection.select_rows import RowSelection, select_rows, split_by_units
 from payload.data.tasks.arguments import (
     SEQUENCE_LENGTH,
     prepare_settings,
@@ -29,6 +31,7 @@ from payload.data.tasks.arguments import (
 from payload.data.tasks.chat_job import load_tokenizer_and_template
 from payload.data.tasks.classify_job import pad_token
 from payload.data.tasks.groups import Groups
+from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import ChatTemplate
@@ -70,7 +73,14 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     )
     tokens = SampleTokenizer(tokenizer, tokenizer_check(settings, quiet=args.quiet))
     return PreferenceJob(
-        rows, settings, template, tokens, options, length=length, groups=Groups(group)
+        rows,
+        settings,
+        template,
+        tokens,
+        options,
+        length=length,
+        groups=Groups(group),
+        sketches=RowSketches(is_needed=args.dedup == "near"),
     )
 
 
@@ -87,6 +97,8 @@ class _Rendered:
 class _Pair:
     """The tokens of the chosen, then the rejected conversation; `trained` flags answer tokens."""
 
+    row: int
+    """Number of the row."""
     group: int
     """Key of the split: the group's number or, without groups, the row's number."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
@@ -104,19 +116,19 @@ class PreferenceJob:
     options: SampleOptions
     length: int = field(kw_only=True)
     groups: Groups = field(kw_only=True)
+    sketches: RowSketches = field(kw_only=True)
     truncated: int = 0
     truncated_tokens: int = 0
 
     def make(self) -> PreparedData:
         """Read, render and tokenize all rows. Raises DataError."""
         pairs = self._pairs()
-        split = self.settings.split(self.groups.survey(self.rows))
-        is_val = split.val_mask(np.array([each.group for each in pairs], dtype=np.int64))
+        selected = self._select(pairs)
         files: dict[str, npt.NDArray[Any]] = {}
         fields: dict[str, Any] = {"text_bytes": self.tokenizer.text_bytes, "task": "preference"}
         trained: dict[str, int] = {}
-        for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            mine = [pairs[index] for index in np.flatnonzero(chosen)]
+        for name, prefix, is_val in ((TRAIN_NAME, "train", False), (VAL_NAME, "val", True)):
+            mine = [pairs[index] for index in selected.numbers(is_val=is_val)]
             if not mine:
                 raise DataError(
                     f"the split leaves no pair for "
@@ -142,8 +154,30 @@ class PreferenceJob:
             unescaped_samples=self.tokenizer.unescaped_samples,
             **trained,
         )
-        encoder = self.tokenizer.tokenizer.reference_name
-        return PreparedData(files=files, split=split, fields=fields, encoder=encoder)
+        fields["selection"] = selected.record
+        return PreparedData(
+            files=files,
+            split=selected.split,
+            fields=fields,
+            encoder=self.tokenizer.tokenizer.reference_name,
+            notes=selected.notes(),
+        )
+
+    def _select(self, pairs: Sequence[_Pair]) -> RowSelection:
+        """Return how often each pair is trained; equal pairs have the same tokens and marks."""
+        keys = keys_of(
+            key_of(*(key_of(part.data) for part in (*pair.tokens, *pair.trained))) for pair in pairs
+        )
+        rows, units = (
+            np.array([getattr(pair, name) for pair in pairs], dtype=np.int64)
+            for name in ("row", "group")
+        )
+        return select_rows(
+            self.sketches.join(equal_groups(keys), rows),
+            self.rows.inputs_of(rows),
+            split_by_units(self.settings.split, self.groups.survey(self.rows), units),
+            self.settings.mixing,
+        )
 
     def _pairs(self) -> list[_Pair]:
         """Return every pair, truncated to the sequence length."""
@@ -179,6 +213,7 @@ class PreferenceJob:
             self.rows.skip(row.where, str(error))
             return None
         self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
+        self.sketches.add(row.number, message_texts([*pair.prompt, *pair.chosen, *pair.rejected]))
         return _Rendered(row, self.groups.number_of(row), both)
 
     def _answer(self, pair: Preference, answer: Sequence[Message], name: str) -> RenderedSample:
@@ -207,7 +242,10 @@ class PreferenceJob:
         for each in rendered:
             both = next(tokenized), next(tokenized)
             pair = _Pair(
-                each.group, tuple(tokens for tokens, _ in both), tuple(marks for _, marks in both)
+                each.row.number,
+                each.group,
+                tuple(tokens for tokens, _ in both),
+                tuple(marks for _, marks in both),
             )
             if self._is_comparable(pair, each.row):
                 found.append(self._truncate(pair))
@@ -250,6 +288,7 @@ class PreferenceJob:
         self.truncated += sum(each > 0 for each in beyond)
         self.truncated_tokens += sum(beyond)
         return _Pair(
+            pair.row,
             pair.group,
             tuple(each[: self.length] for each in pair.tokens),
             tuple(each[: self.length] for each in pair.trained),

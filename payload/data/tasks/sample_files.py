@@ -1,6 +1,6 @@
 """Tokenized samples: a file that grows while rows are read, and the blocks that are packed from it.
 
-Memory holds 16 bytes for each sample, and the tokens of a limited number of samples.
+Memory holds 40 bytes for each sample, and the tokens of a limited number of samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from payload.core.symlink_safety import no_follow
 from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED
 from payload.data.rows.packing import Blocks
+from payload.data.selection.content_keys import Keys, Numbers, key_of, keys_of
 from payload.data.tasks.whole_folder_writer import Chunks
 from payload.data.writing.resumable_token_files import (
     INDEX_NAME,
@@ -28,7 +29,9 @@ from payload.data.writing.resumable_token_files import (
 )
 from payload.formats.data_folder import TokenDtype
 
-_INDEX = np.dtype([("group", "<i8"), ("length", "<i4"), ("trained", "<i4")])
+_INDEX = np.dtype(
+    [("row", "<i8"), ("group", "<i8"), ("length", "<i4"), ("trained", "<i4"), ("key", "<u8", (2,))]
+)
 _CHUNK_TOKENS = 2**17
 """Number of tokens that are packed at a time; each needs about 30 bytes."""
 _VALUE = np.dtype("<u4")
@@ -39,6 +42,8 @@ _VALUE = np.dtype("<u4")
 class Documents:
     """The tokens of some samples, one after the other."""
 
+    rows: npt.NDArray[np.int64]
+    """Number of each sample's row."""
     groups: npt.NDArray[np.int64]
     """Key of each sample's split: the group's number or, without groups, the row's number."""
     lengths: npt.NDArray[np.int64]
@@ -63,7 +68,11 @@ class Documents:
             return self
         of_token = np.repeat(chosen, self.lengths)
         return Documents(
-            self.groups[chosen], self.lengths[chosen], self.tokens[of_token], self.trained[of_token]
+            self.rows[chosen],
+            self.groups[chosen],
+            self.lengths[chosen],
+            self.tokens[of_token],
+            self.trained[of_token],
         )
 
 
@@ -99,16 +108,20 @@ class SampleFiles:
             return
         index = np.empty(len(documents), dtype=_INDEX)
         index["group"], index["length"] = documents.groups, documents.lengths
-        index["trained"] = documents.num_trained()
+        index["row"], index["trained"] = documents.rows, documents.num_trained()
+        values = documents.tokens.astype(_VALUE) << 1
+        values |= documents.trained
+        index["key"] = _keys(values, documents.lengths)
         self._parts.append(index)
         if self._store is not None:
-            values = documents.tokens.astype(_VALUE) << 1
-            values |= documents.trained
             self._store.append(SAMPLES_NAME, values)
             self._store.append(INDEX_NAME, index)
 
     def index(self) -> npt.NDArray[Any]:
-        """Return the `group`, `length` and number of `trained` tokens of every sample."""
+        """Return `row`, `group`, `length`, number of `trained` tokens and `key` of every sample.
+
+        Samples with equal keys have the same tokens, of which the same are trained.
+        """
         self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
         return self._parts[0]
 
@@ -119,18 +132,18 @@ class SampleFiles:
 
     def packed(
         self,
-        chosen: npt.NDArray[np.bool_],
+        numbers: npt.NDArray[np.int64],
         pack: Callable[[npt.NDArray[np.int64]], Blocks],
         *,
         length: int,
         dtype: TokenDtype,
         padding: int,
     ) -> tuple[Chunks, Chunks]:
-        """Pack the chosen samples into blocks of `length` tokens; return the tokens and marks.
+        """Pack the samples with these numbers into blocks of `length` tokens; return the tokens
+        and marks. A number can occur several times.
 
         `pack` returns the blocks for samples with given lengths. `padding` fills each block up.
         """
-        numbers = np.flatnonzero(chosen)
         blocks = pack(self.index()["length"][numbers].astype(np.int64))
         blocks = Blocks(numbers[blocks.documents], blocks.ends)
         folder = self._store.folder if self._store is not None else None
@@ -190,3 +203,26 @@ class SampleFiles:
                 begins = block_starts + before - of_block
                 places = np.repeat(begins - before, sizes) + np.arange(len(values))
                 yield fill(places, begins, values, len(ends) * length)
+
+
+def _keys(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Keys:
+    """Return the key of each sample's values."""
+    content = values.data.cast("B")
+    ends = np.cumsum(lengths) * _VALUE.itemsize
+    starts = [0, *ends[:-1].tolist()]
+    return keys_of(
+        key_of(content[start:end]) for start, end in zip(starts, ends.tolist(), strict=True)
+    )
+
+
+def row_keys(index: npt.NDArray[Any]) -> tuple[Numbers, Keys]:
+    """Return the index of each row's first sample, and the key of each row: of all its samples."""
+    rows = index["row"]
+    first = np.flatnonzero(np.diff(rows, prepend=-1))
+    keys = index["key"][first].copy()
+    counts = np.diff(first, append=len(rows))
+    for place in np.flatnonzero(counts > 1).tolist():
+        start = first[place]
+        samples = index["key"][start : start + counts[place]]
+        keys[place] = keys_of([key_of(np.ascontiguousarray(samples).data.cast("B"))])[0]
+    return first, keys

@@ -8,6 +8,7 @@ from pathlib import Path
 from payload.core.errors import UsageError
 from payload.data.sources.documents import Source
 from payload.data.sources.source_flags import SourceKind, SourceRequest, check_flags, resolve_source
+from payload.data.sources.text_files import inputs_of
 
 
 def _build_by_content(request: SourceRequest) -> Source:
@@ -20,7 +21,17 @@ def _build_by_content(request: SourceRequest) -> Source:
     if kinds == {"jsonl"} or kinds == {"parquet"}:
         (kind,) = kinds
         named: SourceKind = "jsonl" if kind == "jsonl" else "parquet"
-        return build_source(replace(request, kind=named, inputs=tuple(map(str, files)), glob=None))
+        given = [Path(each) for each in request.inputs]
+        number_of = dict(inputs_of(given, glob=request.glob or "*"))
+        return build_source(
+            replace(
+                request,
+                kind=named,
+                inputs=tuple(map(str, files)),
+                input_numbers=tuple(number_of[path] for path in files),
+                glob=None,
+            )
+        )
     from payload.data.rows.text_rows import TextRows
 
     return TextRows(request)

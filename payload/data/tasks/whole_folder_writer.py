@@ -13,6 +13,7 @@ import numpy.typing as npt
 from payload.core.errors import DataError
 from payload.core.files import free_bytes, fsync_folder
 from payload.data.rows.rows import Rows
+from payload.data.selection.select_rows import describe_selection
 from payload.data.sources.split import Split
 from payload.data.writing.meta import write_meta, write_tokenizer
 from payload.data.writing.plan import (
@@ -83,6 +84,8 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
     job.rows.identity()
     made = job.make()
     job.rows.require_read()
+    selection = made.fields.get("selection")
+    counts = [] if selection is None else describe_selection(selection)
     return job.rows.label, Estimate(
         documents=made.fields["train_documents"] + made.fields["val_documents"],
         text_bytes=made.fields["text_bytes"],
@@ -91,7 +94,7 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
         free_bytes=free_bytes(job.settings.out),
         note="; ".join(
             each.removeprefix("note: ").removesuffix(".")
-            for each in (*job.rows.notes(), *made.notes)
+            for each in (*job.rows.notes(), *counts, *made.notes)
         )
         or None,
     )

@@ -15,7 +15,8 @@ import numpy as np
 from payload.core.errors import DataError, UsageError
 from payload.core.files import free_bytes
 from payload.core.printable_text import shown
-from payload.data.sources.documents import MIB, Batch, Source, Survey
+from payload.data.selection.select_rows import Mixing
+from payload.data.sources.documents import MIB, Batch, Source, Survey, limit
 from payload.data.sources.split import (
     NANOGPT_VAL_FRACTION,
     Split,
@@ -28,6 +29,7 @@ from payload.data.tokenizers.special_tokens import (
     special_tokens,
     tokenizer_config,
 )
+from payload.data.writing.document_selection import select_documents
 from payload.data.writing.encoder_choice import Encoded, choose_encoder
 from payload.data.writing.meta import check_tokenizer_files
 from payload.data.writing.resumable_token_files import (
@@ -65,6 +67,8 @@ class PrepareSettings:
     """Wait for another run that writes to the folder, instead of failing."""
     shard_bytes: int = SHARD_BYTES
     """Bytes of output after which progress is saved."""
+    mixing: Mixing
+    """Weights of the inputs, and the removal of duplicates."""
     allow_odd_tokenizer: bool = False
     """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
@@ -109,7 +113,17 @@ def estimate(source: Source, settings: PrepareSettings) -> Estimate:
     """Survey the source and encode its first batch, without writing. Raises DataError."""
     source.identity()
     survey = limited(source.survey(), settings.max_documents)
-    settings.split(survey)
+    selected = select_documents(
+        source,
+        survey,
+        settings.mixing,
+        choose_split=settings.split,
+        max_documents=settings.max_documents,
+    )
+    if selected is None:
+        settings.split(survey)
+    else:
+        survey = selected.survey(survey)
     batches = limit(source.batches({}), settings.max_documents)
     first = next(batches, Batch())
     tokenizer = settings.tokenizer
@@ -121,23 +135,14 @@ def estimate(source: Source, settings: PrepareSettings) -> Estimate:
         tokens=tokens,
         need_bytes=None if tokens is None else tokens * settings.token_bytes(),
         free_bytes=free_bytes(settings.out),
-        note=survey.note,
+        note="; ".join(
+            [
+                *([] if survey.note is None else [survey.note]),
+                *([] if selected is None else selected.rows.lines()),
+            ]
+        )
+        or None,
     )
-
-
-def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch]:
-    """Yield the batches without documents numbered `max_documents` or higher."""
-    for batch in batches:
-        if max_documents is None or not batch.numbers or batch.numbers[-1] < max_documents:
-            yield batch
-            continue
-        keep = sum(number < max_documents for number in batch.numbers)
-        batch.pieces = batch.pieces[:keep]
-        batch.numbers, batch.ends = batch.numbers[:keep], batch.ends[:keep]
-        batch.skipped = [entry for entry in batch.skipped if entry[0] < max_documents]
-        batch.text_bytes = sum(map(len, batch.pieces))
-        yield batch
-        return
 
 
 def limited(survey: Survey, max_documents: int | None) -> Survey:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 
 from payload.core.errors import DataError
 from payload.core.files import free_bytes
-from payload.data.sources.documents import Batch, Source, Survey, prefetch
+from payload.data.sources.documents import Batch, Source, Survey, limit, prefetch
 from payload.data.sources.split import Split, more_validation
+from payload.data.writing.document_selection import DocumentSelection, select_documents
 from payload.data.writing.encoder_choice import (
     Encoded,
     Encoder,
@@ -22,7 +23,6 @@ from payload.data.writing.plan import (
     check_folder,
     expected_tokens,
     fingerprint_of,
-    limit,
     limited,
     new_folder,
 )
@@ -106,6 +106,7 @@ class _Run:
         self._settings = settings
         self._reporter = reporter
         self._fingerprint = fingerprint
+        self._selection: DocumentSelection | None = None
         self._encoder, survey = self._load_and_survey()
         self._survey = limited(survey, settings.max_documents)
         self._check = self._new_check()
@@ -129,8 +130,19 @@ class _Run:
 
     def run(self) -> DataMeta:
         """Tokenize the remaining documents, rename the files, then write meta.json."""
-        survey = self._survey
-        split = self._settings.split(survey)
+        survey, settings = self._survey, self._settings
+        self._selection = select_documents(
+            self._source,
+            survey,
+            settings.mixing,
+            choose_split=settings.split,
+            max_documents=settings.max_documents,
+        )
+        split: Split
+        if self._selection is None:
+            split = settings.split(survey)
+        else:
+            split, survey = self._selection, self._selection.survey(survey)
         self._log_survey(survey, split)
         try:
             self._open_store()
@@ -153,6 +165,8 @@ class _Run:
         count = "not counted" if survey.documents is None else f"{survey.documents:,}"
         if survey.note is not None:
             self._reporter.log(f"note: {survey.note}")
+        for note in () if self._selection is None else self._selection.rows.notes():
+            self._reporter.log(note)
         chosen = split.record
         how = {
             "permutation": f"as chosen by datasets' train_test_split (seed {chosen.seed})",
@@ -191,7 +205,11 @@ class _Run:
 
     def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
         """Read, encode and write in a pipeline: three consecutive batches are in progress."""
-        batches = limit(self._source.batches(self._store.cursor), self._settings.max_documents)
+        cursor, most = self._store.cursor, self._settings.max_documents
+        if self._selection is None:
+            batches = limit(self._source.batches(cursor), most)
+        else:
+            batches = self._selection.batches(self._source, cursor, max_documents=most)
         is_first = True
         self._reporter.start(survey, self._store.totals)
         try:
@@ -258,7 +276,8 @@ class _Run:
             raise DataError(problem)
         self._check_tokens()
         num_read = totals.documents + totals.skipped_documents
-        if survey.documents is not None and num_read != survey.documents:
+        is_counted = survey.documents is not None and self._selection is None
+        if is_counted and num_read != survey.documents:
             self._reporter.log(
                 f"note: {num_read:,} documents were read, {survey.documents:,} were expected"
             )
@@ -302,6 +321,7 @@ class _Run:
             fingerprint=self._fingerprint,
             split=split.record,
             encoder=self._store.encoder,
+            selection=None if self._selection is None else self._selection.rows.record,
             files=self._store.publish(),
             **totals,
         )

@@ -41,7 +41,10 @@ LOCK_NAME = ".prepare.lock"
 SAMPLES_NAME = "samples.bin"
 INDEX_NAME = "samples.index.bin"
 GROUPS_NAME = "samples.groups.jsonl"
-_NAMES = (*sorted(task_files()), SAMPLES_NAME, INDEX_NAME, GROUPS_NAME)
+SKETCHES_NAME = "samples.sketches.bin"
+SAMPLE_NAMES = (SAMPLES_NAME, INDEX_NAME, GROUPS_NAME, SKETCHES_NAME)
+"""Files of the samples, which the run removes when it is complete."""
+_NAMES = (*sorted(task_files()), *SAMPLE_NAMES)
 """Files that a run may write as .partial files."""
 
 

@@ -1,0 +1,218 @@
+"""Chooses the rows of both files: removes duplicates, splits the rows, then applies the weights.
+
+The result depends only on the rows, the options and the seed. So it is the same after an
+interruption, and for any number of processes and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from payload.core.errors import DataError
+from payload.core.one_line import printable_line
+from payload.data.selection.content_keys import Mask, Numbers, first_of_each
+from payload.data.sources.documents import Survey
+from payload.data.sources.split import Split
+from payload.formats.data_folder import Dedup, InputRecord, SelectionRecord
+
+Splitter = Callable[[Numbers], tuple[Split, Mask]]
+"""Returns the split of the rows with these indices, and the mask of its validation rows."""
+
+_MOST_REMOVED = 0.5
+"""If more of the training rows also stand in validation, they are kept: without them, the data of
+examples that repeat a few rows would have no training rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """The options that decide how often a row is trained."""
+
+    inputs: tuple[str, ...]
+    """The paths of --input; without it, the kind of the source."""
+    weights: tuple[Fraction, ...] = ()
+    """How often each row of each input is in an epoch; empty if all weights are 1."""
+    dedup: Dedup | None = None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSelection:
+    """How often each row is in the training file or in the validation file."""
+
+    split: Split
+    is_val: Mask
+    copies: Numbers
+    """Number of times that the row is in its file; 0 for a row that was removed."""
+    record: SelectionRecord | None
+    """None if every row is in its file once."""
+    left_in_both: int
+    """Training rows that also stand in validation, and were not removed."""
+    repeated: int
+    """Number of rows whose content is in an earlier row, before any is removed."""
+    dedup: Dedup | None
+
+    def numbers(self, *, is_val: bool) -> Numbers:
+        """Return the indices of one file's rows, repeated as often as the rows."""
+        chosen = np.flatnonzero(self.is_val == is_val)
+        return np.repeat(chosen, self.copies[chosen])
+
+    def lines(self) -> list[str]:
+        """Return the counts of each input and the notes, for a dry run."""
+        counts = [] if self.record is None else describe_selection(self.record)
+        return [*counts, *(each.removeprefix("note: ").removesuffix(".") for each in self.notes())]
+
+    def notes_on_both(self) -> list[str]:
+        """Return the note about rows of both files."""
+        if not self.left_in_both:
+            return []
+        why = "" if self.dedup == "none" else " because more than half of the training rows are"
+        return [
+            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file also in "
+            f"the validation file, kept{why}. To keep each content once, use --dedup exact."
+        ]
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the notes about duplicates for the user."""
+        found = self.notes_on_both()
+        if self.repeated and self.dedup is None:
+            found.append(
+                f"note: {self.repeated:,} {_rows(self.repeated)} with the content of an earlier "
+                "row. To remove duplicates, use --dedup exact or --dedup near."
+            )
+        return tuple(found)
+
+
+def split_by_units(choose: Callable[[Survey], Split], survey: Survey, units: Numbers) -> Splitter:
+    """Return the splitter that decides by the rows' units: groups or row numbers.
+
+    `choose` returns the split for a number of units. Fewer rows are split by the place of their
+    units among the units that remain.
+    """
+
+    def split_rows(chosen: Numbers) -> tuple[Split, Mask]:
+        if len(chosen) == len(units):
+            split = choose(survey)
+            return split, split.val_mask(units)
+        kept = np.unique(units[chosen])
+        split = choose(replace(survey, documents=len(kept)))
+        return split, split.val_mask(np.searchsorted(kept, units[chosen]))
+
+    return split_rows
+
+
+def select_rows(
+    groups: Numbers,
+    inputs: Numbers,
+    split_rows: Splitter,
+    mixing: Mixing,
+    *,
+    classes: Numbers | None = None,
+) -> RowSelection:
+    """Return how often each row is trained.
+
+    `groups` are equal for duplicates. `inputs` is the number of each row's input. `classes` are
+    labels, none of which may lose most of its training rows. Raises DataError.
+    """
+    split, is_val = split_rows(np.arange(len(groups)))
+    by_file = split.record.method == "files"
+    kept = np.ones(len(groups), dtype=np.bool_)
+    is_deduplicated = mixing.dedup in ("exact", "near")
+    if is_deduplicated:
+        kept = first_of_each(groups, preferred=is_val & by_file)
+        if not by_file and not kept.all():
+            chosen = np.flatnonzero(kept)
+            is_val = np.zeros(len(groups), dtype=np.bool_)
+            split, is_val[chosen] = split_rows(chosen)
+    in_both = kept & ~is_val & np.isin(groups, groups[kept & is_val])
+    removed = np.zeros(len(groups), dtype=np.bool_)
+    if mixing.dedup != "none":
+        removed = _removable(in_both, kept & ~is_val, classes)
+    is_train = kept & ~is_val & ~removed
+    copies = (kept & is_val).astype(np.int64)
+    records = []
+    for number, name in enumerate(map(printable_line, mixing.inputs)):
+        mine = inputs == number
+        weight = mixing.weights[number] if mixing.weights else Fraction(1)
+        trained = np.flatnonzero(is_train & mine)
+        copies[trained] = _copies(
+            len(trained), weight, seed=[mixing.seed, number], where=f"--input {name}"
+        )
+        records.append(
+            InputRecord(
+                input=name,
+                weight=float(weight),
+                rows=int(mine.sum()),
+                duplicates=int((mine & ~kept).sum()),
+                also_in_validation=int((mine & removed).sum()),
+                val_rows=int((mine & kept & is_val).sum()),
+                train_rows=len(trained),
+                rows_an_epoch=int(copies[trained].sum()),
+            )
+        )
+    is_plain = not mixing.weights and not is_deduplicated and not removed.any()
+    record = SelectionRecord(dedup=mixing.dedup, inputs=tuple(records))
+    return RowSelection(
+        split=split,
+        is_val=is_val,
+        copies=copies,
+        record=None if is_plain else record,
+        left_in_both=int((in_both & ~removed).sum()),
+        dedup=mixing.dedup,
+        repeated=len(groups) - len(np.unique(groups)),
+    )
+
+
+def describe_selection(record: SelectionRecord) -> list[str]:
+    """Return a line for each input: its rows, those that were removed, and its share."""
+    total = sum(each.rows_an_epoch for each in record.inputs) or 1
+    lines = []
+    for each in record.inputs:
+        removed = [
+            *([f"{each.duplicates:,} duplicates"] if record.dedup in ("exact", "near") else []),
+            *(
+                [f"{each.also_in_validation:,} training rows that also stand in validation"]
+                if each.also_in_validation
+                else []
+            ),
+        ]
+        lines.append(
+            f"{each.input}: {each.rows:,} rows"
+            + (f"; removed {' and '.join(removed)}" if removed else "")
+            + f"; {each.val_rows:,} for validation, {each.train_rows:,} for training with weight "
+            f"{each.weight:g}: {each.rows_an_epoch:,} an epoch ({each.rows_an_epoch / total:.1%})"
+        )
+    return lines
+
+
+def _rows(count: int) -> str:
+    return "row" if count == 1 else "rows"
+
+
+def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
+    """Return the mask of the training rows to remove, without those of classes that lose most."""
+    labels = np.zeros(len(in_both), dtype=np.int64) if classes is None else classes
+    size = int(labels.max(initial=0)) + 1
+    before, lost = (np.bincount(labels[mask], minlength=size) for mask in (is_train, in_both))
+    removable: Mask = in_both & (lost <= _MOST_REMOVED * before)[labels]
+    return removable
+
+
+def _copies(count: int, weight: Fraction, *, seed: list[int], where: str) -> Numbers:
+    """Return how often each of `count` rows is in an epoch: `weight` x `count` in total, rounded.
+
+    A random permutation decides which rows have the higher of two numbers of copies. Raises
+    DataError for a total of 0.
+    """
+    copies, more = divmod(round(weight * count), max(1, count))
+    if count and not copies and not more:
+        raise DataError(
+            f"{where}: the weight {float(weight):g} takes none of {count:,} training rows. Raise "
+            "the weight, or leave out the input."
+        )
+    found = np.full(count, copies, dtype=np.int64)
+    found[np.random.default_rng(seed).permutation(count)[:more]] += 1
+    return found

@@ -1,0 +1,50 @@
+"""Weights of the inputs: `--input a.jsonl:3` trains each row of a.jsonl three times an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from payload.core.errors import UsageError
+from payload.core.regular_files import home_path
+
+MOST_WEIGHT = 1000
+"""Highest weight of an input; more is probably a mistake."""
+
+
+def split_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
+    """Return the paths of --input, and the weight of each; no weights if all are 1.
+
+    Raises UsageError.
+    """
+    pairs = [_path_and_weight(each) for each in given]
+    paths, weights = (tuple(each) for each in zip(*pairs, strict=True)) if pairs else ((), ())
+    if all(weight == 1 for weight in weights):
+        return paths, ()
+    repeated = next((path for path in paths if paths.count(path) > 1), None)
+    if repeated is not None:
+        raise UsageError(
+            f"--input {repeated}: given twice, with weights. Give it once, with the sum of the "
+            "weights."
+        )
+    return paths, weights
+
+
+def _path_and_weight(given: str) -> tuple[str, Fraction]:
+    """Return PATH and WEIGHT of PATH:WEIGHT; an existing path with a colon has weight 1."""
+    path, colon, text = given.rpartition(":")
+    if not colon or not path or "/" in text or home_path(given).exists():
+        return given, Fraction(1)
+    try:
+        weight = float(text)
+    except ValueError:
+        if not home_path(path).exists():
+            return given, Fraction(1)
+        weight = math.nan
+    if not 0 < weight <= MOST_WEIGHT:
+        raise UsageError(
+            f"--input {given}: the weight {text!r} is not a number above 0 and at most "
+            f"{MOST_WEIGHT:,}. Write PATH:WEIGHT, as in {path}:3 or {path}:0.5."
+        )
+    return path, Fraction(text.strip())
