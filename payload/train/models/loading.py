@@ -9,7 +9,7 @@ from pathlib import Path
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.checkpoint_listing import TRAINER_FILE
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import CONFIG_FILE, classifier_config, read_config
 from payload.models.registry import family_of, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
@@ -102,7 +102,7 @@ def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalL
     model = build(spec, dropout=dropout, random=False)
     config = read_config(folder)
     if is_classifier(config):
-        model = _classifier(model, config, folder)
+        model = _classifier(model, config, folder / CONFIG_FILE)
     return model
 
 
@@ -111,7 +111,7 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     config = read_adapter_config(folder)
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
-        model = _classifier(model, read_config(folder), folder)
+        model = _classifier(model, *classifier_config(folder))
     try:
         add_adapter(model, config.settings, seed=0)
     except ConfigError as error:
@@ -120,11 +120,14 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     return model
 
 
-def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> Classifier:
-    """Return `body` as the classifier that `config` describes; the caller sets the weights."""
-    where, is_own = str(folder / CONFIG_FILE), (folder / TRAINER_FILE).is_file()
-    labels = saved_labels(config, where=where, is_own=is_own)
-    pad_token = saved_pad_token(config, where=where)
+def _classifier(body: CausalLM, config: Mapping[str, object], path: Path) -> Classifier:
+    """Return `body` as the classifier that `config`, the content of the file `path`, describes.
+
+    The caller sets the weights.
+    """
+    is_own = path.with_name(TRAINER_FILE).is_file()
+    labels = saved_labels(config, where=str(path), is_own=is_own)
+    pad_token = saved_pad_token(config, where=str(path))
     return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 

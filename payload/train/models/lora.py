@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
-from payload.formats.hf_folder import CONFIG_FILE, own_file
+from payload.formats.hf_folder import CLASSIFIER_CONFIG_FILE, own_file
 from payload.kernels.linears import make_adjacent
 from payload.models.adapter import (
     ALL_LINEAR,
@@ -348,9 +348,9 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if beside:
-        # config.json holds the labels, which PEFT's own files lack.
+        # This file holds the labels, which PEFT's own files lack.
         labelled = json.dumps(model.hf_config(), indent=2) + "\n"
-        (folder / CONFIG_FILE).write_text(labelled, "utf-8")
+        (folder / CLASSIFIER_CONFIG_FILE).write_text(labelled, "utf-8")
 
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
