@@ -233,6 +233,7 @@ class RunConfig:
             dropout=adapter.dropout,
             is_quantized=self.model.quantize != "none",
             is_dora=adapter.dora,
+            train_tokens=adapter.train_tokens,
         )
 
     def decay_steps(self) -> int:

@@ -128,6 +128,10 @@ class ModelSpec(ABC):
     """Rows of the token embedding; a padded vocabulary has more rows than the tokenizer has
     tokens."""
 
+    def with_vocab_size(self, rows: int) -> Self:
+        """Return the same model with `rows` rows in its embedding and output head."""
+        return replace(self, vocab_size=rows)
+
     @abstractmethod
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""

@@ -10,6 +10,7 @@ from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.checkpoint_listing import TRAINER_FILE
 from payload.formats.hf_folder import CONFIG_FILE, classifier_config, read_config
+from payload.models.adapter import token_ids
 from payload.models.registry import family_of, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
@@ -112,8 +113,13 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
         model = _classifier(model, *classifier_config(folder))
+    tokens = token_ids(config.settings.train_tokens)
+    if tokens and (rows := max(tokens) + 1) > model.spec.vocab_size:
+        model.add_tokens(model.spec.vocab_size, rows)
+    # Without names, PEFT trains the embedding, and a head only if it is tied.
+    has_head = len(config.token_modules) > 1
     try:
-        add_adapter(model, config.settings, seed=0)
+        add_adapter(model, config.settings, seed=0, token_heads=has_head)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: does not fit its base: {error}") from None
     load_adapter(model, tensors, where=str(folder))

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from payload.config.training_sections import AdapterSection
-from payload.core.errors import CheckpointError
+from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.hf_folder import CLASSIFIER_CONFIG_FILE, own_file
 from payload.kernels.linears import make_adjacent
 from payload.models.adapter import (
@@ -28,6 +28,7 @@ from payload.models.adapter import (
     parameter_names,
     scale,
     target_names,
+    token_ids,
 )
 from payload.models.spec import ParameterSize
 from payload.train.models.base import CausalLM
@@ -48,6 +49,8 @@ from payload.weights.adapter_files import (
 )
 
 _PEFT_PREFIX = "base_model.model."
+_ROWS = "token_adapter.trainable_tokens_delta"
+"""PEFT's name of trained rows, which replace rows of the base and are no differences."""
 
 
 class LoraLinear(nn.Module):
@@ -217,10 +220,13 @@ class LoraParameters(nn.Module):
         return self.base_layer
 
 
-def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
+def add_adapter(
+    model: CausalLM, settings: AdapterSection, *, seed: int, token_heads: bool = True
+) -> None:
     """Freeze `model` and add an adapter to each target linear and parameter.
 
-    Raises ConfigError for a target that the model lacks.
+    `token_heads` is False if the trained tokens have no rows of a separate output head. Raises
+    ConfigError for a target or token that the model lacks.
     """
     AdaptedSpec.of(
         model.spec,
@@ -228,6 +234,7 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
         target=settings.target,
         dropout=settings.dropout,
         is_dora=settings.dora,
+        train_tokens=settings.train_tokens,
     )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -254,6 +261,14 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
                 module = LoraParameters(module, settings)
                 model.set_submodule(path, module)
             module.adapt(name, each)
+    if tokens := token_ids(settings.train_tokens):
+        paths = [path for path in (model.embedding_module(), model.head_module()) if path]
+        if any(isinstance(model.get_submodule(path), LoraParameters) for path in paths):
+            raise ConfigError(
+                "adapter.target names the embedding or the output head, whose rows "
+                "adapter.train_tokens trains in full. Use only one of the two settings."
+            )
+        model.train_tokens(tokens, with_head=token_heads)
     model.adapter = settings
     model.head_changed()
 
@@ -304,6 +319,7 @@ def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:
     beside = model.trained_beside_adapter()
     return {
         **{_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)},
+        **{_peft_name(model, path, _ROWS): rows for path, rows in model.token_rows().items()},
         **{f"{_PEFT_PREFIX}{name}": value for name, value in beside.items()},
     }
 
@@ -345,6 +361,7 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
         modules=modules,
         parameters=parameters,
         transposed=model.transposes_linears(),
+        token_modules=[model.hf_name(path).rpartition(".")[2] for path in model.token_rows()],
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if beside:
@@ -399,6 +416,7 @@ def merge_adapter(model: CausalLM) -> None:
     for path, each in list(model.named_modules()):
         if isinstance(each, LoraParameters):
             model.set_submodule(path, each.merge())
+    model.merge_tokens()
     dequantize(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
