@@ -70,6 +70,7 @@ FIXED = (
     ("adapter", "rank"),
     ("adapter", "alpha"),
     ("adapter", "target"),
+    ("adapter", "train_tokens"),
     ("adapter", "rslora"),
     ("adapter", "dora"),
     ("optimizer", "name"),

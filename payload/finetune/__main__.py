@@ -41,6 +41,7 @@ from payload.core.wrapped_lines import wrapped
 from payload.data.shared_flags import (
     add_hub_flags,
     add_reading_flags,
+    add_special_tokens_flag,
     add_task_flags,
     add_tokenizer_check_flag,
     add_val_fraction_flag,
@@ -310,6 +311,7 @@ def parser() -> CommandParser:
     add_hub_flags(more)
     add_val_fraction_flag(add)
     add_tokenizer_check_flag(more)
+    add_special_tokens_flag(more)
     add_task_flags(more)
     add(
         "--out",

@@ -34,7 +34,7 @@ ALL_LINEAR = "all-linear"
 
 NEW_TOKENS = "new"
 """The tokens that `prepare --add-special-tokens` added to the tokenizer of the data."""
-_NO_TOKENS = "none"
+NO_TOKENS = "none"
 
 
 def token_ids(train_tokens: str) -> tuple[int, ...]:
@@ -42,13 +42,13 @@ def token_ids(train_tokens: str) -> tuple[int, ...]:
 
     Raises ConfigError.
     """
-    if train_tokens in (NEW_TOKENS, _NO_TOKENS):
+    if train_tokens in (NEW_TOKENS, NO_TOKENS):
         return ()
     words = [word.strip() for word in train_tokens.split(",")]
     ids = tuple(int(word) for word in words if word.isascii() and word.isdecimal())
     if len(ids) < len(words) or len(set(ids)) < len(ids):
         raise ConfigError(
-            f"adapter.train_tokens = {train_tokens!r}: must be {NEW_TOKENS!r}, {_NO_TOKENS!r}, or "
+            f"adapter.train_tokens = {train_tokens!r}: must be {NEW_TOKENS!r}, {NO_TOKENS!r}, or "
             "different token ids separated by commas, as in '32000,32001'."
         )
     return ids

@@ -260,7 +260,8 @@ class CausalLM(SplitModule, ABC):
 
     def head_module(self) -> str | None:
         """Return the path of the module of the output head, or None without such a module."""
-        return next((each for each in self.outer_modules().last if each == "lm_head"), None)
+        last = self.outer_modules().last
+        return "lm_head" if "lm_head" in last else None
 
     def train_tokens(self, tokens: Sequence[int], *, with_head: bool = True) -> None:
         """Train these tokens' rows of the frozen embedding, and of the output head `with_head`.

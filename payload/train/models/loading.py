@@ -24,6 +24,7 @@ from payload.train.models.hf_weights import base_folder
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
+    load_resized_rows,
     merge_adapter,
     quantize_base,
     read_adapter_tensors,
@@ -113,9 +114,10 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
         model = _classifier(model, *classifier_config(folder))
-    tokens = token_ids(config.settings.train_tokens)
-    if tokens and (rows := max(tokens) + 1) > model.spec.vocab_size:
-        model.add_tokens(model.spec.vocab_size, rows)
+    if tokens := token_ids(config.settings.train_tokens):
+        tensors, rows = load_resized_rows(model, tensors), max(tokens) + 1
+        if rows > model.spec.vocab_size:
+            model.add_tokens(model.spec.vocab_size, rows)
     # Without names, PEFT trains the embedding, and a head only if it is tied.
     has_head = len(config.token_modules) > 1
     try:

@@ -51,6 +51,8 @@ from payload.weights.adapter_files import (
 _PEFT_PREFIX = "base_model.model."
 _ROWS = "token_adapter.trainable_tokens_delta"
 """PEFT's name of trained rows, which replace rows of the base and are no differences."""
+_BASE_ROWS = "token_adapter.base_layer.weight"
+"""PEFT's name of the embedding of a base that was resized before training."""
 
 
 class LoraLinear(nn.Module):
@@ -396,6 +398,33 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
             raise CheckpointError(f"{where}: {name} holds NaN or infinity. Use another checkpoint.")
         with torch.no_grad():
             target.copy_(value)
+
+
+def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Set embedding and head from the rows in PEFT's adapter of a resized base, if it has any.
+
+    Return the other tensors. PEFT repeats the rows of a tied head, which are left out, too.
+    """
+    rest, embedding = dict(tensors), model.embedding_module()
+    if model.spec.is_tied():
+        own = _peft_name(model, embedding, "token_adapter.")
+        for name in tensors:
+            if name.endswith((_ROWS, _BASE_ROWS)) and not name.startswith(own):
+                del rest[name]
+    for path in (embedding, model.head_module()):
+        # PEFT's name depends on whether this module has trained rows.
+        names = [_peft_name(model, path, part) for part in (_BASE_ROWS, "weight")] if path else []
+        rows = next((rest.pop(name) for name in names if name in rest), None)
+        if path is None or rows is None:
+            continue
+        if len(rows) > model.spec.vocab_size:
+            model.add_tokens(model.spec.vocab_size, len(rows))
+        weight = model.get_submodule(path).weight
+        assert isinstance(weight, Tensor)
+        if rows.shape == weight.shape:
+            with torch.no_grad():
+                weight.copy_(rows)
+    return rest
 
 
 def merge_adapter(model: CausalLM) -> None:

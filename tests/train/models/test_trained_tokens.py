@@ -137,6 +137,30 @@ def test_an_adapter_with_trained_tokens_that_peft_wrote_is_read(
     assert_close(logits(load(folder).eval(), tokens), theirs(tokens).logits.detach())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "untied"])
+def test_an_adapter_that_peft_trained_on_a_resized_base_is_read(name: str, tmp_path: Path) -> None:
+    """PEFT then also saves the resized embedding, with the head's rows."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    model = built(name)
+    save_hf(model, base)
+    rows = model.spec.vocab_size
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    whole.resize_token_embeddings(rows + 3)
+    config = peft().LoraConfig(
+        r=3,
+        target_modules=["c_attn"] if name == "gpt2" else "all-linear",
+        trainable_token_indices=[rows, rows + 1],
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=model.transposes_linears(),
+    )
+    theirs = peft().get_peft_model(whole, config).eval()
+    randomise(theirs)
+    theirs.save_pretrained(str(folder))
+    tokens = tokens_with(rows, 4, rows + 1, rows + 2)
+    assert_close(logits(load(folder).eval(), tokens), theirs(tokens).logits.detach())
+
+
 @pytest.mark.parametrize("name", RAW)
 def test_new_rows_are_the_mean_of_the_old_rows_and_peft_loads_them_on_a_resized_base(
     name: str, tmp_path: Path
