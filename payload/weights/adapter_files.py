@@ -223,7 +223,7 @@ def render_adapter_config(
     }
 
 
-def _tokens(raw: object, path: Path) -> tuple[str, tuple[str, ...]]:
+def _tokens(raw: Any, path: Path) -> tuple[str, tuple[str, ...]]:
     """Return `adapter.train_tokens` and the modules for PEFT's trainable_token_indices."""
     if not raw:
         return "none", ()

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.formats.tokenizer_identity import parse_tokenizer
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _FLAG = "--add-special-tokens"
 
 
 def with_special_tokens(
-    content: bytes, texts: Sequence[str], *, path: Path
+    content: bytes, texts: Sequence[str], *, path: Path, build: Callable[[bytes], Tokenizer]
 ) -> tuple[bytes, tuple[str, ...]]:
     """Return a tokenizer.json with special tokens added at its end, and the texts that are new.
 
-    Special tokens that the file has already keep their ids. Raises DataError for a text that is
-    empty or is a plain token, and for a vocabulary with unused ids.
+    `build` builds the tokenizer of such a file. Special tokens that the file has already keep their
+    ids. Raises DataError for a text that is empty or is a plain token, and for a vocabulary with
+    unused ids.
     """
-    from payload.data.tokenizers.hf import build_backend
-
-    raw, backend = parse_tokenizer(content, where=str(path)), build_backend(content, path)
+    raw, backend = parse_tokenizer(content, where=str(path)), build(content)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     special = {token.content for token in backend.get_added_tokens_decoder().values()}
     new = tuple(text for text in dict.fromkeys(texts) if text not in special)
@@ -55,7 +58,7 @@ def with_special_tokens(
     ]
     raw["added_tokens"] = [*(raw.get("added_tokens") or ()), *entries]
     extended = json.dumps(raw, ensure_ascii=False).encode()
-    made = build_backend(extended, path)
+    made = build(extended)
     # The package numbers new tokens by the size of the vocabulary and ignores their `id`.
     if any(made.token_to_id(text) != first + number for number, text in enumerate(new)):
         raise DataError(

@@ -138,7 +138,9 @@ def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTok
     new: tuple[str, ...] = ()
     if added:
         path = folder / TOKENIZER_FILE
-        files[TOKENIZER_FILE], new = with_special_tokens(own, added, path=path)
+        files[TOKENIZER_FILE], new = with_special_tokens(
+            own, added, path=path, build=lambda content: build_backend(content, path)
+        )
     raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
     if dropout := raw["model"].get("dropout"):
         raise DataError(

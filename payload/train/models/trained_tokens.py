@@ -103,7 +103,8 @@ class TrainedTokensHead:
     def token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
         size = logits_tokens(len(self._weight))
-        chunks = zip(hidden.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+        rows_of = torch.split(hidden.flatten(0, 1), size)
+        chunks = zip(rows_of, torch.split(targets.flatten(), size), strict=True)
         found = [
             checkpoint(self._losses, rows, chosen, use_reentrant=False) for rows, chosen in chunks
         ]
