@@ -20,7 +20,7 @@ _FLAG = "--add-special-tokens"
 def with_special_tokens(
     content: bytes, texts: Sequence[str], *, path: Path, build: Callable[[bytes], Tokenizer]
 ) -> tuple[bytes, tuple[str, ...]]:
-    """Return a tokenizer.json with special tokens added at its end, and the texts that are new.
+    """Return a tokenizer.json with special tokens after its last token, and the new texts.
 
     `build` builds the tokenizer of such a file. Special tokens that the file has already keep their
     ids. Raises DataError for a text that is empty or is a plain token, and for a vocabulary with
