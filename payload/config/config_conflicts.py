@@ -15,6 +15,7 @@ from payload.config.training_sections import (
     TaskSection,
     TrainSection,
 )
+from payload.models.adapter import NEW_TOKENS, NO_TOKENS
 from payload.optimizers.base import Split
 from payload.optimizers.registry import find as find_optimizer
 
@@ -291,5 +292,10 @@ def adapter_conflicts(
         found.append(
             "adapter.dora = true does not run with distributed.strategy = "
             f'"{distributed.strategy}". Set strategy to "replicate".'
+        )
+    if adapter.train_tokens not in (NEW_TOKENS, NO_TOKENS) and distributed.strategy != "replicate":
+        found.append(
+            f'adapter.train_tokens = "{adapter.train_tokens}" does not run with '
+            f'distributed.strategy = "{distributed.strategy}". Set strategy to "replicate".'
         )
     return [*found, *_plain_engine_conflicts(f'adapter.kind = "{kind}"', engine)]

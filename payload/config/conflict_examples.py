@@ -21,7 +21,7 @@ class Conflict:
 
 
 _SPLITS = ("distributed.tensor_parallel=2", "distributed.pipeline_parallel=2")
-_NEED_ADAPTER = ("adapter.dora", "model.quantize")
+_NEED_ADAPTER = ("adapter.dora", "adapter.train_tokens", "model.quantize")
 
 _EXAMPLES: tuple[tuple[str, ...], ...] = (
     ("optimizer.lr=2e-5", "optimizer.min_lr=3e-5"),
@@ -45,6 +45,7 @@ _EXAMPLES: tuple[tuple[str, ...], ...] = (
     ("adapter.kind=lora", "model.router=train"),
     ("adapter.dora=true", "model.quantize=nf4"),
     ("adapter.dora=true", "distributed.strategy=shard"),
+    ("adapter.train_tokens=7", "distributed.strategy=shard"),
     ("adapter.kind=none", "model.quantize=nf4"),
     ("engine.kind=ipex", "model.quantize=nf4"),
     ("distributed.strategy=shard", "model.quantize=nf4"),

@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from payload.config.run_config import RunConfig
+from payload.config.run_config import RunConfig, problems
 from payload.config.training_sections import ModelSection
 from payload.core.errors import CheckpointError, ConfigError
+from payload.formats.data_folder import DataMeta
 from payload.formats.hf_folder import CONFIG_FILE
+from payload.models.adapter import NEW_TOKENS, token_ids
 from payload.models.multimodal.tensors import model_headers
 from payload.models.spec import ModelSpec
 
 SIZES = ("n_layer", "n_head", "n_embd")
 
 
+def with_new_tokens(config: RunConfig, meta: DataMeta) -> RunConfig:
+    """Return the config with the ids of the data's new tokens in `adapter.train_tokens`.
+
+    Raises ConfigError for an adapter that would not contain the rows of these tokens.
+    """
+    added, adapter = meta.added_ids(), config.adapter
+    if not adapter.is_on() or not added:
+        return config
+    if adapter.train_tokens == NEW_TOKENS:
+        adapter = replace(adapter, train_tokens=",".join(map(str, added)))
+    missing = sorted(set(added) - set(token_ids(adapter.train_tokens)))
+    if missing:
+        raise ConfigError(
+            f"adapter.train_tokens = {adapter.train_tokens!r}: lacks the new token {missing[0]} of "
+            f"{config.data.dir}, whose row the base does not have. Add the token, or use "
+            f"{NEW_TOKENS!r}."
+        )
+    resolved = replace(config, adapter=adapter)
+    if found := problems(resolved):
+        raise ConfigError(" ".join(found))
+    return resolved
+
+
 def require_fit(
-    spec: ModelSpec, config: RunConfig, *, vocab_size: int | None, tokenizer: str | None = None
+    spec: ModelSpec,
+    config: RunConfig,
+    *,
+    vocab_size: int | None,
+    tokenizer: str | None = None,
+    new_tokens: int = 0,
 ) -> None:
     """Raise CheckpointError if the run cannot start from these weights.
 
-    `vocab_size` and `tokenizer` describe the tokenizer of the data; pass None without data.
-    The model may have more embedding rows than tokens, because vocabularies are often padded.
+    `vocab_size` and `tokenizer` describe the tokenizer of the data; pass None without data. The
+    last `new_tokens` tokens may lack rows. The model may have more embedding rows than tokens,
+    because vocabularies are often padded.
     """
     init, sequence_length = config.model.init, config.data.sequence_length
     if spec.whole is not None and config.task.data() == "classify":
@@ -39,7 +71,7 @@ def require_fit(
             f"data.sequence_length = {sequence_length} is above the {spec.context()} positions of "
             f"model.init = {init!r}. Use at most {spec.context()}."
         )
-    if vocab_size is not None and spec.vocab_size < vocab_size:
+    if vocab_size is not None and spec.vocab_size < vocab_size - new_tokens:
         which = "" if tokenizer is None else f" ({tokenizer})"
         raise CheckpointError(
             f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, but the "

@@ -70,6 +70,7 @@ FIXED = (
     ("adapter", "rank"),
     ("adapter", "alpha"),
     ("adapter", "target"),
+    ("adapter", "train_tokens"),
     ("adapter", "rslora"),
     ("adapter", "dora"),
     ("optimizer", "name"),
@@ -234,6 +235,7 @@ class RunConfig:
             dropout=adapter.dropout,
             is_quantized=self.model.quantize != "none",
             is_dora=adapter.dora,
+            train_tokens=adapter.train_tokens,
         )
 
     def decay_steps(self) -> int:

@@ -155,6 +155,10 @@ class AdapterSection:
     """Dropout on the adapter's input."""
     target: str = "all-linear"
     """`all-linear`, or names of linears separated by commas: `q_proj,v_proj`."""
+    train_tokens: str = "new"
+    """Tokens whose rows of the embedding and the output head are trained in full beside the
+    adapter. `new`: the tokens that `prepare --add-special-tokens` added; `none`; or token ids
+    separated by commas: `32000,32001`."""
     rslora: bool = False
     """True multiplies the adapter's output by alpha / sqrt(rank) instead, which keeps its scale at
     high ranks."""

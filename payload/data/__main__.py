@@ -32,6 +32,7 @@ from payload.data.shared_flags import (
     add_hub_flags,
     add_reading_flags,
     add_rendering_flags,
+    add_special_tokens_flag,
     add_tokenizer_check_flag,
     add_val_fraction_flag,
 )
@@ -241,6 +242,7 @@ def _add_output_flags(parser: CommandParser) -> None:
         "(default: %(default)s)",
     )
     add_tokenizer_check_flag(more)
+    add_special_tokens_flag(more)
     add_val_fraction_flag(add)
     more(
         "--seed",

@@ -18,7 +18,7 @@ AddFlag = Callable[..., Any]
 """`add_argument` of a parser's group."""
 _FORWARDED = (
     *("--glob", "--skip-bad", "--columns", "--ignore-key", "--config", "--revision", "--split"),
-    *("--val-fraction", "--dedup", "--allow-odd-tokenizer"),
+    *("--val-fraction", "--dedup", "--allow-odd-tokenizer", "--add-special-tokens"),
 )
 _NOT_FORWARDED = ("--sequence-length", "--label-column")
 """Task options that `finetune` sets itself."""
@@ -61,6 +61,18 @@ def add_tokenizer_check_flag(more: AddFlag) -> None:
         action="store_true",
         help="continue although a check of the tokenizer fails: no or unusually many tokens, over "
         "1 %% unknown tokens, text lost in decoding, or a vocabulary that does not fit the model",
+    )
+
+
+def add_special_tokens_flag(more: AddFlag) -> None:
+    """Declare the option that adds special tokens to the tokenizer."""
+    more(
+        "--add-special-tokens",
+        nargs="+",
+        default=(),
+        metavar="TOKEN",
+        help="add these special tokens to the tokenizer, as in '<|tool|>'; training adds a row of "
+        "the embedding and the output head for each, which starts as the mean of the other rows",
     )
 
 
@@ -121,7 +133,7 @@ def forwarded_words(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _words(flag: str, value: Any) -> Iterator[str]:
-    if value is None or value is False:
+    if value is None or value is False or value == ():
         return
     yield flag
     if value is True:

@@ -26,6 +26,7 @@ from payload.export.vocabulary import read_vocabulary
 from payload.formats.checkpoint_listing import CHECKPOINTS_NAME, checkpoint_dtype
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.hub_names import local_name
+from payload.models.adapter import token_ids
 from payload.models.gguf import plan_gguf
 from payload.models.gguf_header import SUFFIX
 from payload.models.registry import read_spec
@@ -35,7 +36,7 @@ from payload.train.models.hf_weights import (
     config_folder,
     tokenizer_folder,
 )
-from payload.weights.adapter_files import base_quantization, has_adapter
+from payload.weights.adapter_files import base_quantization, has_adapter, read_adapter_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,11 @@ def _export(arguments: argparse.Namespace) -> Path:
     folder = checkpoint_folder(arguments.checkpoint)
     weights_at = _weights_folder(folder, merges=arguments.merge)
     config = read_config(config_folder(folder))
+    weights = None
+    if weights_at != folder and token_ids(read_adapter_config(folder).settings.train_tokens):
+        weights = dequantized_weights(folder)
+        # The vocabulary can be larger than the base's.
+        config = {**config, "vocab_size": weights.labels["vocab_size"]}
     tokenizer = tokenizer_folder(folder)
     name = _name_of(folder)
     out = _out_path(arguments.out, name=name, format_=arguments.format, dtype=arguments.dtype)
@@ -69,7 +75,7 @@ def _export(arguments: argparse.Namespace) -> Path:
         vocabulary = read_vocabulary(
             tokenizer, rows=plan.vocab_size, eos=eos if isinstance(eos, int) else None
         )
-        weights = _weights(folder, weights_at)
+        weights = weights or _weights(folder, weights_at)
         with elapsed_line(f"writing {shown_name(str(out))}"):
             write_gguf(
                 out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype
@@ -77,7 +83,7 @@ def _export(arguments: argparse.Namespace) -> Path:
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
     else:
-        weights = _weights(folder, weights_at)
+        weights = weights or _weights(folder, weights_at)
         config = {**config, **weights.labels}
         whole, copied = read_spec(config_folder(folder)).whole, None
         if whole is not None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import CheckpointError
 from payload.export.hf_weight_reader import InMemoryWeights, WeightFiles
+from payload.models.adapter import token_ids
+from payload.weights.adapter_files import read_adapter_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,16 +36,19 @@ def merged_weights(base: Path, adapter: Path) -> WeightFiles:
 
 
 def dequantized_weights(adapter: Path) -> WeightFiles:
-    """Return the merged weights of an adapter whose base was quantised during training.
+    """Return the merged weights of an adapter with trained tokens, or with a quantised base.
 
-    The adapter was trained on the quantised weights, so the base is dequantised, then merged. The
-    complete model is in memory, in fp32. Raises CheckpointError, and ConfigError without
+    Such an adapter was trained on the quantised weights, so the base is dequantised, then merged.
+    The complete model is in memory, in fp32. Raises CheckpointError, and ConfigError without
     bitsandbytes.
     """
     from payload.train.models.loading import load
 
     model = load(adapter)
-    return InMemoryWeights(adapter, model.hf_tensors(), labels=_labels(model))
+    labels = dict(_labels(model))
+    if token_ids(read_adapter_config(adapter).settings.train_tokens):
+        labels["vocab_size"] = model.spec.vocab_size
+    return InMemoryWeights(adapter, model.hf_tensors(), labels=labels)
 
 
 class MergedWeights(WeightFiles):

@@ -42,6 +42,7 @@ from payload.data.shared_flags import (
     add_dedup_flag,
     add_hub_flags,
     add_reading_flags,
+    add_special_tokens_flag,
     add_task_flags,
     add_tokenizer_check_flag,
     add_val_fraction_flag,
@@ -315,6 +316,7 @@ def parser() -> CommandParser:
     add_val_fraction_flag(add)
     add_dedup_flag(more)
     add_tokenizer_check_flag(more)
+    add_special_tokens_flag(more)
     add_task_flags(more)
     add(
         "--out",

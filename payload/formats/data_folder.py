@@ -215,6 +215,15 @@ class SelectionRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddedTokens:
+    """Special tokens that `prepare` added to the tokenizer of the model, as the last tokens."""
+
+    tokens: list[str]
+    model_pipeline_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
+    """Hash of the model's own tokenizer (payload.formats.tokenizer_identity)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataMeta:
     """Contents of meta.json."""
 
@@ -229,6 +238,8 @@ class DataMeta:
     tokenizer_files: dict[str, DataFile] = field(default_factory=dict)
     """Tokenizer files in the folder, by name; empty for GPT-2's tokenizer, which is packaged."""
     vocab_size: int = checked(low=1, high=2**32)
+    added_tokens: AddedTokens | None = None
+    """None if the tokenizer is the model's own."""
     end_of_text: int = checked(low=0)
     """Token that ends every document."""
     dtype: TokenDtype
@@ -270,6 +281,11 @@ class DataMeta:
         """Return the SHA-256 of each file that training reads, by name."""
         return {name: entry.sha256 for name, entry in self.files.items()}
 
+    def added_ids(self) -> range:
+        """Return the ids of the special tokens that `prepare` added."""
+        count = len(self.added_tokens.tokens) if self.added_tokens else 0
+        return range(self.vocab_size - count, self.vocab_size)
+
     def all_files(self) -> dict[str, DataFile]:
         """Return the token files and the tokenizer files, by name."""
         return {**self.files, **self.tokenizer_files}
@@ -294,6 +310,18 @@ def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: in
             f"{record.sequence_length}. Set sequence_length to {record.sequence_length}, or "
             f"prepare the data again with --sequence-length {sequence_length}."
         )
+
+
+def describe_new_rows(meta: DataMeta, rows: int) -> str:
+    """Return which special tokens are new, and how many rows a model with `rows` rows gets."""
+    ids = meta.added_ids()
+    span = f"id {ids[0]}" if len(ids) == 1 else f"ids {ids[0]} to {ids[-1]}"
+    grown = max(0, meta.vocab_size - rows)
+    free = f", {len(ids) - grown} rows were free" if grown < len(ids) else ""
+    return (
+        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}; each starts "
+        f"as the mean of rows 0 to {ids[0] - 1}"
+    )
 
 
 def task_files() -> frozenset[str]:
@@ -340,6 +368,8 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
             raise DataError(
                 f"{path}: task = {meta.task!r} and {name} contradict each other. {remedy}"
             )
+    if meta.added_tokens and not 0 < len(meta.added_tokens.tokens) < meta.vocab_size:
+        raise DataError(f"{path}: added_tokens does not fit vocab_size. {remedy}")
     pairs = meta.preference
     if pairs is not None and pairs.pad_token >= meta.vocab_size:
         raise DataError(f"{path}: preference.pad_token is not in the vocabulary. {remedy}")

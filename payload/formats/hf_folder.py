@@ -18,6 +18,9 @@ from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
 
 CONFIG_FILE = "config.json"
+CLASSIFIER_CONFIG_FILE = "classifier_config.json"
+"""The config.json of a classifier's adapter: transformers takes an adapter's folder with a file
+named config.json for a complete model. Adapters of older versions use that name."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -69,7 +72,20 @@ def read_config(folder: Path) -> dict[str, object]:
     NaN and infinity become objects such as `{"__float__": "Infinity"}`, so that the result is plain
     JSON. Newer releases of transformers write these objects, older releases the bare words.
     """
-    path = own_file(folder, CONFIG_FILE)
+    return _read_config(own_file(folder, CONFIG_FILE))
+
+
+def classifier_config(folder: Path) -> tuple[dict[str, object], Path]:
+    """Return the config with a classifier's labels, and the path of its file.
+
+    `folder` contains a whole classifier or only its adapter. Raises CheckpointError.
+    """
+    is_adapter = (folder / CLASSIFIER_CONFIG_FILE).exists()
+    path = own_file(folder, CLASSIFIER_CONFIG_FILE if is_adapter else CONFIG_FILE)
+    return _read_config(path), path
+
+
+def _read_config(path: Path) -> dict[str, object]:
     raw = _read_json(path, constants=lambda name: {FLOAT_TAG: name})
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: {shown(raw)} is not a JSON object. {FIX}")
@@ -77,9 +93,9 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def label_names(checkpoint: Path | None, *, num_labels: int) -> tuple[str, ...]:
-    """Return the names of a classifier's labels; without a valid config.json, their numbers."""
+    """Return the names of a classifier's labels; without a valid config, their numbers."""
     with suppress(CheckpointError):
-        named = read_config(checkpoint).get("id2label") if checkpoint else None
+        named = classifier_config(checkpoint)[0].get("id2label") if checkpoint else None
         if isinstance(named, dict) and len(named) == num_labels:
             return tuple(str(named.get(str(number), number)) for number in range(num_labels))
     return tuple(map(str, range(num_labels)))

@@ -130,6 +130,12 @@ def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
     return identity.vocabulary_sha256 == meta.tokenizer_sha256
 
 
+def is_extended_by(meta: DataMeta, identity: TokenizerIdentity) -> bool:
+    """Return True if the data's tokenizer is this one, with special tokens that `prepare` added."""
+    added = meta.added_tokens
+    return added is not None and identity.pipeline_sha256 == added.model_pipeline_sha256
+
+
 def vocabulary_file(folder: Path) -> str | None:
     """If a folder has no tokenizer.json, return the name of its vocabulary file, otherwise None."""
     if (folder / TOKENIZER_FILE).is_file():
@@ -220,7 +226,7 @@ def require_same_tokenizer(
             )
         return
     identity = identity_of(raw)
-    if is_tokenizer_of(meta, identity):
+    if is_tokenizer_of(meta, identity) or is_extended_by(meta, identity):
         return
     own = None
     if TOKENIZER_FILE in meta.tokenizer_files:

@@ -19,6 +19,7 @@ from payload.models.spec import (
     ModelSpec,
     ParameterSize,
     RankSetting,
+    logits_tokens,
 )
 from payload.models.wrapper_spec import WrappedSpec
 
@@ -29,6 +30,28 @@ to 1.4 for SmolLM2-135M, with and without 4-bit weights, at 512 to 2,048 tokens.
 
 ALL_LINEAR = "all-linear"
 """Every linear of the layers, without the output head, as in PEFT."""
+
+
+NEW_TOKENS = "new"
+"""The tokens that `prepare --add-special-tokens` added to the tokenizer of the data."""
+NO_TOKENS = "none"
+
+
+def token_ids(train_tokens: str) -> tuple[int, ...]:
+    """Return the token ids in an `adapter.train_tokens`; empty for `new`, which has no ids yet.
+
+    Raises ConfigError.
+    """
+    if train_tokens in (NEW_TOKENS, NO_TOKENS):
+        return ()
+    words = [word.strip() for word in train_tokens.split(",")]
+    ids = tuple(int(word) for word in words if word.isascii() and word.isdecimal())
+    if len(ids) < len(words) or len(set(ids)) < len(ids):
+        raise ConfigError(
+            f"adapter.train_tokens = {train_tokens!r}: must be {NEW_TOKENS!r}, {NO_TOKENS!r}, or "
+            "different token ids separated by commas, as in '32000,32001'."
+        )
+    return ids
 
 
 def target_names(target: str) -> tuple[str, ...] | None:
@@ -104,6 +127,8 @@ class AdaptedSpec(WrappedSpec):
     """True if the layers' linears are in 4 bits; other base weights have the matmuls' dtype."""
     is_dora: bool = False
     """True if DoRA also trains the norm of each output's weights."""
+    tokens: tuple[int, ...] = ()
+    """Tokens whose rows of embedding and head are trained."""
 
     @classmethod
     def of(
@@ -115,11 +140,20 @@ class AdaptedSpec(WrappedSpec):
         dropout: float = 0.0,
         is_quantized: bool = False,
         is_dora: bool = False,
+        train_tokens: str = NEW_TOKENS,
     ) -> AdaptedSpec:
         """Return the spec of `base` with an adapter.
 
-        Raises ConfigError for an unknown target, and for a rank above the largest target's width.
+        Raises ConfigError for an unknown target or token, and for a rank above the largest target's
+        width.
         """
+        tokens = token_ids(train_tokens)
+        if tokens and max(tokens) >= base.vocab_size:
+            raise ConfigError(
+                f"adapter.train_tokens: token {max(tokens)} is outside the model's vocabulary of "
+                f"{base.vocab_size:,}. Use smaller ids, or add tokens with prepare "
+                "--add-special-tokens."
+            )
         names = target_names(target)
         known, others = base.linears(), base.parameters_beside_linears()
         for name in names or ():
@@ -159,6 +193,7 @@ class AdaptedSpec(WrappedSpec):
             has_dropout=dropout > 0,
             is_quantized=is_quantized,
             is_dora=is_dora,
+            tokens=tokens,
         )
 
     def num_params(self) -> int:
@@ -173,6 +208,7 @@ class AdaptedSpec(WrappedSpec):
             for each in self._adapted()
         )
         adapter += sum(map(self._adapter_size, self._adapted_parameters()))
+        adapter += sum(self._token_rows())
         return adapter + self.base.task_head_size()
 
     def flops_per_token(self) -> int:
@@ -249,6 +285,9 @@ class AdaptedSpec(WrappedSpec):
         some = replace(setting, alone=False, accumulates=True)
         none = replace(some, micro_batch_size=0)
         kept = self.base.memory_bytes(some) - self.base.memory_bytes(none)
+        if self.tokens and setting.kernels:
+            # The head with trained rows has a chunk's logits and their gradient in fp32.
+            kept += logits_tokens(self.vocab_size) * self.vocab_size * 12
         if self.is_dora:
             # DoRA keeps the output of each linear, which is multiplied by the norm's factor.
             tokens = setting.micro_batch_size * self.sequence_length
@@ -271,6 +310,7 @@ class AdaptedSpec(WrappedSpec):
         """Return the trained parameters in the order in which the backward pass finishes them."""
         head = self.base.task_head_size()
         sizes = [GradientSize(head, "head")] if head else []
+        sizes += [GradientSize(each, "matrix") for each in self._token_rows()[1:]]
         for each in reversed(self._adapted()):
             sizes += [GradientSize(each.outputs, "vector")] if self.is_dora else []
             sizes += [
@@ -281,6 +321,7 @@ class AdaptedSpec(WrappedSpec):
             GradientSize(self._adapter_size(each), "matrix")
             for each in reversed(self._adapted_parameters())
         ]
+        sizes += [GradientSize(each, "embedding") for each in self._token_rows()[:1]]
         return tuple(sizes)
 
     def num_saved_params(self) -> int:
@@ -293,11 +334,12 @@ class AdaptedSpec(WrappedSpec):
         share = trained / max(1, self.num_params())
         beside = " on 4-bit linears" if self.is_quantized else ""
         kind = "DoRA" if self.is_dora else "LoRA"
+        tokens = f", with the rows of {len(self.tokens)} tokens" if self.tokens else ""
         experts = self.frozen_experts()
         frozen = f"; {experts:,} parameters of experts stay frozen" if experts else ""
         return (
             f"{self.base.summary()}; {kind} of rank {self.rank} trains {trained:,} of them "
-            f"({share:.2%}){beside}{frozen}"
+            f"({share:.2%}){beside}{tokens}{frozen}"
         )
 
     def frozen_experts(self) -> int:
@@ -329,6 +371,12 @@ class AdaptedSpec(WrappedSpec):
 
     def _adapted_parameters(self) -> list[ParameterSize]:
         return _chosen(self.targets, self.base)
+
+    def _token_rows(self) -> list[int]:
+        """Return the elements of the trained rows of the embedding, and of a separate head."""
+        if not self.tokens:
+            return []
+        return [len(self.tokens) * self.width()] * (1 if self.is_tied() else 2)
 
     def _adapter_size(self, parameter: ParameterSize) -> int:
         return self.rank * parameter.stack * (parameter.inputs + parameter.outputs)

@@ -132,6 +132,10 @@ class ModelSpec(ABC):
     whole: Whole | None = field(default=None, repr=False, compare=False)
     """The multimodal model of which this is the text model; None for any other model."""
 
+    def with_vocab_size(self, rows: int) -> Self:
+        """Return the same model with `rows` rows in its embedding and output head."""
+        return replace(self, vocab_size=rows)
+
     @abstractmethod
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""

@@ -58,6 +58,10 @@ class WrappedSpec(ModelSpec):
         """Return the base's sizes as settings of the run config's [model] section."""
         return self.base.settings()
 
+    def with_vocab_size(self, rows: int) -> Self:
+        """Return the same model with `rows` rows in the base's embedding."""
+        return replace(self, vocab_size=rows, base=self.base.with_vocab_size(rows))
+
     def with_sequence_length(self, tokens: int) -> Self:
         """Return the same model, trained on sequences of up to `tokens`."""
         base = self.base.with_sequence_length(tokens)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from payload.config.model_checks import require_fit, unused_settings
+from payload.config.model_checks import require_fit, unused_settings, with_new_tokens
 from payload.config.run_config import (
     RunConfig,
     fixed_differences,
@@ -27,9 +27,10 @@ from payload.formats.checkpoint_listing import (
     checkpoint_folders,
     manifest_problems,
 )
-from payload.formats.data_folder import TRAIN_NAME, DataMeta
+from payload.formats.data_folder import TRAIN_NAME, DataMeta, describe_new_rows
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.quantized.weight_headers import stored_format
+from payload.formats.tokenizer_identity import folder_identity, is_tokenizer_of
 from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import RunPaths, require_own_folders
@@ -116,6 +117,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     Rank 0 reads the files and broadcasts the config. The strategy distributes the weights later, or
     each rank reads its own part. Raises CheckpointError if checkpoints exist but none is valid.
     """
+    adapter = with_new_tokens(config, task.meta).adapter
     checkpoint = _checkpoint_to_resume(paths) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None, bool)
     if not resumes and config.model.init == "scratch":
@@ -142,7 +144,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     tokenizer = _tokenizer(task, source=folder, model=model) if world.is_main else {}
     routers = model.freeze_router() if config.model.router == "freeze" else ()
     if config.adapter.is_on():
-        add_adapter(model, config.adapter, seed=config.run.seed)
+        add_adapter(model, adapter, seed=config.run.seed)
         _require_frozen(model, routers)
         if note := model.trained_spec().note():
             log.info(f"note: {note}")
@@ -301,10 +303,19 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     """Load the weights on rank 0; the other ranks build the same model with unset weights."""
     model = None
     described = config_folder(folder) if folder else None
-    in_parts = _read_in_parts(config, folder, world=world)
+    new = task.meta.added_ids() if _lacks_new_tokens(folder, task.meta, world=world) else ()
+    in_parts = None if new else _read_in_parts(config, folder, world=world)
     if folder is not None and described is not None:
         spec, meta = read_spec(described), task.meta
-        require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
+        require_fit(
+            spec,
+            config,
+            vocab_size=meta.vocab_size,
+            tokenizer=meta.tokenizer,
+            new_tokens=len(new),
+        )
+        if new:
+            log.info(f"vocabulary {describe_new_rows(meta, spec.vocab_size)}")
         if in_parts:
             require_enough_weights(LazyTensors(folder), spec, folder)
         else:
@@ -329,6 +340,8 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             model.deferred_weights = in_parts
         elif in_parts and world.is_main:
             model.load_tensors(LazyTensors(in_parts), where=str(in_parts))
+    if new:
+        model.add_tokens(new[0], new[-1] + 1)
     return model
 
 
@@ -336,6 +349,15 @@ def _described(folder: Path) -> Mapping[str, object]:
     """Return config.json of `folder`, with what a multimodal model's tensors determine."""
     whole = read_spec(folder).whole
     return read_config(folder) if whole is None else whole.config
+
+
+def _lacks_new_tokens(folder: Path | None, meta: DataMeta, *, world: World) -> bool:
+    """Return True if rank 0's `folder` has a model without the data's new special tokens."""
+    if meta.added_tokens is None:
+        return False
+    identity = folder_identity(folder, error=CheckpointError) if folder else None
+    has_tokens = identity is not None and is_tokenizer_of(meta, identity)
+    return world.broadcast(not has_tokens, bool)
 
 
 def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> Path | None:

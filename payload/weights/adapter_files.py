@@ -20,7 +20,7 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.formats.checkpoint_listing import ADAPTER_FILES, TRAINER_FILE
 from payload.formats.hf_folder import own_file
-from payload.models.adapter import ALL_LINEAR
+from payload.models.adapter import ALL_LINEAR, token_ids
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
 
@@ -61,6 +61,7 @@ class _Config:
     target_modules: Any = None
     target_parameters: Any = None
     modules_to_save: tuple[str, ...] | None = None
+    trainable_token_indices: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,9 @@ class AdapterConfig:
     revision: str | None
     modules_to_save: tuple[str, ...] = ()
     """Modules of the base that are trained and saved in full: a classifier's `score`."""
+    token_modules: tuple[str, ...] = ()
+    """The embedding and perhaps a separate output head with trained rows of tokens; empty if PEFT
+    finds the embedding."""
 
     def source(self) -> str:
         """Return the base in the form of model.init."""
@@ -162,6 +166,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         )
     if not found.base_model_name_or_path:
         raise CheckpointError(f"{path}: base_model_name_or_path is missing. {_FIX}")
+    tokens, token_modules = _tokens(found.trainable_token_indices, path)
     return AdapterConfig(
         settings=AdapterSection(
             kind="lora",
@@ -169,25 +174,35 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             alpha=found.lora_alpha,
             dropout=found.lora_dropout,
             target=_target(found.target_modules, found.target_parameters, path),
+            train_tokens=tokens,
             rslora=found.use_rslora,
             dora=found.use_dora,
         ),
         base=found.base_model_name_or_path,
         revision=found.revision,
         modules_to_save=("score",) if found.task_type == CLASSIFIER else (),
+        token_modules=token_modules,
     )
 
 
 def render_adapter_config(
-    config: AdapterConfig, *, modules: list[str], parameters: list[str], transposed: bool
+    config: AdapterConfig,
+    *,
+    modules: list[str],
+    parameters: list[str],
+    transposed: bool,
+    token_modules: list[str],
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
     `modules` are the names of the target linears, and `parameters` those of other targets.
-    `transposed` is True if transformers stores the
-    weights of these linears as (in, out).
+    `transposed` is True if transformers stores the weights of these linears as (in, out).
+    `token_modules` are the embedding and the head with trained rows of tokens.
     """
     settings = config.settings
+    tokens = list(token_ids(settings.train_tokens))
+    # PEFT finds the embedding for a list, and ties a tied head to it.
+    rows = tokens if len(token_modules) == 1 else dict.fromkeys(token_modules, tokens)
     return {
         "peft_type": "LORA",
         "task_type": CLASSIFIER if config.modules_to_save else "CAUSAL_LM",
@@ -198,6 +213,7 @@ def render_adapter_config(
         "lora_dropout": settings.dropout,
         "target_modules": modules,
         **({"target_parameters": parameters} if parameters else {}),
+        **({"trainable_token_indices": rows} if tokens else {}),
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "bias": "none",
@@ -205,6 +221,26 @@ def render_adapter_config(
         "modules_to_save": list(config.modules_to_save) or None,
         "inference_mode": True,
     }
+
+
+def _tokens(raw: Any, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return `adapter.train_tokens` and the modules for PEFT's trainable_token_indices."""
+    if not raw:
+        return "none", ()
+    lists = list(raw.values()) if isinstance(raw, dict) else [raw]
+    tokens = lists[0]
+    is_ids = isinstance(tokens, list) and all(type(each) is int and each >= 0 for each in tokens)
+    if not is_ids or not tokens or len(set(tokens)) < len(tokens) or len(lists) > 2:
+        raise CheckpointError(
+            f"{path}: trainable_token_indices = {shown(raw)} is not a list of different token ids, "
+            f"or such a list for the embedding and the output head. {_FIX}"
+        )
+    if any(each != tokens for each in lists):
+        raise CheckpointError(
+            f"{path}: trainable_token_indices = {shown(raw)}: the embedding and the output head "
+            f"must have the same tokens. {_FIX}"
+        )
+    return ",".join(map(str, tokens)), tuple(raw) if isinstance(raw, dict) else ()
 
 
 def _is_target_name(name: object) -> bool:

@@ -50,7 +50,14 @@ def train_counted(arguments, env):
 dist.all_reduce, several_runs.program.main = counted, train_counted
 several_runs.main()
 """
-CASES = {"fp32": ("fp32", False), "bf16": ("bf16", False), "dora": ("fp32", True)}
+CASES = {
+    "fp32": ("fp32", False, "none"),
+    "bf16": ("bf16", False, "none"),
+    "dora": ("fp32", True, "none"),
+    "tokens": ("fp32", False, "11,318"),
+    "tokens-bf16": ("bf16", False, "11,318"),
+}
+"""Dtype, DoRA, and the tokens whose rows are trained."""
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +77,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, base: P
         name: (
             *(f"model.init={base}", *SETTINGS, "schedule.warmup_steps=0"),
             *(f"precision.dtype={dtype}", f"adapter.dora={dora}".lower()),
+            f"adapter.train_tokens={tokens}",
         )
-        for name, (dtype, dora) in CASES.items()
+        for name, (dtype, dora, tokens) in CASES.items()
     }
     for name, words in settings.items():
         train_alone(root / f"{name}-1", tiny_config, *words)
@@ -89,9 +97,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, base: P
 def test_one_two_and_four_ranks_are_equal_and_exchange_the_adapter_alone(
     base: Path, trained: Path, name: str
 ) -> None:
-    dtype, dora = CASES[name]
+    dtype, dora, tokens = CASES[name]
     alone = load_file(trained / f"{name}-1" / CHECKPOINT)
-    spec = AdaptedSpec.of(load(base).spec, rank=4, target="all-linear", is_dora=dora)
+    spec = AdaptedSpec.of(
+        load(base).spec, rank=4, target="all-linear", is_dora=dora, train_tokens=tokens
+    )
     parameters = spec.num_trainable_params()
     assert parameters == sum(value.numel() for value in alone.values())
     for ranks in (2, 4) if name == "fp32" else (2,):

@@ -12,13 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import CheckpointError, ConfigError
 from payload.evaluate.__main__ import main as evaluate_main
 from payload.evaluate.classify import open_texts
+from payload.export.__main__ import main as export_main
 from payload.formats.data_folder import DataMeta, load_meta
+from payload.formats.hf_folder import label_names
 from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
@@ -150,6 +157,77 @@ def test_an_adapters_checkpoint_gives_labels_too(
     assert capsys.readouterr().out.startswith("animal\t")
 
 
+def probabilities(
+    where: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> list[dict[str, float]]:
+    """Return each text's probabilities as `generate --classify` prints them."""
+    capsys.readouterr()
+    words = ["--classify", "--checkpoint", str(where), "--input", str(texts), "--json"]
+    assert generate_main(words) == 0
+    return [json.loads(line)["scores"] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_transformers_loads_the_folder_of_an_adapter_as_it_loads_pefts(
+    tmp_path: Path,
+    tiny_config: Path,
+    data: Path,
+    base: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = (*CLASSIFY, *LORA, f"data.dir={data}", f"model.init={base}", "optimizer.lr=0.02")
+    train_alone(tmp_path / "run", tiny_config, *settings, "train.steps=4")
+    folder = tmp_path / "run" / "checkpoints" / "step_00000004"
+    texts, file = [text for text, _ in classify_texts(6, seed=5)], tmp_path / "in.txt"
+    file.write_text("\n".join(texts) + "\n")
+    ours = probabilities(folder, file, capsys)
+    config = AutoConfig.from_pretrained(folder / "classifier_config.json")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, config=config)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # As for a folder of PEFT: the number of labels is an option, and the labels have no names.
+    options = {"num_labels": 3}
+    counted = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    out = tmp_path / "merged"
+    words = ["--checkpoint", str(folder), "--merge", "--dtype", "fp32", "--out", str(out)]
+    assert export_main(words) == 0
+    names = {f"LABEL_{number}": label for number, label in enumerate(ours[0])}
+    models: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (model, {}),
+        (counted, {}),
+        (str(folder), {"model_kwargs": options}),
+        (str(out), {}),
+    )
+    for each, more in models:
+        theirs: Any = pipeline(
+            "text-classification", model=each, tokenizer=tokenizer, top_k=None, **more
+        )
+        for scores, wanted in zip(theirs(texts), ours, strict=True):
+            found = {names.get(each["label"], each["label"]): each["score"] for each in scores}
+            assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_an_adapter_of_an_older_version_keeps_its_labels_in_config_json(
+    tmp_path: Path,
+    tiny_config: Path,
+    data: Path,
+    base: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    settings = (*CLASSIFY, *LORA, f"data.dir={data}", f"model.init={base}")
+    train_alone(new, tiny_config, *settings, "train.steps=1")
+    folder = old / "checkpoints" / "step_00000001"
+    shutil.copytree(new, old)
+    (folder / "classifier_config.json").rename(folder / "config.json")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("classifier_config.json", "config.json"))
+    (tmp_path / "in.txt").write_text("cow dog\n")
+    found = [probabilities(each, tmp_path / "in.txt", capsys) for each in (new, old)]
+    assert found[0] == found[1]
+    assert label_names(folder, num_labels=3) == tuple(found[0][0])
+    train_alone(old, tiny_config, *settings, "train.steps=2")
+    assert (old / "checkpoints" / "step_00000002" / "classifier_config.json").exists()
+
+
 def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> None:
     config = parse_run_config("", overrides=[f"data.dir={data}", *CLASSIFY], where="test")
     train_texts = open_task(config).train
@@ -253,7 +331,7 @@ def test_a_resumed_adapter_takes_no_other_labels_of_the_same_number(
     settings = (*CLASSIFY, *LORA, f"model.init={base}")
     train_alone(tmp_path / "run", tiny_config, *settings, f"data.dir={data}", "train.steps=1")
     resumed = (*settings, f"data.dir={other}", "train.steps=2")
-    words = r"config\.json: its labels are animal, .* zoo.*\. Resume with the data that "
+    words = r"classifier_config\.json: its labels are animal, .* zoo.*\. Resume with the data that "
     with pytest.raises(CheckpointError, match=rf"{words}the run started with\.$"):
         train_alone(tmp_path / "run", tiny_config, *resumed)
 

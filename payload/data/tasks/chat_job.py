@@ -118,7 +118,9 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
 
 def load_tokenizer_and_template(args: argparse.Namespace) -> tuple[HfTokenizer, ChatTemplate]:
     """Return the tokenizer and template of --tokenizer and --chat-template. Raises DataError."""
-    tokenizer, folder = load_hf_tokenizer(args.tokenizer)
+    # Only `prepare` and `finetune` have the option.
+    added = getattr(args, "add_special_tokens", ())
+    tokenizer, folder = load_hf_tokenizer(args.tokenizer, added)
     if args.chat_template is None:
         template = read_chat_template(folder)
     else:

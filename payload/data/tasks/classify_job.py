@@ -80,7 +80,7 @@ def classify_job(args: argparse.Namespace) -> _ClassifyJob:
     shaping = ("classify", args.source, text_column, label_column, json.dumps(names))
     settings = prepare_settings(
         args,
-        load_tokenizer(args.tokenizer),
+        load_tokenizer(args.tokenizer, args.add_special_tokens),
         val_fraction=_VAL_FRACTION,
         shaping=(*shaping, str(args.skip_bad)),
     )

@@ -62,6 +62,11 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     request = with_known_names(request, quiet=args.quiet)
     rows = open_rows(request)
     tokenizer, template = load_tokenizer_and_template(args)
+    if tokenizer.added is not None:
+        raise UsageError(
+            "--add-special-tokens does not run with --task preference. Train the tokens with "
+            "--task chat first, then prepare the pairs with --model and that run."
+        )
     length = args.sequence_length or SEQUENCE_LENGTH
     group = args.group_column
     options = sample_options(args)

@@ -70,7 +70,7 @@ def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSetti
 
     settings = prepare_settings(
         args,
-        load_tokenizer(args.tokenizer),
+        load_tokenizer(args.tokenizer, args.add_special_tokens),
         val_fraction=source.default_val_fraction,
         shaping=(args.source, request.column(), str(args.skip_bad)),
     )

@@ -147,6 +147,7 @@ def _write_all(
             tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
             tokenizer_files=write_tokenizer(out, files),
             vocab_size=tokenizer.vocab_size,
+            added_tokens=tokenizer.added,
             end_of_text=tokenizer.end[-1],
             dtype=settings.dtype(),
             source=rows.label,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,33 +26,38 @@ if TYPE_CHECKING:
 _FIX = "Use a folder with tokenizer.json, a run, a hub name (owner/name[@revision]) or gpt2."
 
 
-def load_tokenizer(name: str) -> TextTokenizer:
-    """Return the tokenizer called `name`.
+def load_tokenizer(name: str, added: Sequence[str] = ()) -> TextTokenizer:
+    """Return the tokenizer called `name`, with the special tokens `added`.
 
     `gpt2` is the packaged tokenizer. Other names are a folder with tokenizer.json (such as a model
     or a checkpoint), a GGUF file, a run, or a name on the Hugging Face hub with an optional
     @revision. If the files produce the same tokens as GPT-2's, the packaged tokenizer is returned.
     Raises DataError, or CheckpointError for a GGUF file.
     """
-    if name == TOKENIZER_NAME:
+    if name == TOKENIZER_NAME and not added:
         return gpt2_tokenizer()
-    found, _ = load_hf_tokenizer(name)
+    found, _ = load_hf_tokenizer(name, added)
     return gpt2_tokenizer() if _is_gpt2(found) else found
 
 
-def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
+def load_hf_tokenizer(name: str, added: Sequence[str] = ()) -> tuple[HfTokenizer, Path]:
     """Load a tokenizer from files, never the packaged one; return it and the files' folder.
 
-    Raises DataError.
+    The special tokens `added` are added to the tokenizer, but not to the folder. Raises DataError.
     """
     from payload.data.tokenizers.hf import hf_tokenizer
 
     if name == TOKENIZER_NAME:
+        if added:
+            raise DataError(
+                f"--add-special-tokens: not with the packaged tokenizer {name}. Use --model with a "
+                "folder or hub name that has a tokenizer.json."
+            )
         raise DataError(
             f"--tokenizer {name}: GPT-2 has no chat template. Use a model's folder or hub name."
         )
     folder, label = _find(name)
-    return hf_tokenizer(folder, name=label), folder
+    return hf_tokenizer(folder, name=label, added=added), folder
 
 
 def _find(name: str) -> tuple[Path, str]:

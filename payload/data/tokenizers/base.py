@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from payload.formats.data_folder import AddedTokens
+
 Tokens = npt.NDArray[np.uint32]
 Agree = Callable[[Sequence[bytes]], Sequence[bool]]
 """Returns for each text whether the fast encoder and the reference produce the same tokens."""
@@ -58,6 +60,8 @@ class TextTokenizer(ABC):
     """Sentence with the end-of-document token and the file that defines it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Tokenizer files in the Hugging Face layout, copied into the data folder."""
+    added: AddedTokens | None = None
+    """Special tokens that `prepare` added to the tokenizer of the model."""
     unknown: int | None = None
     """Token for text outside of the vocabulary."""
     model_vocab_size: int | None = None

@@ -22,6 +22,7 @@ from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
+from payload.data.tokenizers.added_special_tokens import with_special_tokens
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.declared_tokens_check import require_declared_tokens
 from payload.data.tokenizers.gigatoken_adapter import HfFast
@@ -31,6 +32,7 @@ from payload.data.tokenizers.special_tokens import (
     named_tokens,
     tokenizer_config,
 )
+from payload.formats.data_folder import AddedTokens
 from payload.formats.hf_folder import CONFIG_FILE, read_tokenizer_files
 from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
@@ -126,9 +128,19 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
-    """Load the tokenizer in `folder`; `name` is for meta.json. Raises DataError."""
+def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTokenizer:
+    """Load the tokenizer in `folder`, with the special tokens `added`; `name` is for meta.json.
+
+    Raises DataError.
+    """
     files = read_folder(folder)
+    own = files[TOKENIZER_FILE]
+    new: tuple[str, ...] = ()
+    if added:
+        path = folder / TOKENIZER_FILE
+        files[TOKENIZER_FILE], new = with_special_tokens(
+            own, added, path=path, build=lambda content: build_backend(content, path)
+        )
     raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
     if dropout := raw["model"].get("dropout"):
         raise DataError(
@@ -163,12 +175,18 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         end=ends,
         end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {file}",
         files=files,
+        added=_added(new, own) if new else None,
         unknown=unknown,
         model_vocab_size=_model_vocab_size(folder, backend),
         reference_name=f"tokenizers {version('tokenizers')}",
         raw=raw,
         backend=backend,
     )
+
+
+def _added(new: Sequence[str], content: bytes) -> AddedTokens:
+    identity = identity_of(parse_tokenizer(content, where=TOKENIZER_FILE))
+    return AddedTokens(tokens=list(new), model_pipeline_sha256=identity.pipeline_sha256)
 
 
 def build_backend(

@@ -314,6 +314,7 @@ class _Run:
             tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
             tokenizer_files=write_tokenizer(self._settings.out, tokenizer.files),
             vocab_size=tokenizer.vocab_size,
+            added_tokens=tokenizer.added,
             end_of_text=tokenizer.end[-1],
             dtype=self._settings.dtype(),
             source=self._source.label,

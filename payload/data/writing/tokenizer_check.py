@@ -134,6 +134,7 @@ class TokenizerCheck:
 
     def _check_vocabulary(self) -> None:
         rows, size = self._tokenizer.model_vocab_size, self._tokenizer.vocab_size
+        size -= len(self._tokenizer.added.tokens) if self._tokenizer.added else 0
         if rows is not None and not rows * _MIN_ROWS_USED <= size <= rows:
             self._report(
                 "vocabulary",

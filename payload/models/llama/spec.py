@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from payload.models.llama.config import (
@@ -106,6 +106,10 @@ class DecoderSpec(ModelSpec):
     """Features in the config that `train/families/llama` lacks."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The config.json that was read; the config.json of a checkpoint is derived from it."""
+
+    def with_vocab_size(self, rows: int) -> DecoderSpec:
+        """Return the same model with `rows` rows in its embedding and output head."""
+        return replace(self, vocab_size=rows, config={**self.config, "vocab_size": rows})
 
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""

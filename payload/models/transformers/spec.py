@@ -135,6 +135,26 @@ class OtherSpec(ModelSpec):
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The config.json that was read; the config.json of a checkpoint is derived from it."""
 
+    def with_vocab_size(self, rows: int) -> OtherSpec:
+        """Return the same model with `rows` rows in its embedding and output head."""
+        added = (rows - self.vocab_size) * self.width()
+        counts = self.counts
+        if counts is not None:
+            grown = replace(counts, embedding=counts.embedding + added)
+            counts = replace(
+                grown,
+                params=counts.params + added * (1 if self.is_tied() else 2),
+                multiplying=counts.multiplying + added,
+                gradients=tuple(
+                    replace(each, elements=each.elements + added)
+                    if each.elements == counts.embedding and each.kind in ("head", "embedding")
+                    else each
+                    for each in counts.gradients
+                ),
+            )
+        config = {**self.config, "vocab_size": rows}
+        return replace(self, vocab_size=rows, counts=counts, config=config)
+
     def context(self) -> int:
         """Return the longest context of the weights in tokens; if unknown, `sequence_length`."""
         return self.max_tokens or self.sequence_length

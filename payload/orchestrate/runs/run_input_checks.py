@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from payload.config.launch_sections import DeviceSection
-from payload.config.model_checks import require_fit, require_weights
+from payload.config.model_checks import require_fit, require_weights, with_new_tokens
 from payload.config.run_config import RunConfig
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import CheckpointError, ConfigError, DataError
@@ -16,7 +16,13 @@ from payload.core.regular_files import home_path
 from payload.core.tasks import TaskKind
 from payload.estimates.run_estimate import RunEstimate
 from payload.formats.checkpoint_listing import MANIFEST_FILE
-from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
+from payload.formats.data_folder import (
+    TRAIN_NAME,
+    describe_new_rows,
+    load_meta,
+    require_prepared_length,
+    require_task,
+)
 from payload.formats.hub_names import HubName
 from payload.formats.quantized.weight_headers import stored_format
 from payload.formats.tokenizer_identity import (
@@ -75,6 +81,9 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
             # `settle_initial` has already fetched config.json into the cache.
             weights = spec_on_hub(name, setting="model.init")
     if weights is not None:
+        # `settle_initial` has checked that `prepare` added the tokens without a row.
+        if vocab_size is not None and weights.vocab_size < vocab_size:
+            weights = weights.with_vocab_size(vocab_size)
         return weights.with_sequence_length(sequence_length), weights.note()
     return configured, (
         f"the sizes of model.init = {init!r} are not known on this machine; the estimates use "
@@ -105,13 +114,20 @@ def settle_initial(
     elif source.kind == "hub" and download:
         init = pinned_name_of(source.name, setting="model.init")
         known = _spec_on_hub(init)
-    if source.folder is not None and vocab_size is not None and _has_tokenizer(source.folder):
+    new_tokens = 0
+    if vocab_size is not None:
         data = config.data.folder()
-        require_same_tokenizer(
-            load_meta(data), data=data, folder=source.folder, init=source.name, error=ConfigError
-        )
+        meta = load_meta(data)
+        config = with_new_tokens(config, meta)
+        new_tokens = len(meta.added_ids())
+        if source.folder is not None and _has_tokenizer(source.folder):
+            require_same_tokenizer(
+                meta, data=data, folder=source.folder, init=source.name, error=ConfigError
+            )
+        if known is not None and known.vocab_size < meta.vocab_size and new_tokens:
+            say(f"vocabulary {describe_new_rows(meta, known.vocab_size)}")
     if known is not None:
-        require_fit(known, config, vocab_size=vocab_size)
+        require_fit(known, config, vocab_size=vocab_size, new_tokens=new_tokens)
         if source.folder is not None:
             _require_sound(source.folder, known)
     if stored := _stored_format(source, init):

@@ -24,6 +24,7 @@ from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, Split
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
+from payload.train.models.trained_tokens import TrainedTokens, TrainedTokensHead
 
 
 class Cache(Protocol):
@@ -106,6 +107,8 @@ class CausalLM(SplitModule, ABC):
         """This rank's pipeline stage; None = the whole model."""
         self.adapter: AdapterSection | None = None
         """The adapter's settings; set by `lora.add_adapter`."""
+        self.trained_tokens: TrainedTokens | None = None
+        """Rows of the embedding that are trained beside an adapter; set by `train_tokens`."""
         self.objective: Objective | None = None
         """Reduction of the token losses in `forward`; None = the mean over the targets."""
 
@@ -251,6 +254,81 @@ class CausalLM(SplitModule, ABC):
         """Return the parameters outside the linears that an adapter can target."""
         return self.spec.parameters_beside_linears()
 
+    def embedding_module(self) -> str:
+        """Return the path of the token embedding."""
+        return self.outer_modules().first[0]
+
+    def head_module(self) -> str | None:
+        """Return the path of the module of the output head, or None without such a module."""
+        last = self.outer_modules().last
+        return "lm_head" if "lm_head" in last else None
+
+    def train_tokens(self, tokens: Sequence[int], *, with_head: bool = True) -> None:
+        """Train these tokens' rows of the frozen embedding, and of the output head `with_head`.
+
+        A tied head always has the rows of the embedding. Raises ConfigError for a head with a bias,
+        whose adapter PEFT cannot compute.
+        """
+        embedding, head = self._vocabulary_modules()
+        is_tied = head is None or head.weight is embedding.weight
+        if getattr(head, "bias", None) is not None:
+            raise ConfigError(
+                "adapter.train_tokens: the output head of this model has a bias, which PEFT leaves "
+                'out. Set adapter.train_tokens to "none".'
+            )
+        trained = None if is_tied or not with_head else head
+        self.trained_tokens = TrainedTokens(tokens, embedding, trained, is_tied=is_tied)
+        self.trained_tokens.watch(embedding, head)
+
+    def token_rows(self) -> dict[str, nn.Parameter]:
+        """Return the trained rows by the path of the module that they belong to."""
+        if self.trained_tokens is None:
+            return {}
+        found = {self.embedding_module(): self.trained_tokens.embedding}
+        head = self.head_module()
+        if head is not None and self.trained_tokens.head is not None:
+            found[head] = self.trained_tokens.head
+        return found
+
+    def merge_tokens(self) -> None:
+        """Write the trained rows into the embedding and the head."""
+        if self.trained_tokens is not None:
+            self.trained_tokens.merge(*self._vocabulary_modules())
+            self.trained_tokens = None
+
+    def add_tokens(self, first: int, rows: int) -> None:
+        """Set the rows from `first` to `rows` of embedding and head to the mean of those before.
+
+        A vocabulary with fewer rows grows to `rows`. The mean, unlike transformers' samples from a
+        normal distribution, is equal on every machine.
+        """
+        if rows > self.spec.vocab_size:
+            self._resize_vocabulary(rows)
+            self.spec = self.spec.with_vocab_size(rows)
+        with torch.no_grad():
+            for module in self._vocabulary_modules():
+                if module is not None:
+                    assert isinstance(module.weight, Tensor)
+                    module.weight[first:rows] = module.weight[:first].float().mean(0)
+
+    def _resize_vocabulary(self, rows: int) -> None:
+        for module in self._vocabulary_modules():
+            if module is None:
+                continue
+            old = module.weight
+            assert isinstance(old, nn.Parameter)
+            new = old.new_zeros(rows, old.shape[1])
+            new[: len(old)] = old.detach()
+            module.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+            size = "num_embeddings" if isinstance(module, nn.Embedding) else "out_features"
+            setattr(module, size, rows)
+
+    def _vocabulary_modules(self) -> tuple[nn.Module, nn.Module | None]:
+        """Return the token embedding, and the module of the output head if there is one."""
+        head = self.head_module()
+        embedding = self.get_submodule(self.embedding_module())
+        return embedding, None if head is None else self.get_submodule(head)
+
     def head_changed(self) -> None:
         """Adjust to an output head that got or lost an adapter."""
 
@@ -303,6 +381,7 @@ class CausalLM(SplitModule, ABC):
             dropout=adapter.dropout,
             is_quantized=any(isinstance(each, QuantizedLinear) for each in self.modules()),
             is_dora=adapter.dora,
+            train_tokens=adapter.train_tokens,
         )
 
     def draws_masks(self) -> bool:
@@ -313,7 +392,8 @@ class CausalLM(SplitModule, ABC):
         """Map hidden states (..., C) to logits (..., V)."""
         weight = self.head_weight()
         assert weight is not None, "a family without a plain linear head has its own logits()"
-        return functional.linear(hidden, weight)
+        found = functional.linear(hidden, weight)
+        return found if self.trained_tokens is None else self.trained_tokens.replace(found, hidden)
 
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Return the cross entropy of every target, (B, T) fp32; 0 for `IGNORED_TARGET`.
@@ -342,6 +422,8 @@ class CausalLM(SplitModule, ABC):
         weight = self.head_weight()
         if weight is None:
             return PlainHead(self.logits)
+        if self.trained_tokens is not None:
+            return TrainedTokensHead(weight, self.trained_tokens)
         if self.ranks is not None:
             return SplitHead(weight, self.ranks, vocab_rows=self.spec.head_rows())
         if self.kernels is not None:

@@ -161,6 +161,16 @@ class Classifier(CausalLM):
         found = [each for each in self.body.parameters_beside_linears() if each.name in kept]
         return tuple(replace(each, name=f"{_BODY}{each.name}") for each in found)
 
+    def embedding_module(self) -> str:
+        """Return the path of the body's token embedding."""
+        return f"{_BODY}{self.body.embedding_module()}"
+
+    def head_module(self) -> None:
+        """Return None: the output head is dropped."""
+
+    def _resize_vocabulary(self, rows: int) -> None:
+        self.body.add_tokens(rows, rows)
+
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
         if not module.startswith(_BODY):

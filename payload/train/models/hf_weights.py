@@ -112,7 +112,7 @@ def model_folder(
 def config_folder(folder: Path) -> Path:
     """Return the folder of a checkpoint's model config: for an adapter, the base's folder.
 
-    An adapter's own config.json holds only a classifier's labels. Raises CheckpointError.
+    Only a classifier's labels are used from an adapter's own config. Raises CheckpointError.
     """
     return base_folder(folder, verify=False) if has_adapter(folder) else folder
 

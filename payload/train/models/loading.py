@@ -10,7 +10,8 @@ from pathlib import Path
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.checkpoint_listing import TRAINER_FILE
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import CONFIG_FILE, classifier_config, read_config
+from payload.models.adapter import token_ids
 from payload.models.registry import family_of, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
@@ -24,6 +25,7 @@ from payload.train.models.hf_weights import base_folder
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
+    load_resized_rows,
     merge_adapter,
     quantize_base,
     read_adapter_tensors,
@@ -103,7 +105,7 @@ def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalL
     model = build(spec, dropout=dropout, random=False)
     config = read_config(folder)
     if is_classifier(config):
-        model = _classifier(model, config, folder)
+        model = _classifier(model, config, folder / CONFIG_FILE)
     return model
 
 
@@ -112,24 +114,33 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     config = read_adapter_config(folder)
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
-        model = _classifier(model, read_config(folder), folder)
+        model = _classifier(model, *classifier_config(folder))
     settings, whole = config.settings, model.spec.whole
     if whole is not None:
         own = map(whole.text_path, settings.target.split(","))
         settings = replace(settings, target=",".join(own))
+    if tokens := token_ids(settings.train_tokens):
+        tensors, rows = load_resized_rows(model, tensors), max(tokens) + 1
+        if rows > model.spec.vocab_size:
+            model.add_tokens(model.spec.vocab_size, rows)
+    # Without names, PEFT trains the embedding, and a head only if it is tied.
+    has_head = len(config.token_modules) > 1
     try:
-        add_adapter(model, settings, seed=0)
+        add_adapter(model, settings, seed=0, token_heads=has_head)
     except ConfigError as error:
         raise CheckpointError(f"{folder}: does not fit its base: {error}") from None
     load_adapter(model, tensors, where=str(folder))
     return model
 
 
-def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> Classifier:
-    """Return `body` as the classifier that `config` describes; the caller sets the weights."""
-    where, is_own = str(folder / CONFIG_FILE), (folder / TRAINER_FILE).is_file()
-    labels = saved_labels(config, where=where, is_own=is_own)
-    pad_token = saved_pad_token(config, where=where)
+def _classifier(body: CausalLM, config: Mapping[str, object], path: Path) -> Classifier:
+    """Return `body` as the classifier that `config`, the content of the file `path`, describes.
+
+    The caller sets the weights.
+    """
+    is_own = path.with_name(TRAINER_FILE).is_file()
+    labels = saved_labels(config, where=str(path), is_own=is_own)
+    pad_token = saved_pad_token(config, where=str(path))
     return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from payload.config.training_sections import AdapterSection
-from payload.core.errors import CheckpointError
-from payload.formats.hf_folder import CONFIG_FILE, own_file
+from payload.core.errors import CheckpointError, ConfigError
+from payload.formats.hf_folder import CLASSIFIER_CONFIG_FILE, own_file
 from payload.kernels.linears import make_adjacent
 from payload.models.adapter import (
     ALL_LINEAR,
@@ -28,6 +28,7 @@ from payload.models.adapter import (
     parameter_names,
     scale,
     target_names,
+    token_ids,
 )
 from payload.models.spec import ParameterSize
 from payload.train.models.base import CausalLM
@@ -48,6 +49,10 @@ from payload.weights.adapter_files import (
 )
 
 _PEFT_PREFIX = "base_model.model."
+_ROWS = "token_adapter.trainable_tokens_delta"
+"""PEFT's name of trained rows, which replace rows of the base and are no differences."""
+_BASE_ROWS = "token_adapter.base_layer.weight"
+"""PEFT's name of the embedding of a base that was resized before training."""
 
 
 class LoraLinear(nn.Module):
@@ -217,10 +222,13 @@ class LoraParameters(nn.Module):
         return self.base_layer
 
 
-def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None:
+def add_adapter(
+    model: CausalLM, settings: AdapterSection, *, seed: int, token_heads: bool = True
+) -> None:
     """Freeze `model` and add an adapter to each target linear and parameter.
 
-    Raises ConfigError for a target that the model lacks.
+    `token_heads` is False if the trained tokens have no rows of a separate output head. Raises
+    ConfigError for a target or token that the model lacks.
     """
     AdaptedSpec.of(
         model.spec,
@@ -228,6 +236,7 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
         target=settings.target,
         dropout=settings.dropout,
         is_dora=settings.dora,
+        train_tokens=settings.train_tokens,
     )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -254,6 +263,14 @@ def add_adapter(model: CausalLM, settings: AdapterSection, *, seed: int) -> None
                 module = LoraParameters(module, settings)
                 model.set_submodule(path, module)
             module.adapt(name, each)
+    if tokens := token_ids(settings.train_tokens):
+        paths = [path for path in (model.embedding_module(), model.head_module()) if path]
+        if any(isinstance(model.get_submodule(path), LoraParameters) for path in paths):
+            raise ConfigError(
+                "adapter.target names the embedding or the output head, whose rows "
+                "adapter.train_tokens trains in full. Use only one of the two settings."
+            )
+        model.train_tokens(tokens, with_head=token_heads)
     model.adapter = settings
     model.head_changed()
 
@@ -304,6 +321,7 @@ def adapter_tensors(model: CausalLM) -> dict[str, Tensor]:
     beside = model.trained_beside_adapter()
     return {
         **{_peft_name(model, path, part): value for path, part, value in _adapter_parts(model)},
+        **{_peft_name(model, path, _ROWS): rows for path, rows in model.token_rows().items()},
         **{f"{_PEFT_PREFIX}{name}": value for name, value in beside.items()},
     }
 
@@ -345,12 +363,13 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
         modules=modules,
         parameters=parameters,
         transposed=model.transposes_linears(),
+        token_modules=[model.hf_name(path).rpartition(".")[2] for path in model.token_rows()],
     )
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     if beside:
-        # config.json holds the labels, which PEFT's own files lack.
+        # This file holds the labels, which PEFT's own files lack.
         labelled = json.dumps(model.hf_config(), indent=2) + "\n"
-        (folder / CONFIG_FILE).write_text(labelled, "utf-8")
+        (folder / CLASSIFIER_CONFIG_FILE).write_text(labelled, "utf-8")
 
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
@@ -381,6 +400,33 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
             target.copy_(value)
 
 
+def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Set embedding and head from the rows in PEFT's adapter of a resized base, if it has any.
+
+    Return the other tensors. PEFT repeats the rows of a tied head, which are left out, too.
+    """
+    rest, embedding = dict(tensors), model.embedding_module()
+    if model.spec.is_tied():
+        own = _peft_name(model, embedding, "token_adapter.")
+        for name in tensors:
+            if name.endswith((_ROWS, _BASE_ROWS)) and not name.startswith(own):
+                del rest[name]
+    for path in (embedding, model.head_module()):
+        # PEFT's name depends on whether this module has trained rows.
+        names = [_peft_name(model, path, part) for part in (_BASE_ROWS, "weight")] if path else []
+        rows = next((rest.pop(name) for name in names if name in rest), None)
+        if path is None or rows is None:
+            continue
+        if len(rows) > model.spec.vocab_size:
+            model.add_tokens(model.spec.vocab_size, len(rows))
+        weight = model.get_submodule(path).weight
+        assert isinstance(weight, Tensor)
+        if rows.shape == weight.shape:
+            with torch.no_grad():
+                weight.copy_(rows)
+    return rest
+
+
 def merge_adapter(model: CausalLM) -> None:
     """Add the adapter to the base's weights and remove it: the result is a plain fp32 model.
 
@@ -399,6 +445,7 @@ def merge_adapter(model: CausalLM) -> None:
     for path, each in list(model.named_modules()):
         if isinstance(each, LoraParameters):
             model.set_submodule(path, each.merge())
+    model.merge_tokens()
     dequantize(model)
     for parameter in model.parameters():
         parameter.requires_grad_(True)

@@ -25,7 +25,7 @@ from payload.formats.data_folder import (
     load_meta,
     require_task,
 )
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import classifier_config
 from payload.run_record.metrics_log import EvalMetrics
 from payload.train.losses.base import Counts, Loss
 from payload.train.losses.registry import loss_of
@@ -132,7 +132,8 @@ class Classify(Task):
 
         The weights' shapes can be equal: they depend only on the number of labels.
         """
-        config, where = read_config(checkpoint), str(checkpoint / CONFIG_FILE)
+        config, path = classifier_config(checkpoint)
+        where = str(path)
         labels = saved_labels(config, where=where, is_own=True)
         pad_token = saved_pad_token(config, where=where)
         _require_same(labels, pad_token, self._labels, where=where, resumes=True)

@@ -188,7 +188,7 @@ def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
         assert sum(each.elements for each in spec.gradient_sizes()) == trained
     save_adapter(model, folder, base=(str(base), None))
     whole = AutoModelForSequenceClassification.from_pretrained(
-        base, config=AutoConfig.from_pretrained(folder)
+        base, config=AutoConfig.from_pretrained(folder / "classifier_config.json")
     )
     theirs = peft().PeftModel.from_pretrained(whole, folder).eval()
     tokens, _ = padded()

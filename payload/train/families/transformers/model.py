@@ -114,6 +114,23 @@ class TransformersLM(CausalLM):
         if not self._dropped and isinstance(head, LoraParameters):
             self._not_plain = self._not_plain or "the head has an adapter"
 
+    def embedding_module(self) -> str:
+        """Return the path of the token embedding."""
+        return self._path(self.module.get_input_embeddings())
+
+    def head_module(self) -> str | None:
+        """Return the path of the output head, or None if it was removed."""
+        return None if self._dropped else self._path(self._head())
+
+    def _path(self, module: nn.Module) -> str:
+        return next(
+            f"module.{name}" for name, each in self.module.named_modules() if each is module
+        )
+
+    def _resize_vocabulary(self, rows: int) -> None:
+        """Let transformers change its config and tied weights, too."""
+        self.module.resize_token_embeddings(rows, mean_resizing=False)
+
     def hf_name(self, module: str) -> str:
         """Return transformers' path of a module."""
         return module.removeprefix("module.")
