@@ -67,12 +67,13 @@ def estimate_run(
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
     threads: int = 1,
+    update_core_s: float | None = None,
 ) -> RunEstimate:
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
     `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
-    over ranks; `threads` is the number of threads of each rank. Raises ConfigError if the batch or
-    the model cannot be divided over the ranks.
+    over ranks; `threads` is the number of threads of each rank; `update_core_s` is as in
+    `update_s`. Raises ConfigError if the batch or the model cannot be divided over the ranks.
     """
     tokens = config.tokens_per_step()
     require_split(spec, config)
@@ -82,7 +83,12 @@ def estimate_run(
     predicted = None
     if peak_flops_per_s:
         predicted = predict_step(
-            config, spec, peak_flops_per_s=peak_flops_per_s, network=network, threads=threads
+            config,
+            spec,
+            peak_flops_per_s=peak_flops_per_s,
+            network=network,
+            threads=threads,
+            update_core_s=update_core_s,
         )
     step = (
         run_step_time(config, spec, compute_s=0.0, network=network, threads=threads)

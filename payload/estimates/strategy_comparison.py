@@ -59,6 +59,7 @@ def compare_strategies(
     peak_flops_per_s: float | None,
     free_bytes: int | None,
     threads: int = 1,
+    update_core_s: float | None = None,
 ) -> tuple[StrategyPrediction, ...]:
     """Return the possible strategies: those that fit into memory first, then by predicted time.
 
@@ -83,6 +84,7 @@ def compare_strategies(
             link_bytes_per_s=link_bytes_per_s,
             peak_flops_per_s=peak_flops_per_s or assumed,
             threads=threads,
+            update_core_s=update_core_s,
         )
         assert numbers.step_s is not None
         need = numbers.memory_bytes_per_rank * ranks_per_node

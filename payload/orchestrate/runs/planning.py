@@ -119,7 +119,9 @@ def resolve(
     """
     opened = with_auto_size(request.config, auto_size=request.auto_size)
     placed = placed or resolve_placement(opened, target.chosen)
-    dtypes = resolve_dtypes(request, target.nodes, target.profile)
+    dtypes = resolve_dtypes(
+        request, target.nodes, target.profile, threads=placed.placement.all_threads()
+    )
     settled = settle_run(request, opened, target.nodes, target.profile, placed.placement, dtypes)
     arithmetic = estimate_run(
         settled.predicted,
@@ -128,6 +130,7 @@ def resolve(
         link_bytes_per_s=target.profile.link_bytes_per_s,
         peak_flops_per_s=dtypes.peak_flops_per_s,
         threads=placed.placement.threads(),
+        update_core_s=target.profile.update_core_s(),
     )
     require_fp8_on(settled.config.precision, target.nodes)
     choice = choose_launcher(settled.config.launch.launcher, target.profile)
@@ -143,6 +146,7 @@ def resolve(
         auto_dtype=dtypes.auto,
         core_flops_per_s=dtypes.core_flops_per_s,
         link_bytes_per_s=target.profile.link_bytes_per_s,
+        speed_source=target.profile.speed_source(),
         strategies=_strategies(target, placed.placement, dtypes, settled),
         free_memory_bytes=settled.free_bytes,
         base=settled.base,
@@ -230,4 +234,5 @@ def _strategies(
         peak_flops_per_s=dtypes.peak_flops_per_s,
         free_bytes=settled.free_bytes,
         threads=placement.threads(),
+        update_core_s=target.profile.update_core_s(),
     )
