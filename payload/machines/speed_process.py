@@ -87,10 +87,8 @@ def _measure(env: Mapping[str, str], say: Callable[[str], None]) -> MachineSpeed
     if found is None:
         say(f"{_NOT_MEASURED}: {reason}")
     elif not found.is_usable():
-        share = f"{found.others_share:.0%}"
-        say(
-            f"{_NOT_MEASURED}: other programs use {share} of the cores. Plan again when these have ended"
-        )
+        busy = f"other programs use {found.others_share:.0%} of the cores"
+        say(f"{_NOT_MEASURED}: {busy}. Plan again when these have ended")
     return found
 
 

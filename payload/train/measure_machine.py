@@ -130,7 +130,7 @@ def _start(domain: Domain, *, go: int, never: int) -> _Child:
     if pid:
         os.close(writer)
         return _Child(pid=pid, output=os.fdopen(reader, encoding="utf-8"))
-    status = ExitCode.FAILURE
+    status = 1
     try:
         os.close(never)
         signal.alarm(_DEADLINE_S)
