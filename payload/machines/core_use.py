@@ -28,14 +28,17 @@ class CoreUse:
         """Return the share of the cores' time that other programs used; 0 if it is unknown."""
         busy_s, own_s, now_s = self._began
         passed_s = (time.perf_counter() - now_s) * len(self._cores)
-        used_s = self._busy_s() - busy_s - (time.process_time() - own_s)
-        return min(1.0, max(0.0, used_s / passed_s)) if passed_s else 0.0
+        now_busy_s = self._busy_s()
+        if busy_s is None or now_busy_s is None:
+            return 0.0
+        used_s = now_busy_s - busy_s - (time.process_time() - own_s)
+        return min(1.0, max(0.0, used_s / passed_s))
 
-    def _busy_s(self) -> float:
+    def _busy_s(self) -> float | None:
         try:
             lines = self._stat.read_text(encoding="ascii").splitlines()
         except OSError:  # not Linux
-            return time.process_time()
+            return None
         rows = (line.split() for line in lines)
         names = {f"cpu{core}" for core in self._cores}
         ticks = sum(int(row[i]) for row in rows if row and row[0] in names for i in _BUSY_FIELDS)

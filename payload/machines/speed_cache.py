@@ -125,7 +125,7 @@ class MachineSpeed:
 
     def is_current(self, now_unix: float) -> bool:
         """Return False if the machine is to be measured again, because it was busy then."""
-        return self.is_usable() or 0 <= now_unix - self.measured_unix < _BUSY_S
+        return self.is_usable() or abs(now_unix - self.measured_unix) < _BUSY_S
 
     def date(self) -> str:
         """Return the day of the measurement in local time, such as 2026-11-28."""

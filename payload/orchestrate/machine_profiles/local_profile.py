@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes.util
 import os
 import platform
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shutil import which
+from typing import Self
 
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
@@ -46,14 +48,15 @@ class LocalAccess:
     link_bytes_per_s = LOOPBACK_BYTES_PER_S
     launcher = AUTO
 
-    def __init__(self, env: Mapping[str, str], *, speed: MachineSpeed | None = None) -> None:
-        """`speed` is the measured speed of this machine's cores."""
+    def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
-        self._speed = speed
+        self._speed: MachineSpeed | None = None
 
-    def with_speed(self, speed: MachineSpeed | None) -> LocalAccess:
+    def with_speed(self, speed: MachineSpeed | None) -> Self:
         """Return this profile with the measured speed of this machine's cores."""
-        return LocalAccess(self._env, speed=speed)
+        found = copy.copy(self)
+        found._speed = speed
+        return found
 
     def environment(self) -> dict[str, str]:
         """Return the operator's environment, for programs on this machine."""
