@@ -137,7 +137,7 @@ def test_a_measurement_that_fails_is_reported_and_not_used(
     begins, failed = said
     assert begins == "measuring the speed of this machine, once: about 3 s"
     assert failed.startswith("note: the speed of this machine is not measured: ")
-    assert failed.endswith("no libgomp")
+    assert failed.endswith("no libgomp.")
 
 
 def test_a_run_refreshes_the_speed_in_its_dtype_alone(

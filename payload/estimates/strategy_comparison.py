@@ -60,6 +60,7 @@ def compare_strategies(
     free_bytes: int | None,
     threads: int = 1,
     update_core_s: float | None = None,
+    tokens: int | None = None,
 ) -> tuple[StrategyPrediction, ...]:
     """Return the possible strategies: those that fit into memory first, then by predicted time.
 
@@ -85,6 +86,7 @@ def compare_strategies(
             peak_flops_per_s=peak_flops_per_s or assumed,
             threads=threads,
             update_core_s=update_core_s,
+            tokens=tokens,
         )
         assert numbers.step_s is not None
         need = numbers.memory_bytes_per_rank * ranks_per_node

@@ -38,6 +38,7 @@ from payload.orchestrate.runs.run_input_checks import (
     memory_warning,
     rate_warning,
     require_fp8_on,
+    tokens_of_data,
 )
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import RunPaths
@@ -131,6 +132,7 @@ def resolve(
         peak_flops_per_s=dtypes.peak_flops_per_s,
         threads=placed.placement.threads(),
         update_core_s=target.profile.update_core_s(),
+        tokens=tokens_of_data(settled.config),
     )
     require_fp8_on(settled.config.precision, target.nodes)
     choice = choose_launcher(settled.config.launch.launcher, target.profile)
@@ -235,4 +237,5 @@ def _strategies(
         free_bytes=settled.free_bytes,
         threads=placement.threads(),
         update_core_s=target.profile.update_core_s(),
+        tokens=tokens_of_data(settled.config),
     )
