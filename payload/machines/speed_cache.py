@@ -106,7 +106,7 @@ class MachineSpeed:
     """Seconds of one core for AdamW's update of one weight, while all cores update. The update is
     limited by memory bandwidth: it moves 28 bytes."""
     others_share: float = checked(low=0, high=1)
-    """Share of the cores that other programs used meanwhile."""
+    """Share of the cores that other programs used during the measurement."""
     measured_unix: float = checked(low=0, high=MAX_SECONDS)
     schema_version: int = SCHEMA_VERSION
 
@@ -124,7 +124,7 @@ class MachineSpeed:
         return self.others_share <= MOST_OTHERS
 
     def is_current(self, now_unix: float) -> bool:
-        """Return False if the machine is to be measured again, because it was busy then."""
+        """Return False if the machine was busy and must be measured again."""
         return self.is_usable() or abs(now_unix - self.measured_unix) < _BUSY_S
 
     def date(self) -> str:

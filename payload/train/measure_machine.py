@@ -52,7 +52,7 @@ class DomainSpeed:
     updates_per_s: float
     """Weights that AdamW updates per second."""
     others_share: float
-    """Share of the domain's cores that other programs used meanwhile."""
+    """Share of the domain's cores that other programs used during the measurement."""
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -157,7 +157,7 @@ def _measure_domain(domain: Domain, update: _Update) -> DomainSpeed:
 
 
 class _Update:
-    """AdamW's update as a run does it: with the kernels if they can be built, else with torch."""
+    """AdamW's update as in a run: with the kernels if they can be built, otherwise with torch."""
 
     def __init__(self) -> None:
         self._weights = torch.nn.Parameter(torch.zeros(_UPDATED_WEIGHTS))

@@ -16,8 +16,8 @@ from payload.train.ranks.world import World
 def refresh_known_speed(calibration: Calibration, world: World, *, others_share: float) -> None:
     """Update the peak in the run's dtype, if this machine was measured before.
 
-    `others_share` is the share of this rank's cores that other programs used meanwhile; with a
-    large share, the speed is not updated. All ranks call this function.
+    `others_share` is the share of this rank's cores that other programs used during calibration. If
+    the share is large, the speed is not updated. All ranks call this function.
     """
     cores = sum(world.gather(torch.get_num_threads(), int))
     is_one_machine = world.world_size == world.local_world_size

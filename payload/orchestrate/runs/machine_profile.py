@@ -28,8 +28,10 @@ class MachineProfile(Protocol):
         """Return the expected network bandwidth of the gradient all-reduce."""
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
-        """Return the matmul speed of ranks that have so many threads together; None if it was not
-        measured."""
+        """Return the matmul speed of all ranks, which have `threads` threads together.
+
+        Return None if it was not measured.
+        """
 
     def update_core_s(self) -> float | None:
         """Return the seconds of one core for AdamW's update of a weight; None if not measured."""
