@@ -3,10 +3,11 @@
     python -m benchmarks.prediction [--cases NAME...] [--steps N]
 
 Each case is planned and then trained on this machine, as one rank with a thread on each core, and
-as one rank for each core. The first plan measures this machine, so no other program should run. The actual step is the median of the steps after the second, the actual memory is the
-high-water mark of the rank with the highest peak. SmolLM2-135M comes from its Python package, as in
-`make run`. A table goes to stderr, one JSON object to stdout. The exit status is 1 if a prediction
-is off by more than 20 % in time or 10 % in memory, or if a plan was not based on a measurement.
+as one rank for each core. The first plan measures this machine, so no other program should run. The
+actual step is the median of the steps after the second, the actual memory is the high-water mark of
+the rank with the highest peak. SmolLM2-135M comes from its Python package, as in `make run`. A
+table goes to stderr, one JSON object to stdout. The exit status is 1 if a prediction is off by more
+than 20 % in time or 10 % in memory, or if a plan was not based on a measurement.
 """
 
 from __future__ import annotations
