@@ -59,13 +59,13 @@ CASES: Mapping[str, Case] = {
     ),
     "GPT-2 124M": Case(
         "random",
-        {"model.preset": "gpt2", "data.sequence_length": 512, "batch.micro_batch_size": 2},
+        {"model.preset": "gpt2", "data.sequence_length": 512, "batch.micro_batch_size": 1},
     ),
     "SmolLM2 LoRA": Case(
-        "text", {**_LORA, "data.sequence_length": 512, "batch.micro_batch_size": 2}, is_smollm2=True
+        "text", {**_LORA, "data.sequence_length": 512, "batch.micro_batch_size": 1}, is_smollm2=True
     ),
     "chat": Case(
-        "chat", {"data.sequence_length": 512, "batch.micro_batch_size": 2}, is_smollm2=True
+        "chat", {"data.sequence_length": 512, "batch.micro_batch_size": 1}, is_smollm2=True
     ),
     "classify": Case(
         "classify",
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     add(
         "--cases", nargs="+", choices=CASES, default=[*CASES], metavar="NAME", help="(default: all)"
     )
-    add("--steps", type=int, default=8, metavar="N", help="steps of each run (default: 8)")
+    add("--steps", type=int, default=6, metavar="N", help="steps of each run (default: 6)")
     arguments = benchmark.parse(argv)
     if arguments.steps <= _WARM_UP:
         benchmark.parser.error(f"--steps {arguments.steps}: must be more than {_WARM_UP}")

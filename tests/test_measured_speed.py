@@ -160,6 +160,34 @@ def test_a_run_refreshes_the_speed_in_its_dtype_alone(
     assert refreshed() is None
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_only_a_run_on_idle_cores_of_one_machine_refreshes_the_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch takes seconds to import, and most of these tests do not need it.
+    from payload.train.gemm_and_network_benchmark import Calibration
+    from payload.train.ranks.world import World
+    from payload.train.speed_refresh import refresh_known_speed
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = SpeedKey.of_this_machine(os.environ, cores=1)
+    assert key is not None
+    write_speed(speed_folder(os.environ), key, make_speed(key))
+    world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+    calibration = Calibration(
+        dtype="bf16", reason="", peak_flops_per_s=3e12, all_reduce_bytes_per_s=None
+    )
+
+    def refreshed(world: World, others_share: float) -> bool:
+        refresh_known_speed(calibration, world, others_share=others_share)
+        return read_speed(speed_folder(os.environ), key) != make_speed(key)
+
+    assert not refreshed(world, 0.5)
+    assert not refreshed(replace(world, kind="cuda"), 0.0)
+    assert not refreshed(replace(world, local_world_size=0), 0.0)  # ranks on several machines
+    assert refreshed(world, 0.1)
+
+
 def test_other_programs_are_the_busy_time_of_the_cores_without_this_process(
     tmp_path: Path,
 ) -> None:
