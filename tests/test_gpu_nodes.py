@@ -115,5 +115,5 @@ def test_unmeasured_gpu_nodes_are_estimated_at_the_share_of_the_cores_that_the_s
 class Measured(LocalAccess):
     """This machine with a peak, as measured by a trial."""
 
-    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+    def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
         return 1e14

@@ -67,14 +67,17 @@ def estimate_run(
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
     threads: int = 1,
+    update_core_s: float | None = None,
+    tokens: int | None = None,
 ) -> RunEstimate:
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
     `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
-    over ranks; `threads` is the number of threads of each rank. Raises ConfigError if the batch or
-    the model cannot be divided over the ranks.
+    over ranks; `threads` is the number of threads of each rank; `update_core_s` is as in
+    `update_s`; `tokens` is the number of tokens in a step (None = all sequences are full). Raises
+    ConfigError if the batch or the model cannot be divided over the ranks.
     """
-    tokens = config.tokens_per_step()
+    tokens = tokens or config.tokens_per_step()
     require_split(spec, config)
     accumulation = config.passes(world_size)
     grad_bytes = gradient_bytes(spec, config.distributed)
@@ -82,7 +85,13 @@ def estimate_run(
     predicted = None
     if peak_flops_per_s:
         predicted = predict_step(
-            config, spec, peak_flops_per_s=peak_flops_per_s, network=network, threads=threads
+            config,
+            spec,
+            peak_flops_per_s=peak_flops_per_s,
+            network=network,
+            threads=threads,
+            update_core_s=update_core_s,
+            tokens=tokens,
         )
     step = (
         run_step_time(config, spec, compute_s=0.0, network=network, threads=threads)
@@ -95,7 +104,7 @@ def estimate_run(
     return RunEstimate(
         params=spec.num_params(),
         checkpoint_bytes=config.checkpoint_bytes(spec),
-        flops_per_step=step_flops(config, spec),
+        flops_per_step=step_flops(config, spec, tokens=tokens),
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,

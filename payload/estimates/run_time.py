@@ -133,7 +133,13 @@ def typical_speed(
 
     `numbers` is the estimate of `config` with `spec`; `dequantize_s` is added to each step.
     """
-    computing = compute_time(config, spec, peak_flops_per_s=cores * core_flops_per_s, cores=cores)
+    computing = compute_time(
+        config,
+        spec,
+        peak_flops_per_s=cores * core_flops_per_s,
+        cores=cores,
+        tokens=numbers.tokens_per_step,
+    )
     step = run_step_time(
         config,
         spec,

@@ -22,6 +22,7 @@ from payload.estimates.sent_bytes import SentBytes, gathered_bytes, sent_bytes
 from payload.machines.rank_mesh import Mesh
 from payload.models.spec import ModelSpec
 from payload.models.stages import largest_stage, slowest_share
+from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
@@ -92,7 +93,13 @@ def step_time(
 
 
 def _waiting_step_time(
-    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    compute_s: float,
+    network: Network,
+    threads: int,
+    update_core_s: float | None,
 ) -> StepTime:
     """Return the step time of ranks that wait for their collectives, one after the other.
 
@@ -110,7 +117,7 @@ def _waiting_step_time(
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
-        update_s=update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu),
+        update_s=update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu, core_s=update_core_s),
         copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
 
@@ -148,13 +155,27 @@ def _copies_s(
 
 
 def update_s(
-    config: RunConfig, spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False
+    config: RunConfig,
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    threads: int = 1,
+    on_gpu: bool = False,
+    core_s: float | None = None,
 ) -> float:
-    """Return the seconds of the update on the rank with the most weights."""
+    """Return the seconds of the update on the rank with the most weights.
+
+    `core_s` is the measured time of one core for AdamW's update of a weight, with all cores active;
+    None means the time on the development machine.
+    """
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     optimizer = find_optimizer(config.optimizer.name)
     if on_gpu:
         return optimizer.gpu_update_s * spec.num_trainable_params() * held
+    if core_s is not None:
+        # The measurement includes the limit of the memory bandwidth.
+        share = optimizer.update_s / UPDATE_S_PER_WEIGHT
+        return share * core_s * spec.num_trainable_params() * held / threads
     seconds = optimizer.update_s * spec.num_trainable_params() * held
     return seconds / min(threads, _MOST_COPYING_CORES)
 
@@ -182,17 +203,29 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
 
 
 def run_step_time(
-    config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int = 1
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    compute_s: float,
+    network: Network,
+    threads: int = 1,
+    update_core_s: float | None = None,
 ) -> StepTime:
     """Return the step time of the run `config`; its forward and backward take `compute_s`.
 
-    The update is added; each rank runs it with `threads` threads. device.kind = "auto" is treated
-    as CPUs: a plan for GPUs sets "cuda" (`payload.orchestrate.hardware.nvidia.for_prediction`).
+    The update is added; each rank runs it with `threads` threads, as in `update_s`. device.kind =
+    "auto" is treated as CPUs: a plan for GPUs sets "cuda"
+    (`payload.orchestrate.hardware.nvidia.for_prediction`).
     """
     on_gpu = config.device.kind == "cuda"
     if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():
         return _waiting_step_time(
-            config, spec, compute_s=compute_s, network=network, threads=threads
+            config,
+            spec,
+            compute_s=compute_s,
+            network=network,
+            threads=threads,
+            update_core_s=update_core_s,
         )
     per_pass = config.batch.per_pass(network.ranks)
     # The prediction may be for a rank count that does not divide the batch, as in preflight;
@@ -208,7 +241,7 @@ def run_step_time(
         else None,
     )
     mesh = config.distributed.mesh(network.ranks)
-    seconds = update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu)
+    seconds = update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu, core_s=update_core_s)
     return replace(found, update_s=seconds)
 
 
@@ -229,11 +262,12 @@ def predict_step(
     network: Network,
     threads: int,
     tokens: int | None = None,
+    update_core_s: float | None = None,
 ) -> PredictedStep:
     """Predict a step of the run `config` on ranks with `threads` threads each.
 
     `peak_flops_per_s` is the GEMM peak of all ranks together, and `tokens` the number of tokens in
-    a step (None = all sequences are full).
+    a step (None = all sequences are full). `update_core_s` is as in `update_s`.
     """
     compute = compute_time(
         config,
@@ -242,5 +276,12 @@ def predict_step(
         cores=network.ranks * threads,
         tokens=tokens,
     )
-    parts = run_step_time(config, spec, compute_s=compute.seconds, network=network, threads=threads)
+    parts = run_step_time(
+        config,
+        spec,
+        compute_s=compute.seconds,
+        network=network,
+        threads=threads,
+        update_core_s=update_core_s,
+    )
     return PredictedStep(compute=compute, parts=parts)

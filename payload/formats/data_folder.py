@@ -286,6 +286,21 @@ class DataMeta:
         count = len(self.added_tokens.tokens) if self.added_tokens else 0
         return range(self.vocab_size - count, self.vocab_size)
 
+    def mean_sample_tokens(self) -> float | None:
+        """Return the mean number of tokens of a training text or pair, without padding.
+
+        Return None for tasks whose samples are blocks of `data.sequence_length` tokens.
+        """
+        samples = {
+            "classify": (EXAMPLES_NAMES, EXAMPLE_BYTES),
+            "preference": (PAIRS_NAMES, PAIR_BYTES),
+        }
+        if self.task not in samples:
+            return None
+        names, each_bytes = samples[self.task]
+        count = self.files[names[TRAIN_NAME]].bytes // each_bytes
+        return self.train_tokens / count if count else None
+
     def all_files(self) -> dict[str, DataFile]:
         """Return the token files and the tokenizer files, by name."""
         return {**self.files, **self.tokenizer_files}

@@ -67,6 +67,10 @@ class Placement:
         """Return the lowest thread count of a rank; the other ranks wait for that rank."""
         return min(rank.threads for rank in self.ranks)
 
+    def all_threads(self) -> int:
+        """Return the number of threads of all ranks together."""
+        return sum(rank.threads for rank in self.ranks)
+
 
 def default_domains(node: Node) -> tuple[Domain, ...]:
     """Return the node's NUMA domains with cores 0 to n-1 in order. Raises ConfigError."""

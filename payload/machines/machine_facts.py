@@ -57,7 +57,7 @@ def read_machine_facts(
     *, path: str | None, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")
 ) -> MachineFacts:
     """Return the facts about this machine; `path` is the PATH of the run."""
-    cpu, flags = _cpu(proc_root / "cpuinfo")
+    cpu, flags = read_cpu(proc_root / "cpuinfo")
     cpus = os.cpu_count() or 1
     has_affinity = hasattr(os, "sched_getaffinity")
     return MachineFacts(
@@ -89,7 +89,7 @@ def instructions_of(flags: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in found if name not in implied)
 
 
-def _cpu(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
+def read_cpu(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
     """Return the name and the flags of the first CPU; both can be missing."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -68,12 +68,10 @@ def calibrate(
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
-    small, large = _gemm_sizes(world)
+    small, _ = _gemm_sizes(world)
     speeds = {dtype: _gemm_flops_per_s(world, dtype, small) for dtype in dtypes}
     dtype, reason = _choose(choice, _sum_over_ranks(world, speeds))
-    peak = speeds[dtype]
-    if peak * _FAST_PRODUCT_S > 2 * small**3:
-        peak = max(peak, _gemm_flops_per_s(world, dtype, large))
+    peak = _with_large_product(world, dtype, speeds[dtype])
     all_reduce = measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
     shards = None
     if sharded is not None and all_reduce is not None and world.is_cpu:
@@ -122,10 +120,28 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
     return _GEMM_SIZES if world.is_cpu else _GPU_GEMM_SIZES
 
 
-def _gemm_flops_per_s(world: World, dtype: Dtype, size: int) -> float:
+def gemm_peak(world: World, dtype: Dtype, *, budget_s: float) -> float:
+    """Return this rank's GEMM peak in FLOP/s; each size of matmul is measured for `budget_s`."""
+    small = _gemm_flops_per_s(world, dtype, _gemm_sizes(world)[0], budget_s=budget_s)
+    return _with_large_product(world, dtype, small, budget_s=budget_s)
+
+
+def _with_large_product(
+    world: World, dtype: Dtype, speed: float, *, budget_s: float = _GEMM_BUDGET_S
+) -> float:
+    """Return the peak, given the `speed` of the small product."""
+    small, large = _gemm_sizes(world)
+    if speed * _FAST_PRODUCT_S <= 2 * small**3:
+        return speed
+    return max(speed, _gemm_flops_per_s(world, dtype, large, budget_s=budget_s))
+
+
+def _gemm_flops_per_s(
+    world: World, dtype: Dtype, size: int, *, budget_s: float = _GEMM_BUDGET_S
+) -> float:
     """Return the FLOP/s of the fastest of many square matmuls, which noise has slowed least."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
-    best_s = _best_product_s(world, *factors, budget_s=_GEMM_BUDGET_S)
+    best_s = _best_product_s(world, *factors, budget_s=budget_s)
     return 2 * size**3 / best_s
 
 

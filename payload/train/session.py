@@ -22,6 +22,7 @@ from payload.core.files import write_whole
 from payload.estimates.batch_size import resolve_batch, with_recorded_size, with_size
 from payload.formats.prepare_hints import no_range_hashes
 from payload.machines.core_speed import has_bf16
+from payload.machines.core_use import CoreUse
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
 from payload.run_record.approved_settings import record_approved
 from payload.run_record.metrics_log import stream_metrics
@@ -42,6 +43,7 @@ from payload.train.setup import (
     find_start,
     require_disk_space,
 )
+from payload.train.speed_refresh import refresh_known_speed
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
 from payload.train.strategies.shard_calibration import ShardingSetup
@@ -108,12 +110,14 @@ def train(
                 record_approved(paths, named)
         summary.begin()
         heartbeat.report(step=0, phase="calibration")
+        own_cores = CoreUse()
         calibration = calibrate(
             world,
             _dtype_choice(config, start),
             quantizes=config.model.quantize != "none",
             sharded=ShardingSetup.of(config.distributed, start.model.spec, world=world),
         )
+        refresh_known_speed(calibration, world, others_share=own_cores.others())
         clock.lap("calibration")
         summary.calibrated(
             peak_flops_per_s=calibration.peak_flops_per_s,

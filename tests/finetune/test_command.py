@@ -29,6 +29,7 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import read_samples
 from tests.support.chat_data import conversations, make_model, write_rows
 from tests.support.launching import REPO, rank_env
+from tests.support.machine_speed import plant_speed
 from tests.support.waiting import DEADLINE_S, wait_until
 
 
@@ -94,10 +95,16 @@ def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.processes
 @pytest.mark.usefixtures("in_process")
 def test_a_dry_run_prints_everything_and_writes_nothing(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    plant_speed(tmp_path_factory.mktemp("speed"), monkeypatch)
     assert main(command(place, "--data", place / "chats.jsonl", "--dry-run")[3:]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert " tokens/s, measured on this machine on 20" in out and "measuring" not in err
     assert "task chat, because its rows have the column 'messages'" in out
     assert "method  full fine-tuning, as it fits into" in out
     assert 'micro_batch_size = "auto"' in out

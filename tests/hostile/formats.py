@@ -25,6 +25,7 @@ from payload.formats.data_folder import load_meta
 from payload.launch.plan_record import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import Access, ClusterInventory, Node
+from payload.machines.speed_cache import read_speed, speed_path, write_speed
 from payload.orchestrate.findings.trial import Measured, NodeSpeed, Record, read_record
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored, write_mirrored
 from payload.orchestrate.runs.run_input_checks import check_data
@@ -47,6 +48,7 @@ from payload.train.checkpoints.checkpoint import (
 )
 from payload.train.models.loading import load
 from tests.supervise.planned import plan_stand_in
+from tests.support.machine_speed import SPEED_KEY, make_speed
 from tests.train.alone import train_alone
 
 ALL_READS = 24_000
@@ -142,6 +144,9 @@ def input_formats(folder: Path, data: Path) -> Iterator[Format]:
     trial = folder / "trial.json"
     _RECORD.write(trial)
     yield in_file(trial, lambda: read_record(trial))
+    write_speed(folder, SPEED_KEY, make_speed())
+    speed = speed_path(folder, SPEED_KEY)
+    yield in_file(speed, lambda: read_speed(folder, SPEED_KEY))
     yield Format(
         "a line of a worker's heartbeat",
         json.dumps({**heartbeat(RunPaths(folder)), "asked": 1, "ended": [2]}).encode(),

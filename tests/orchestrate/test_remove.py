@@ -10,7 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from tests.orchestrate.sshd import make_cluster
 from tests.orchestrate.test_commands import Workplace
 from tests.orchestrate.test_findings import make_node
 from tests.supervise.planned import plan_stand_in
+from tests.support.machine_speed import plant_speed
 from tests.support.run_folders import make_run
 
 pytestmark = pytest.mark.processes
@@ -512,6 +515,32 @@ def test_a_missing_config_shows_what_to_type(
     assert message in err.splitlines()[-1]
 
 
+def test_plan_predicts_from_this_machine_s_measurement_where_it_is_known(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(**speeds: float) -> dict[str, Any]:
+        plant_speed(tmp_path, monkeypatch, **speeds)
+        words = ("--set", "precision.dtype=auto", "--json")
+        status, out, err = workplace.call("plan", "--inventory", "local", *words)
+        assert status == 0 and "measuring" not in err
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    slow, fast = (planned(bf16_flops_per_s=each, fp32_flops_per_s=4e10) for each in (1e11, 1e12))
+    date = datetime.now().date().isoformat()
+    basis = fast["estimate"]["basis"]
+    assert basis.endswith(f" tokens/s, measured on this machine on {date}")
+    assert slow["dtype"] == fast["dtype"] == "bf16"
+    assert slow["plan"]["arithmetic"]["step_s"] > fast["plan"]["arithmetic"]["step_s"]
+    # The flags of the CPU do not matter.
+    assert planned(bf16_flops_per_s=1e10, fp32_flops_per_s=4e10)["dtype"] == "fp32"
+    # An earlier run of the same kind is still the best basis.
+    ran_before(workplace)
+    status, out, _ = workplace.call("plan", "--inventory", "local", *BATCH, "--json")
+    assert status == 0
+    assert json.loads(out)["estimate"]["basis"] == "at the 512 tokens/s of run before"
+
+
 BATCH = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1")
 
 
@@ -526,14 +555,18 @@ def ran_before(workplace: Workplace) -> RunPaths:
     return before
 
 
-def test_plan_prints_disk_space_and_time_with_their_source(workplace: Workplace) -> None:
+def test_plan_prints_disk_space_and_time_with_their_source(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_speed(tmp_path, monkeypatch, others_share=0.9)
     status, out, _ = workplace.call("plan")
     assert status == 0
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert "up to 4 checkpoints of 0.09 GB (" in lines["disk"] and "GB are free" in lines["disk"]
     assert "train.keep_checkpoints" in lines["disk"] and "optimizer state" in lines["disk"]
     assert "training, " in lines["duration"] and "in all (start" in lines["duration"]
-    assert "typical of" in lines["duration"] and "not measured" in lines["duration"]
+    assert "from a table for CPUs with AVX-512 (" in lines["duration"]
+    assert lines["duration"].endswith(" in bf16), not measured") or "in fp32" in lines["duration"]
     ran_before(workplace)
     status, out, _ = workplace.call("plan", *BATCH, "--json")
     assert status == 0

@@ -29,6 +29,7 @@ from payload.formats.hf_folder import label_names
 from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
+from payload.orchestrate.runs.run_input_checks import tokens_of_data
 from payload.run_record.classification import accuracy, f1_scores, macro_f1
 from payload.train.losses.classification import Classification
 from payload.train.models.classifier import Classifier, saved_labels
@@ -226,6 +227,16 @@ def test_an_adapter_of_an_older_version_keeps_its_labels_in_config_json(
     assert label_names(folder, num_labels=3) == tuple(found[0][0])
     train_alone(old, tiny_config, *settings, "train.steps=2")
     assert (old / "checkpoints" / "step_00000002" / "classifier_config.json").exists()
+
+
+def test_a_plan_counts_the_tokens_that_training_counts(data: Path) -> None:
+    words = [f"data.dir={data}", *CLASSIFY, "data.sequence_length=64"]
+    config = parse_run_config("", overrides=words, where="test")
+    mean = open_task(config).mean_tokens()
+    tokens = tokens_of_data(config)
+    assert tokens == round(mean * config.batch.global_batch_size) < config.tokens_per_step()
+    absent = replace(config, data=replace(config.data, dir=str(data / "absent")))
+    assert tokens_of_data(absent) is None
 
 
 def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> None:

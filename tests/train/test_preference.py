@@ -23,6 +23,7 @@ from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
 from payload.kernels.kernels import find_kernels
 from payload.models.gpt2.spec import PRESETS
+from payload.orchestrate.runs.run_input_checks import tokens_of_data
 from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
@@ -288,6 +289,12 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
     # The run that started with the first model cannot resume with another reference.
     with pytest.raises(CheckpointError, match="the stored reference log-probabilities are from"):
         train_alone(tmp_path / "first", config, "train.steps=2")
+
+
+def test_a_plan_counts_the_tokens_that_training_counts(config: Path) -> None:
+    run = load_run_config(config)
+    expected = open_task(run).mean_tokens() * run.batch.global_batch_size
+    assert tokens_of_data(run) == round(expected) < run.tokens_per_step()
 
 
 @pytest.mark.parametrize("when", ["before it is read", "while its own is computed"])

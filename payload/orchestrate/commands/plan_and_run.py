@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -18,6 +19,7 @@ from payload.core.printable_text import printable
 from payload.estimates.batch_size import with_auto_size
 from payload.formats.checkpoint_listing import newest_valid
 from payload.launch.plan_record import auto_batch_size
+from payload.machines.speed_process import measured_speed
 from payload.orchestrate.commands.config_choice import load_config, require_choice
 from payload.orchestrate.commands.export_job_file import export, require_no_export_options
 from payload.orchestrate.commands.inventory_site import site_of
@@ -50,7 +52,7 @@ from payload.orchestrate.runs.run_input_checks import (
 )
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import Site
-from payload.orchestrate.sites.local import require_disk
+from payload.orchestrate.sites.local import is_on_these_cores, require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.orchestrate.terminal.narrow import print_message
@@ -77,6 +79,10 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     config = load_config(options)
     chosen, access = _planned_inventory(options, access, config)
     print_message(talk, chosen.headline())
+    if is_on_these_cores(chosen.inventory, config):
+        say = partial(print_message, talk)
+        speed = measured_speed(access.environment(), now_unix=time.time(), say=say)
+        access = access.with_speed(speed)
     site = site_of(chosen, access, talk=talk)
     config = resolve_results(config, bucket=chosen.inventory.bucket)
     if options.site is not None:

@@ -161,14 +161,14 @@ def _speed(
     """
     numbers = planned.plan.arithmetic
     dequantize_s = _dequantize_s(planned, quantized)
-    if numbers.step_s is not None:
-        speed = Speed.of_steps(numbers, step_s=numbers.step_s + dequantize_s)
-        return speed, "from the measurements on these nodes"
     measured = _measured_tokens_per_s(planned, earlier)
     if measured is not None:
         tokens_per_s, run_id = measured
         speed = Speed.of_tokens(numbers, tokens_per_s=tokens_per_s)
         return speed, f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
+    if numbers.step_s is not None:
+        speed = Speed.of_steps(numbers, step_s=numbers.step_s + dequantize_s)
+        return speed, f"at {speed.tokens_per_s():,.0f} tokens/s, {planned.speed_source}"
     return _typical_speed(planned, dequantize_s=dequantize_s)
 
 
@@ -195,8 +195,8 @@ def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed
         dequantize_s=dequantize_s,
     )
     basis = (
-        f"at {speed.tokens_per_s():,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
-        f"in {predicted.dtype()}, not measured"
+        f"at {speed.tokens_per_s():,.0f} tokens/s, from a table for CPUs with AVX-512 "
+        f"({cores} core(s) in {predicted.dtype()}), not measured"
     )
     if gpu_need(planned.config, planned.inventory.nodes) is not None:
         basis += "; GPUs are faster: run preflight to measure them"

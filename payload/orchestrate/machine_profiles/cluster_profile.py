@@ -62,9 +62,18 @@ class ClusterAccess:
         known = self.measured.link_bytes_per_s() if self.measured else None
         return known or ASSUMED_LINK_BYTES_PER_S
 
-    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return the measured FLOP/s, or None."""
+    def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
+        """Return the measured FLOP/s of the trial's ranks, whatever their threads; or None."""
+        del threads
         return self.measured.peak_flops_per_s(choice) if self.measured else None
+
+    def update_core_s(self) -> float | None:
+        """Return None: a trial does not measure AdamW's update."""
+        return None
+
+    def speed_source(self) -> str:
+        """Return what measured the nodes."""
+        return "measured on these nodes by preflight" if self.measured else ""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Resolve `auto` from the nodes' measured speed or from their CPUs; bf16 if unknown."""

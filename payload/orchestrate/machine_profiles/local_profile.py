@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes.util
 import os
 import platform
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shutil import which
+from typing import Self
 
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
@@ -27,6 +29,7 @@ from payload.launch.plan_record import rank_program
 from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.machines.machine import free_memory_bytes
+from payload.machines.speed_cache import MachineSpeed
 from payload.orchestrate.node import control
 from payload.run_record.run_files import (
     RunPaths,
@@ -47,6 +50,13 @@ class LocalAccess:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
+        self._speed: MachineSpeed | None = None
+
+    def with_speed(self, speed: MachineSpeed | None) -> Self:
+        """Return this profile with the measured speed of this machine's cores."""
+        found = copy.copy(self)
+        found._speed = speed
+        return found
 
     def environment(self) -> dict[str, str]:
         """Return the operator's environment, for programs on this machine."""
@@ -60,14 +70,27 @@ class LocalAccess:
         """Return loopback for every node."""
         return {node.name: LOOPBACK for node in nodes}
 
-    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return None, because the trainer measures the peak at startup."""
-        return None
+    def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
+        """Return the measured peak of this many of the cores; None if it was not measured."""
+        if self._speed is None:
+            return None
+        share = min(threads, self._speed.cores) / self._speed.cores
+        return share * self._speed.flops_per_s(self.dtype(choice))
+
+    def update_core_s(self) -> float | None:
+        """Return the measured time of AdamW's update, or None."""
+        return None if self._speed is None else self._speed.update_core_s
+
+    def speed_source(self) -> str:
+        """Return when this machine was measured."""
+        return "" if self._speed is None else f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` to fp32 if this CPU has no bf16 instructions, otherwise to bf16."""
+        """Resolve `auto` by the measured speed, or to bf16 unless this CPU has no instructions."""
         if choice != "auto":
             return choice
+        if self._speed is not None:
+            return self._speed.dtype()
         return "fp32" if has_bf16() is False else "bf16"
 
     def core_flops_per_s(self, dtype: Dtype) -> float:

@@ -30,7 +30,7 @@ class ResolvedDtypes:
     """The resolved dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     peak_flops_per_s: float | None
-    """Matmul speed of all nodes together; None if it was not measured."""
+    """Matmul speed of all ranks together; None if it was not measured."""
     compute: Dtype
 
 
@@ -50,9 +50,12 @@ class SettledRun:
 
 
 def resolve_dtypes(
-    request: PlanRequest, nodes: Sequence[Node], profile: MachineProfile
+    request: PlanRequest, nodes: Sequence[Node], profile: MachineProfile, *, threads: int
 ) -> ResolvedDtypes:
-    """Return the dtype that a run is expected to compute in, and the speed of its nodes."""
+    """Return the dtype that a run is expected to compute in, and the speed of its nodes.
+
+    `threads` is the number of threads of all ranks together.
+    """
     config = request.config
     on_gpus = for_prediction(config, nodes).device.kind == "cuda"
     choice: DtypeChoice = config.precision.dtype
@@ -65,7 +68,7 @@ def resolve_dtypes(
         auto=auto,
         core_flops_per_s={each: _core_flops_per_s(nodes, profile, each) for each in _DTYPES},
         # On GPUs, the trial of preflight measured which dtype is faster.
-        peak_flops_per_s=profile.peak_flops_per_s(choice if on_gpus else compute),
+        peak_flops_per_s=profile.peak_flops_per_s(choice if on_gpus else compute, threads=threads),
         compute=compute,
     )
 
@@ -76,8 +79,8 @@ def _dtype_on_gpus(choice: DtypeChoice) -> Dtype:
 
 def _core_flops_per_s(nodes: Sequence[Node], profile: MachineProfile, dtype: Dtype) -> float:
     """Return the measured peak of a core, or the typical peak if it was not measured."""
-    measured = profile.peak_flops_per_s(dtype)
     cores = sum(node.physical_cores for node in nodes)
+    measured = profile.peak_flops_per_s(dtype, threads=cores)
     return measured / cores if measured else profile.core_flops_per_s(dtype)
 
 

@@ -27,8 +27,17 @@ class MachineProfile(Protocol):
     def link_bytes_per_s(self) -> float:
         """Return the expected network bandwidth of the gradient all-reduce."""
 
-    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return the matmul speed of all nodes together; None if it was not measured."""
+    def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
+        """Return the matmul speed of all ranks, which have `threads` threads together.
+
+        Return None if it was not measured.
+        """
+
+    def update_core_s(self) -> float | None:
+        """Return the seconds of one core for AdamW's update of a weight; None if not measured."""
+
+    def speed_source(self) -> str:
+        """Return where the measured speeds come from; empty if the machines were not measured."""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that the trainer is expected to choose."""

@@ -38,6 +38,7 @@ from payload.orchestrate.runs.run_input_checks import (
     memory_warning,
     rate_warning,
     require_fp8_on,
+    tokens_of_data,
 )
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import RunPaths
@@ -119,7 +120,9 @@ def resolve(
     """
     opened = with_auto_size(request.config, auto_size=request.auto_size)
     placed = placed or resolve_placement(opened, target.chosen)
-    dtypes = resolve_dtypes(request, target.nodes, target.profile)
+    dtypes = resolve_dtypes(
+        request, target.nodes, target.profile, threads=placed.placement.all_threads()
+    )
     settled = settle_run(request, opened, target.nodes, target.profile, placed.placement, dtypes)
     arithmetic = estimate_run(
         settled.predicted,
@@ -128,6 +131,8 @@ def resolve(
         link_bytes_per_s=target.profile.link_bytes_per_s,
         peak_flops_per_s=dtypes.peak_flops_per_s,
         threads=placed.placement.threads(),
+        update_core_s=target.profile.update_core_s(),
+        tokens=tokens_of_data(settled.config),
     )
     require_fp8_on(settled.config.precision, target.nodes)
     choice = choose_launcher(settled.config.launch.launcher, target.profile)
@@ -143,6 +148,7 @@ def resolve(
         auto_dtype=dtypes.auto,
         core_flops_per_s=dtypes.core_flops_per_s,
         link_bytes_per_s=target.profile.link_bytes_per_s,
+        speed_source=target.profile.speed_source(),
         strategies=_strategies(target, placed.placement, dtypes, settled),
         free_memory_bytes=settled.free_bytes,
         base=settled.base,
@@ -230,4 +236,6 @@ def _strategies(
         peak_flops_per_s=dtypes.peak_flops_per_s,
         free_bytes=settled.free_bytes,
         threads=placement.threads(),
+        update_core_s=target.profile.update_core_s(),
+        tokens=tokens_of_data(settled.config),
     )

@@ -70,6 +70,8 @@ class ResolvedPlan:
     """GEMM peak of a core for each dtype: measured if possible, otherwise typical."""
     link_bytes_per_s: float
     """Rate at which a rank sends while it also receives: measured if possible."""
+    speed_source: str = ""
+    """Where the measured speeds come from; empty if the machines were not measured."""
     strategies: tuple[StrategyPrediction, ...] = ()
     """Predictions for the alternative strategies on the run's ranks, the best first."""
     free_memory_bytes: int | None = None

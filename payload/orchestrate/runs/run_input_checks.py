@@ -224,3 +224,18 @@ def memory_warning(
         f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}); {free_bytes / _GIB:.1f} GiB are free. "
         "Lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
     )
+
+
+def tokens_of_data(config: RunConfig) -> int | None:
+    """Return the mean number of tokens of a step if the data has shorter samples than sequences.
+
+    Return None for data with full sequences, and for data that cannot be read.
+    """
+    try:
+        mean = load_meta(config.data.folder()).mean_sample_tokens()
+    except DataError:
+        return None
+    if mean is None:
+        return None
+    # Tokens that training truncates are counted, too: only the token files have all lengths.
+    return min(config.tokens_per_step(), round(mean * config.batch.global_batch_size))

@@ -16,8 +16,10 @@ from payload.config.engine_packages import require_packages_here
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.estimates.disk_room import require_room
+from payload.machines.inventory import ClusterInventory
+from payload.machines.speed_process import cached_speed
 from payload.orchestrate.follow.run_text import log_tail
-from payload.orchestrate.hardware.nvidia import require_gpus
+from payload.orchestrate.hardware.nvidia import gpu_need, require_gpus
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
 from payload.orchestrate.runs.mirror import mirror_file
@@ -53,6 +55,11 @@ def require_one_machine(chosen: ResolvedInventory) -> None:
             f"{len(inventory.nodes)} node(s); 'local' is for one node, this machine. Use 'direct' "
             "or 'iap' for others."
         )
+
+
+def is_on_these_cores(inventory: ClusterInventory, config: RunConfig) -> bool:
+    """Return True if a run computes on the CPU cores of this machine."""
+    return inventory.access.is_this_machine and gpu_need(config, inventory.nodes) is None
 
 
 def require_disk(planned: ResolvedPlan) -> None:
@@ -121,7 +128,11 @@ class Local(InventorySite):
                 talk, f"note: {', '.join(others)} is also running here and shares the cores"
             )
         port = port_of(request.held.enter_context(self._access.reserve_port()))
-        planned = resolve(request.to_plan(), self._target(paths, port=port), placed=request.placed)
+        target = self._target(paths, port=port)
+        if is_on_these_cores(self._chosen.inventory, request.config):
+            speed = cached_speed(self._access.environment())
+            target = replace(target, profile=self._access.with_speed(speed))
+        planned = resolve(request.to_plan(), target, placed=request.placed)
         require_disk(planned)
         if not request.resumes:
             request.confirm(planned)

@@ -1,0 +1,192 @@
+"""`python -m payload.train.measure_machine`: measures this machine's cores for `plan`.
+
+One process per NUMA domain measures with a thread on each core, all at the same time, like the
+ranks of a run. The measurements take half a second. The result is one JSON object on stdout, and a
+file in the user's cache.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from payload.core.missing_packages import explain_missing_packages
+
+    explain_missing_packages()
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+import torch
+
+from payload.core.command_line import CommandParser
+from payload.core.errors import BootstrapError, ExitCode, TileforgeError, TrainingError
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import load_library
+from payload.kernels.unavailable import KernelsUnavailableError
+from payload.machines.core_use import CoreUse
+from payload.machines.machine import Domain, discover
+from payload.machines.speed_cache import MachineSpeed, SpeedKey, speed_folder, write_speed
+from payload.train.gemm_and_network_benchmark import gemm_peak
+from payload.train.ranks.world import World
+
+_PRODUCT_S = 0.08
+"""Time for each size of matmul: up to two sizes in each of two dtypes."""
+_UPDATE_S = 0.15
+_UPDATED_WEIGHTS = 2**23
+"""The update reads and writes 28 bytes for each of these weights: more than most caches hold."""
+_DEADLINE_S = 90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainSpeed:
+    """The measurements of one NUMA domain."""
+
+    bf16: float
+    fp32: float
+    updates_per_s: float
+    """Weights that AdamW updates per second."""
+    others_share: float
+    """Share of the domain's cores that other programs used during the measurement."""
+
+
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Measure, write the cache, print the result, and return the exit code."""
+    CommandParser(prog="payload.train.measure_machine", description=__doc__).parse_args(argv)
+    try:
+        domains = discover().domains
+        key = SpeedKey.of_this_machine(env, cores=sum(len(each.cores) for each in domains))
+        if key is None:
+            raise BootstrapError("the package torch has no metadata", fix="Install torch again.")
+        speed = machine_speed(key, measure(domains), now_unix=time.time())
+    except TileforgeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    try:
+        write_speed(speed_folder(env), key, speed)
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(f"note: the measurement is not cached: {error}\n")
+    sys.stdout.write(json.dumps(asdict(speed)) + "\n")
+    return ExitCode.OK
+
+
+def machine_speed(
+    key: SpeedKey, measured: Sequence[DomainSpeed], *, now_unix: float
+) -> MachineSpeed:
+    """Return the record of all domains together."""
+    return MachineSpeed(
+        key_sha256=key.sha256(),
+        cpu=key.cpu,
+        cores=key.cores,
+        bf16_flops_per_s=sum(each.bf16 for each in measured),
+        fp32_flops_per_s=sum(each.fp32 for each in measured),
+        update_core_s=key.cores / sum(each.updates_per_s for each in measured),
+        others_share=max(each.others_share for each in measured),
+        measured_unix=now_unix,
+    )
+
+
+def measure(domains: Sequence[Domain]) -> list[DomainSpeed]:
+    """Return the measurements of all domains, taken at the same time.
+
+    Raises TrainingError if a domain's process fails.
+    """
+    # A fork needs no second import of torch, and torch has not started threads yet.
+    go_reader, go_writer = os.pipe()
+    children = [_start(domain, go=go_reader, never=go_writer) for domain in domains]
+    try:
+        # Each child sends a line when it is ready, and a line with its result.
+        ready = [child.output.readline() for child in children]
+        os.close(go_writer)
+        lines = [child.output.readline() for child in children]
+    finally:
+        for child in children:
+            child.output.close()
+            os.waitpid(child.pid, 0)
+        os.close(go_reader)
+    if not all(ready) or not all(lines):
+        raise TrainingError("a process of the measurement failed. Run it again.")
+    return [DomainSpeed(**json.loads(line)) for line in lines]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Child:
+    pid: int
+    output: TextIO
+
+
+def _start(domain: Domain, *, go: int, never: int) -> _Child:
+    """Start a process that measures when the other end of the pipe `go` is closed.
+
+    `never` is this other end, which the process must not keep open.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return _Child(pid=pid, output=os.fdopen(reader, encoding="utf-8"))
+    status = 1
+    try:
+        os.close(never)
+        signal.alarm(_DEADLINE_S)
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, domain.cores)
+        torch.set_num_threads(len(domain.cores))
+        update = _Update()
+        os.write(writer, b"ready\n")
+        os.read(go, 1)
+        os.write(writer, f"{json.dumps(asdict(_measure_domain(domain, update)))}\n".encode())
+        status = ExitCode.OK
+    finally:
+        os._exit(status)
+
+
+def _measure_domain(domain: Domain, update: _Update) -> DomainSpeed:
+    world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="")
+    use = CoreUse(domain.cores)
+    # Each part takes a fixed time, so the domains' parts take place at the same time.
+    bf16 = gemm_peak(world, "bf16", budget_s=_PRODUCT_S)
+    fp32 = gemm_peak(world, "fp32", budget_s=_PRODUCT_S)
+    updates_per_s = update.weights_per_s()
+    return DomainSpeed(bf16=bf16, fp32=fp32, updates_per_s=updates_per_s, others_share=use.others())
+
+
+class _Update:
+    """AdamW's update as in a run: with the kernels if they can be built, otherwise with torch."""
+
+    def __init__(self) -> None:
+        self._weights = torch.nn.Parameter(torch.zeros(_UPDATED_WEIGHTS))
+        self._weights.grad = torch.full_like(self._weights, 1e-3)
+        self._optimizer = torch.optim.AdamW([self._weights], lr=1e-3, fused=True)
+        self._kernels: Kernels | None = None
+        with suppress(KernelsUnavailableError):
+            self._kernels = Kernels(load_library())
+        self._step()  # maps the state's pages
+
+    def weights_per_s(self) -> float:
+        """Return the weights of the fastest update per second."""
+        best_s, ends_s = float("inf"), time.perf_counter() + _UPDATE_S
+        while best_s == float("inf") or time.perf_counter() < ends_s:
+            began_s = time.perf_counter()
+            self._step()
+            best_s = min(best_s, time.perf_counter() - began_s)
+        return _UPDATED_WEIGHTS / best_s
+
+    def _step(self) -> None:
+        gradient = self._weights.grad
+        assert gradient is not None
+        if self._kernels is None:
+            torch.nn.utils.clip_grad_norm_([self._weights], 1.0)
+            self._optimizer.step()
+        else:
+            self._kernels.norm([gradient])
+            self._kernels.adamw(self._optimizer, grad_scale=1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
