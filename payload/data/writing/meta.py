@@ -29,7 +29,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     if meta.task == "text":
         # The format of releases that supported only this task.
         del values["task"]
-    for name in ("chat", "classify", "preference", "selection"):
+    for name in ("chat", "classify", "preference", "selection", "added_tokens"):
         if values[name] is None:
             del values[name]
     write_whole(folder / META_NAME, json.dumps(values, indent=2) + "\n")
