@@ -115,7 +115,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "rotary_pct": 0.25,
     },
     "olmo2": {**_LLAMA, "model_type": "olmo2", "tie_word_embeddings": False},
-    "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False},
+    "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False, "sliding_window": 9},
+    "phi3, partial longrope": {
+        **_LLAMA,
+        "model_type": "phi3",
+        "head_dim": 16,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 12,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        },
+        "pad_token_id": 7,
+    },
     "falcon": {
         "model_type": "falcon",
         "vocab_size": 1031,

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-_ROPE_FACTORS = "rope_freqs.weight"
 _POSITIONS = "position_embd.weight"
 _NORM = "norm.weight"
 _FILE_TYPES: Mapping[Dtype, str] = {
@@ -76,8 +75,8 @@ def write_gguf(
                 _nbytes(entry.shape, entry.kind),
                 raw_dtype=entry.kind,
             )
-        if plan.rope_factors:
-            writer.add_tensor(_ROPE_FACTORS, _as_array(plan.rope_factors))
+        for key, factors in plan.rope_factors.items():
+            writer.add_tensor(key, _as_array(factors))
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -86,8 +85,8 @@ def write_gguf(
                 data = _data(weights.read(entry.source), entry, plan)
                 writer.write_tensor_data(data)
                 progressed(data.nbytes)
-            if plan.rope_factors:
-                writer.write_tensor_data(_as_array(plan.rope_factors))
+            for factors in plan.rope_factors.values():
+                writer.write_tensor_data(_as_array(factors))
         finally:
             writer.close()
 

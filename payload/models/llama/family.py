@@ -14,7 +14,7 @@ from payload.models.llama.spec import MODEL_TYPES, DecoderSpec, read
 
 
 class Llama(Family):
-    """Llama, SmolLM, Qwen, Mistral and Gemma 3."""
+    """Llama, SmolLM, Qwen, Mistral, Gemma 3 and Phi."""
 
     model_types = MODEL_TYPES
     tensors = "payload.train.families.llama.model"

@@ -1,4 +1,4 @@
-"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
+"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi.
 
 `DecoderSpec` covers all these models: it describes each layer, so code that builds or counts a
 model does not depend on the model's type.
@@ -67,6 +67,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
         qk_norm=family.qk_norm,
         sandwich_norms=gemma,
         norm_offset=gemma,
+        fused_projections=family.is_phi,
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
         attention_scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         initializer_range=config.initializer_range,
@@ -102,6 +103,8 @@ class DecoderSpec(ModelSpec):
     norm_offset: bool = False
     """If True (Gemma), an RMSNorm multiplies by 1 + weight, in fp32. If False, it multiplies by
     weight, in the input's dtype."""
+    fused_projections: bool = False
+    """True if one linear makes queries, keys and values, and another one gate and up."""
     embedding_scale: float = 1.0
     """Factor by which the token embeddings are multiplied; only Gemma has a factor other than 1."""
     attention_scale: float
@@ -115,6 +118,12 @@ class DecoderSpec(ModelSpec):
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""
         return self.max_position_embeddings
+
+    def rope_switch(self) -> int | None:
+        """Return the context in pre-training if longer texts have LongRoPE's long factors."""
+        ropes = (layer.rope for layer in self.layers if layer.rope is not None)
+        found = (each.original_context for each in ropes if each.kind == "longrope")
+        return min(found, default=None)
 
     def num_layers(self) -> int:
         """Return the number of layers."""
@@ -261,9 +270,12 @@ class DecoderSpec(ModelSpec):
     def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         yield "input_layernorm.weight", (width,)
-        yield from _linear("self_attn.q_proj", queries, width, bias=self.qkv_bias)
-        yield from _linear("self_attn.k_proj", keys, width, bias=self.qkv_bias)
-        yield from _linear("self_attn.v_proj", keys, width, bias=self.qkv_bias)
+        if self.fused_projections:
+            yield from _linear("self_attn.qkv_proj", queries + 2 * keys, width, bias=self.qkv_bias)
+        else:
+            yield from _linear("self_attn.q_proj", queries, width, bias=self.qkv_bias)
+            yield from _linear("self_attn.k_proj", keys, width, bias=self.qkv_bias)
+            yield from _linear("self_attn.v_proj", keys, width, bias=self.qkv_bias)
         if self.qk_norm:
             yield "self_attn.q_norm.weight", (self.head_dim,)
             yield "self_attn.k_norm.weight", (self.head_dim,)
@@ -272,8 +284,11 @@ class DecoderSpec(ModelSpec):
         if self.sandwich_norms:
             yield "pre_feedforward_layernorm.weight", (width,)
         inner = self.intermediate_size
-        yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
-        yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
+        if self.fused_projections:
+            yield from _linear("mlp.gate_up_proj", 2 * inner, width, bias=self.mlp_bias)
+        else:
+            yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
+            yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
         yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
         if self.sandwich_norms:
             yield "post_feedforward_layernorm.weight", (width,)

@@ -82,6 +82,8 @@ def documents(batch: Batch) -> Tensor:
         ("llama, untied, biases", {}),
         ("qwen3", {"rank": 1}),
         ("gemma3_text", {}),
+        ("phi3, partial longrope", {}),
+        ("phi3, partial longrope", {"target": "qkv_proj", "dropout": 0.25}),
         ("gpt2", {"dropout": 0.25}),
         ("qwen3", {"dropout": 0.25}),
     ],

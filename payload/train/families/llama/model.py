@@ -1,4 +1,4 @@
-"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
+"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi, with transformers' own names.
 
 The parameters have a checkpoint's names and shapes. A layer's computation is in `layers`, or with
 kernels in `kernel_layers`.
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.models.llama.config import Rope
+from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.models.spec import ModelSpec
-from payload.train.families.llama.kernel_layers import JOINED, refusals, run_layers
+from payload.train.families.llama.kernel_layers import joined, refusals, run_layers
 from payload.train.families.llama.layers import Layer, make_norm
 from payload.train.families.llama.rope import Table, frequencies, table
 from payload.train.families.transformers.model import TransformersLM
@@ -31,6 +31,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The head if it is the embedding, and a buffer saved by old releases.
 _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
 _SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
+_SPLIT_BY_SECTIONS = (".qkv_proj", ".gate_up_proj")
 _SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
 _NORMS_OF_HEADS = (".q_norm", ".k_norm")
 _ARCHITECTURES = {
@@ -40,6 +41,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 _CLASSIFIERS = {
     kind: name.replace("ForCausalLM", "ForSequenceClassification")
@@ -70,10 +72,11 @@ class Decoder(CausalLM):
         if not spec.tie_word_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self._padding = _padding_row(spec)
+        ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
         self._angles = {
-            layer.rope: frequencies(layer.rope, head_dim=spec.head_dim)
-            for layer in spec.layers
-            if layer.rope is not None
+            (rope, is_long): frequencies(rope, head_dim=spec.head_dim, is_long=is_long)
+            for rope in ropes
+            for is_long in {False, rope.kind == "longrope"}
         }
         if random:
             self._initialise()
@@ -129,13 +132,19 @@ class Decoder(CausalLM):
         document.
         """
         device = next(self.parameters()).device
-        found = {
-            rope: table(angles.to(device), start=start, length=length)
-            for rope, angles in self._angles.items()
-        }
-        if starts is None:
+        places, end = None, start + length
+        if starts is not None:
+            places = (torch.arange(length, device=device) - starts).flatten()
+            if self.spec.rope_switch() is not None:
+                end = int(places.max()) + 1
+        found = {}
+        for rope, is_long in self._angles:
+            if is_long == rope.is_long(end):
+                angles = self._angles[rope, is_long].to(device)
+                factor = rope.attention_factor
+                found[rope] = table(angles, start=start, length=length, factor=factor)
+        if places is None:
             return found
-        places = (torch.arange(length, device=device) - starts).flatten()
         return {rope: (cos[places], sin[places]) for rope, (cos, sin) in found.items()}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -187,10 +196,16 @@ class Decoder(CausalLM):
     def splits(self) -> Splits:
         """Return how tensor ranks split heads, the MLP and the vocabulary."""
         parts, partial = {_EMBEDDING: Split(0), _HEAD: Split(0)}, []
+        keys = self.spec.num_key_value_heads
+        sections = (self.spec.num_attention_heads, keys, keys), (1, 1)
+        fused = dict(zip(_SPLIT_BY_SECTIONS, sections, strict=True))
         for name, _ in self.named_parameters():
             linear, kind = name.rpartition(".")[::2]
             if linear.endswith(_SPLIT_BY_OUTPUTS):
                 parts[name] = Split(0)
+            elif linear.endswith(_SPLIT_BY_SECTIONS):
+                end = next(each for each in fused if linear.endswith(each))
+                parts[name] = Split(0, sections=fused[end])
             elif linear.endswith(_SPLIT_BY_INPUTS) and kind == "weight":
                 parts[name] = Split(1)
             elif linear.endswith(_NORMS_OF_HEADS):
@@ -206,7 +221,7 @@ class Decoder(CausalLM):
         return [
             tuple(f"model.layers.{number}.{name}" for name in names)
             for number in range(len(self.spec.layers))
-            for names in JOINED
+            for names in joined(self.spec)
         ]
 
     def hf_config(self) -> dict[str, Any]:
@@ -256,7 +271,7 @@ def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> 
 
 def _padding_row(spec: DecoderSpec) -> int | None:
     """Return the padding token's row in the embedding; a negative number counts from the end."""
-    row = spec.config.get("pad_token_id")
+    row = spec.config.get("pad_token_id", DEFAULTS[spec.model_type].padding)
     if row is None or not -spec.vocab_size <= row < spec.vocab_size:
         return None
     return int(row) % spec.vocab_size
