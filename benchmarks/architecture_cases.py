@@ -6,6 +6,7 @@ this project loads the folder and compares.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,15 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 80,
     },
+    "qwen3_moe": {
+        **_LLAMA,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
     "mixtral": {
         **_LLAMA,
         "model_type": "mixtral",
@@ -233,7 +243,8 @@ def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> A
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**raw)
+    # transformers adds keys to nested dictionaries.
+    config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(seed)

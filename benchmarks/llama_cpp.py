@@ -42,6 +42,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {},
     "mistral, window": {"sliding_window": None},
     "gemma3_text": {"query_pre_attn_scalar": 32},
+    "qwen3_moe": {},
     "phi3": {"sliding_window": None},
     # llama.cpp chooses the factors by its context of 64 tokens.
     "phi3, partial longrope": {"original_max_position_embeddings": 64},

@@ -86,10 +86,19 @@ def test_the_cache_changes_nothing_where_the_text_outgrows_the_context() -> None
     assert with_cache == draw(use_cache=False, **long)
 
 
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
 def test_keys_with_longropes_short_factors_are_computed_again_for_a_long_text(
-    tmp_path: Path,
+    kind: str, tmp_path: Path
 ) -> None:
-    reference = make_folder(CASES["phi3, partial longrope"], tmp_path)
+    case = CASES["phi3, partial longrope"]
+    if kind == "phimoe":
+        rope = {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 10.0},
+            **{"short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]},
+            **{"short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 12},
+        }
+        case = {**CASES["phimoe"], "rope_parameters": rope}
+    reference = make_folder(case, tmp_path)
     model, (text, _) = load(tmp_path), random_tokens(1031)
     assert model.spec.rope_switch() == 12
     reader = Reader(model)

@@ -15,6 +15,7 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
+from payload.models.llama.mixture import Mixture
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Activations as Hugging Face names them: SiLU, the exact GELU, and its tanh approximation."""
@@ -70,6 +71,10 @@ _ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
 _PHI_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "longrope")
 _OLD_LONGROPE = ("su", "yarn")
 """Names of LongRoPE in older config.json files of Phi-3."""
+_EXPERTS = 128
+"""Default number of experts."""
+EXPERT_WIDTH = 768
+"""Default width of an expert's gate."""
 _PHI_CONTEXT = 4096
 """Default of both the context and the context in pre-training."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -96,6 +101,8 @@ class TypeDefaults:
     windows_everywhere: bool = False
     """True if every layer has the window; if not, `use_sliding_window` and `layer_types` decide."""
     is_gemma: bool = False
+    is_mixture: bool = False
+    """True if the MLP of each layer is a mixture of experts."""
     is_phi: bool = False
     """True if queries, keys and values are one linear, and gate and up another one. The rotary
     embedding can be partial or LongRoPE."""
@@ -118,6 +125,7 @@ DEFAULTS: Mapping[str, TypeDefaults] = {
         padding=0,
         is_gemma=True,
     ),
+    "qwen3_moe": TypeDefaults(kv_heads=4, window=4096, qk_norm=True, is_mixture=True),
     "phi3": TypeDefaults(
         context=_PHI_CONTEXT,
         windows_everywhere=True,
@@ -193,6 +201,16 @@ class DecoderConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = False
+    num_experts: int | None = checked(None, low=0, high=2**16)
+    num_local_experts: int | None = checked(None, low=0, high=2**16)
+    """Another name of num_experts."""
+    num_experts_per_tok: int = checked(8, low=1, high=2**16)
+    moe_intermediate_size: int = checked(EXPERT_WIDTH, low=1, high=2**22)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = checked(1, low=1, high=_MOST_LAYERS)
+    mlp_only_layers: tuple[int, ...] | None = checked(None, max_items=_MOST_LAYERS)
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = checked(0.001, low=0.0, high=1e9)
     per_layer_config: Any = None
     """transformers' overrides for single layers."""
     kv_sharing_modes: Any = None
@@ -242,6 +260,8 @@ class DecoderConfig:
             found.append("partial_rotary_factor")
         if self.defaults().is_phi and self.resid_pdrop:
             found.append("resid_pdrop")
+        if self.defaults().is_mixture:
+            found += self._unsupported_in_mixture()
         if self.activation() not in _ACTIVATIONS:
             found.append(f"activation {shown(self.activation())}")
         odd = {*self._layer_types(where)} - {_FULL, _SLIDING}
@@ -259,6 +279,33 @@ class DecoderConfig:
             if getattr(self, name)
         ]
         return tuple(dict.fromkeys(found))
+
+    def mixture(self) -> Mixture | None:
+        """Return the sizes of the experts, or None for a model without experts."""
+        if not self.defaults().is_mixture:
+            return None
+        experts = self._num_experts()
+        return Mixture(
+            experts=experts,
+            active=min(self.num_experts_per_tok, experts),
+            inner=self.moe_intermediate_size,
+            normalises=self.norm_topk_prob,
+            balance=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+        )
+
+    def _num_experts(self) -> int:
+        given = self.num_local_experts if self.num_experts is None else self.num_experts
+        return _EXPERTS if given is None else given
+
+    def _unsupported_in_mixture(self) -> list[str]:
+        found = []
+        if self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            found.append("layers without experts")
+        if not 0 < self.num_experts_per_tok <= self._num_experts():
+            found.append(f"num_experts_per_tok {self.num_experts_per_tok}")
+        if self.use_sliding_window and self.sliding_window is not None:
+            found.append("use_sliding_window")
+        return found
 
     def _layer_types(self, where: str) -> tuple[str, ...]:
         """Return each layer's type, by the rules of the configuration class in transformers."""
@@ -344,7 +391,7 @@ class DecoderConfig:
         return "longrope" if is_long else rope.kind()
 
     def _rotated(self, rope: _RopeConfig) -> int | None:
-        """Return the rotated elements of a head, or None if our layers cannot rotate so many."""
+        """Return the rotated elements of a head, or None if our layers do not support the share."""
         share = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         count = int(self.width_of_head() * share)
         is_whole = share == 1.0

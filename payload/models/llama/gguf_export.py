@@ -7,12 +7,14 @@ Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from payload.models.gguf_errors import refuse_export
 from payload.models.gguf_export_plan import GgufPlan
 from payload.models.llama.config import (
+    EXPERT_WIDTH,
     GEMMA_LOCAL_THETA,
     DecoderConfig,
     Layer,
@@ -29,6 +31,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
     "phi3": "phi3",
+    "qwen3_moe": "qwen3moe",
 }
 """The architecture in llama.cpp for each `model_type`."""
 _SMOLLM3_PATTERN = 4
@@ -67,11 +70,23 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         config.hidden_size
     ):
         refuse_export(where, "head_dim", config.width_of_head())
+    mixture = config.mixture()
+    if mixture is not None and not mixture.normalises:
+        refuse_export(where, "norm_topk_prob", False)
     rope = layers[0].rope
     assert rope is not None, "the first layer of these families has rope"
     if rope.kind == "llama3" and architecture != "llama":
         refuse_export(where, "rope_type", rope.kind)
     values, notes = _values(config, rope), []
+    if mixture is not None:
+        values["expert_count"] = mixture.experts
+        values["expert_used_count"] = mixture.active
+        values["expert_feed_forward_length"] = mixture.inner
+        if mixture.inner != EXPERT_WIDTH:
+            notes.append(
+                f"transformers assumes experts of width {EXPERT_WIDTH} for a Qwen3 MoE in GGUF: "
+                f"pass moe_intermediate_size={mixture.inner} to from_pretrained"
+            )
     window = min((layer.window for layer in layers if layer.window), default=None)
     if window is not None and not config.defaults().windows_everywhere:
         refuse_export(where, "use_sliding_window", True)
@@ -98,6 +113,7 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         vocab_size=config.vocab_size,
         rotated_heads={"q_proj.weight": heads, "k_proj.weight": keys} if is_turned else {},
         rope_factors=_rope_factors(rope, width=config.width_of_head()),
+        stacks=None if mixture is None else re.compile(r"\.mlp\.experts\.(\d+)\."),
         notes=tuple(notes),
     )
 

@@ -13,6 +13,8 @@ from torch.nn import functional
 from payload.models.llama.config import Activation
 from payload.models.llama.config import Layer as LayerSpec
 from payload.models.llama.spec import DecoderSpec
+from payload.train.families.llama.activations import activated
+from payload.train.families.llama.mixture import MixtureMLP
 from payload.train.families.llama.rope import Table, rotated
 from payload.train.models.base import LayerModule
 from payload.train.models.document_mask import documents_mask
@@ -158,13 +160,6 @@ class MLP(SplitModule):
         return (self.gate_up_proj,) if self.is_fused else (self.gate_proj, self.up_proj)
 
 
-def activated(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation of this name."""
-    if activation == "silu":
-        return functional.silu(x)
-    return functional.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
-
-
 class Layer(LayerModule):
     """Attention and MLP, each with a norm before it and, in Gemma, one after it."""
 
@@ -179,7 +174,7 @@ class Layer(LayerModule):
         self.post_feedforward_layernorm: RMSNorm | None = None
         if spec.sandwich_norms:
             self.pre_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec) if spec.mixture is None else MixtureMLP(spec, spec.mixture)
         if spec.sandwich_norms:
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens of the input, C width, V vocabulary, padded rows inclu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,19 @@ from torch import Tensor, nn
 from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.models.spec import ModelSpec
+from payload.models.transformers.spec import OtherSpec
 from payload.train.families.llama.kernel_layers import joined, refusals, run_layers
 from payload.train.families.llama.layers import Layer, make_norm
+from payload.train.families.llama.mixture import (
+    Router,
+    balancing_loss,
+    has_stacks,
+    mixtures,
+    stored,
+)
 from payload.train.families.llama.rope import Table, frequencies, table
 from payload.train.families.transformers.model import TransformersLM
+from payload.train.families.transformers.router import balance_note
 from payload.train.models.base import CausalLM, OuterModules
 from payload.train.models.hf_layout import load_named, require_tied, saved_config
 from payload.train.models.key_value_cache import LayerCache
@@ -33,6 +42,7 @@ _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
 _SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
 _SPLIT_BY_SECTIONS = (".qkv_proj", ".gate_up_proj")
 _SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
+_ROUTER = ".mlp.gate.weight"
 _NORMS_OF_HEADS = (".q_norm", ".k_norm")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -41,6 +51,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
 _CLASSIFIERS = {
@@ -71,6 +82,9 @@ class Decoder(CausalLM):
         self.lm_head: Linear | None = None
         if not spec.tie_word_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        # Each tensor of an expert is a part of a parameter.
+        self.reads_parts = spec.mixture is None
+        self._balances = spec.mixture is not None and spec.mixture.balance > 0
         self._padding = _padding_row(spec)
         ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
         self._angles = {
@@ -103,6 +117,8 @@ class Decoder(CausalLM):
             x = self._embedded(tokens)
         else:
             x = self.stage.receive(tokens)
+        for mixture in mixtures(self.model):
+            mixture.keeps_scores = self._balances and torch.is_grad_enabled()
         start = caches[0].num_tokens() if caches else 0
         ropes = self.rope_tables(start=start, length=tokens.shape[1], starts=starts)
         if self.kernels is not None and caches is None and not self._refusals():
@@ -172,8 +188,9 @@ class Decoder(CausalLM):
         return self.head_weight() if self.lm_head is None else None
 
     def drop_head(self) -> None:
-        """Remove the output head."""
+        """Remove the output head; as in transformers, a classifier has no balancing loss."""
         self.lm_head = None
+        self._balances = False
 
     def classifier_architecture(self) -> str:
         """Return the name of transformers' classification class for this model."""
@@ -212,9 +229,29 @@ class Decoder(CausalLM):
                 partial.append(name)
         return Splits(parts, frozenset(partial))
 
+    def router_loss(self) -> Tensor | None:
+        """Return the weighted balancing loss of the last forward pass's routers, or None."""
+        mixture = self.spec.mixture
+        return None if mixture is None else balancing_loss(self.model, mixture)
+
+    def take_expert_tokens(self) -> Tensor:
+        """Return the number of tokens of each expert in training since the last call."""
+        found = [each.take_num_tokens() for each in mixtures(self.model)]
+        return torch.cat(found).double() if found else super().take_expert_tokens()
+
+    def freeze_router(self) -> Collection[str]:
+        """Do not train the routers. Raises ConfigError for a model without routers."""
+        found = [name for name, each in self.named_modules() if isinstance(each, Router)]
+        if not found:
+            return super().freeze_router()
+        for name in found:
+            self.get_parameter(f"{name}.weight").requires_grad_(False)
+        return found
+
     def is_hidden_matrix(self, name: str) -> bool:
-        """Return whether the parameter `name` is a layer's matrix."""
-        return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
+        """Return whether the parameter `name` is the matrix of a layer's linear."""
+        is_linear = self.get_parameter(name).dim() == 2 and not name.endswith(_ROUTER)
+        return name.startswith("model.layers.") and is_linear
 
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Return the paths of the layers' linears, grouped by equal input."""
@@ -228,6 +265,10 @@ class Decoder(CausalLM):
         """Return the contents of the config.json that was read, changed for fp32 weights."""
         return saved_config(self.spec.config, architecture=_ARCHITECTURES[self.spec.model_type])
 
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights with transformers' names and layout."""
+        return stored(super().hf_tensors())
+
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
@@ -236,8 +277,9 @@ class Decoder(CausalLM):
         """
         if self.lm_head is None:
             require_tied(tensors, head=_HEAD, embedding=_EMBEDDING, where=where)
+        own: dict[str, Tensor] = {name: each.detach() for name, each in self.named_parameters()}
         load_named(
-            loading_targets(self, dict(self.named_parameters())),
+            loading_targets(self, own if has_stacks(tensors) else stored(own)),
             tensors,
             unused=_UNUSED,
             where=where,
@@ -245,11 +287,16 @@ class Decoder(CausalLM):
 
     def speed_notes(self) -> list[str]:
         """Return one line for each part that runs without the requested kernels, and why."""
-        return [f"layers without kernels: {reason}" for reason in self._refusals()]
+        notes = [f"layers without kernels: {reason}" for reason in self._refusals()]
+        if self._balances and self.spec.mixture is not None:
+            notes.append(balance_note(self.spec.mixture.balance))
+        return notes
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
     """Build the model of this spec, with transformers' layers if our layers lack a feature."""
+    if isinstance(spec, OtherSpec):
+        return TransformersLM(spec, dropout=dropout, random=random)
     assert isinstance(spec, DecoderSpec)
     if spec.unsupported_features:
         lacks = f"our own layers do not support {', '.join(spec.unsupported_features)}"
