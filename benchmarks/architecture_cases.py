@@ -6,6 +6,7 @@ this project loads the folder and compares.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "rotary_pct": 0.25,
     },
     "olmo2": {**_LLAMA, "model_type": "olmo2", "tie_word_embeddings": False},
-    "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False},
+    "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False, "sliding_window": 9},
+    "phi3, partial longrope": {
+        **_LLAMA,
+        "model_type": "phi3",
+        "head_dim": 16,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 12,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        },
+        "pad_token_id": 7,
+    },
     "falcon": {
         "model_type": "falcon",
         "vocab_size": 1031,
@@ -140,6 +154,15 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 80,
+    },
+    "qwen3_moe": {
+        **_LLAMA,
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
     },
     "mixtral": {
         **_LLAMA,
@@ -220,7 +243,8 @@ def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> A
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**raw)
+    # transformers adds keys to nested dictionaries.
+    config = AutoConfig.for_model(**copy.deepcopy(dict(raw)))
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(seed)

@@ -42,6 +42,10 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {},
     "mistral, window": {"sliding_window": None},
     "gemma3_text": {"query_pre_attn_scalar": 32},
+    "qwen3_moe": {},
+    "phi3": {"sliding_window": None},
+    # llama.cpp chooses the factors by its context of 64 tokens.
+    "phi3, partial longrope": {"original_max_position_embeddings": 64},
 }
 """Cases of `architecture_cases`, with the changes that a GGUF file needs."""
 _IN_LLAMA_CPP = """

@@ -6,7 +6,7 @@ Source of the format and of the tensor conversions: llama.cpp, docs/gguf.md and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-_ROPE_FACTORS = "rope_freqs.weight"
 _POSITIONS = "position_embd.weight"
 _NORM = "norm.weight"
+_ROUTER = ".ffn_gate_inp.weight"
 _FILE_TYPES: Mapping[Dtype, str] = {
     "bf16": "MOSTLY_BF16",
     "f16": "MOSTLY_F16",
@@ -38,7 +38,8 @@ _FILE_TYPES: Mapping[Dtype, str] = {
 class _Entry:
     """One tensor of the file."""
 
-    source: str
+    sources: tuple[str, ...]
+    """Names of the tensors in the model; the matrices of experts become a stack."""
     target: str
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -57,7 +58,7 @@ def write_gguf(
     """Write the file atomically; `progressed` receives the bytes of each tensor written.
 
     Matrices are in `dtype`, or in f16 if q8_0's block size of 32 does not divide their rows. Norms,
-    biases and positions are in fp32, as in llama.cpp's converter. Raises CheckpointError.
+    biases, positions and routers are in fp32, as in llama.cpp's converter. Raises CheckpointError.
     """
     import gguf
 
@@ -76,18 +77,18 @@ def write_gguf(
                 _nbytes(entry.shape, entry.kind),
                 raw_dtype=entry.kind,
             )
-        if plan.rope_factors:
-            writer.add_tensor(_ROPE_FACTORS, _as_array(plan.rope_factors))
+        for key, factors in plan.rope_factors.items():
+            writer.add_tensor(key, _as_array(factors))
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for entry in entries:
-                data = _data(weights.read(entry.source), entry, plan)
+                data = _data(_stacked([weights.read(name) for name in entry.sources]), entry, plan)
                 writer.write_tensor_data(data)
                 progressed(data.nbytes)
-            if plan.rope_factors:
-                writer.write_tensor_data(_as_array(plan.rope_factors))
+            for factors in plan.rope_factors.values():
+                writer.write_tensor_data(_as_array(factors))
         finally:
             writer.close()
 
@@ -102,7 +103,8 @@ def _entries(
     )
     names = gguf.get_tensor_name_map(architecture, plan.num_layers)
     entries = []
-    for source, shape in shapes.items():
+    for source, sources in _sources(shapes, plan).items():
+        shape = shapes[sources[0]]
         full = source if source.startswith(plan.prefix) else plan.prefix + source
         target = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if target is None:
@@ -112,15 +114,33 @@ def _entries(
             )
         size = shape[::-1] if source.endswith(plan.transposed) and plan.transposed else shape
         kind = _kind(target, size, dtype=dtype)
-        entries.append(_Entry(source=source, target=target, shape=size, kind=kind))
+        size = size if sources == (source,) else (len(sources), *size)
+        entries.append(_Entry(sources=sources, target=target, shape=size, kind=kind))
     return entries
+
+
+def _sources(shapes: Mapping[str, tuple[int, ...]], plan: GgufPlan) -> dict[str, tuple[str, ...]]:
+    """Return the model's tensors for each tensor of the file, by the name without an expert."""
+    found: dict[str, dict[int, str]] = {}
+    for name in shapes:
+        match = plan.stacks.search(name) if plan.stacks is not None else None
+        start, end = (0, 0) if match is None else match.span(1)
+        number = int(name[start:end] or 0)
+        found.setdefault(name[:start] + name[end:].removeprefix("."), {})[number] = name
+    return {key: tuple(names[each] for each in sorted(names)) for key, names in found.items()}
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    return values[0] if len(values) == 1 else torch.stack(list(values))
 
 
 def _kind(target: str, shape: tuple[int, ...], *, dtype: Dtype) -> gguf.GGMLQuantizationType:
     import gguf
 
     kinds = gguf.GGMLQuantizationType
-    if len(shape) < 2 or target == _POSITIONS or dtype == "fp32":
+    if len(shape) < 2 or target == _POSITIONS or target.endswith(_ROUTER) or dtype == "fp32":
         return kinds.F32
     if dtype == "q8_0":
         block, _ = gguf.GGML_QUANT_SIZES[kinds.Q8_0]
@@ -143,20 +163,20 @@ def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
     import gguf
     import torch
 
-    if plan.transposed and entry.source.endswith(plan.transposed):
+    if plan.transposed and entry.sources[0].endswith(plan.transposed):
         value = value.t()
     for end, heads in plan.rotated_heads.items():
-        if entry.source.endswith(end):
+        if entry.sources[0].endswith(end):
             value = _interleave_pairs(value, heads=heads)
-    if plan.norm_shift and entry.source.endswith(_NORM):
+    if plan.norm_shift and entry.sources[0].endswith(_NORM):
         value = value.float() + plan.norm_shift
     kinds = gguf.GGMLQuantizationType
     if entry.kind is kinds.F32:
         array = value.float().contiguous().numpy()
     elif entry.kind is kinds.BF16:
-        array = rounded(entry.source, value, "bf16").contiguous().view(torch.int16).numpy()
+        array = rounded(entry.sources[0], value, "bf16").contiguous().view(torch.int16).numpy()
     elif entry.kind is kinds.F16:
-        array = rounded(entry.source, value, "f16").contiguous().numpy()
+        array = rounded(entry.sources[0], value, "f16").contiguous().numpy()
     else:
         array = gguf.quantize(value.float().contiguous().numpy(), entry.kind)
     return array

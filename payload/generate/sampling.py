@@ -227,12 +227,15 @@ class Reader:
         """Return (B, V) logits of the token after (B, T) `texts`; cached tokens are not reread."""
         context, length = self._model.spec.context(), texts.shape[1]
         first = not self._continues(texts)
+        switch = self._model.spec.rope_switch()
         if first:
             self._start = 0
         if length - self._start > context:
             self._start = length - (context if first else max(1, context // 2))
             first = True
-        if first or not self._use_cache:
+        cached = self._read.shape[1] - self._start
+        switches = switch is not None and cached <= switch < length - self._start
+        if first or switches or not self._use_cache:
             self._caches = self._model.new_caches()
             self._read = texts[:, : self._start]
         hidden = self._model.hidden(texts[:, self._read.shape[1] :], self._caches)

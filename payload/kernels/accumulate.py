@@ -36,6 +36,20 @@ class WeightGradients:
         total, adds = self._total(weight)
         self._library.weight_gradient(grad, x, total, add=adds)
 
+    def add_stack(self, stack: Tensor, grads: Tensor, x: Tensor, counts: Sequence[int]) -> None:
+        """Add the gradient of a stack of weights (E, R, C), of which each computes some rows.
+
+        `counts` has the rows of `grads` (M, R) and of `x` (M, C) that belong to each weight.
+        """
+        total, adds = self._total(stack)
+        rows = list(counts)
+        parts = zip(total, torch.split(grads, rows), torch.split(x, rows), strict=True)
+        for matrix, grad, some in parts:
+            if len(some):
+                self._library.weight_gradient(grad, some, matrix, add=adds)
+            elif not adds:
+                matrix.zero_()
+
     def add_joined(self, weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
         """Add the gradients of several weights with the same x; `grad` joins their columns."""
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])

@@ -219,21 +219,21 @@ void tileforge_rms_norm_backward_bf16(const bf16* x, const float* rstd, const fl
 }
 
 // Rotates queries and keys of qkv (rows, heads + 2 key_heads, width) in place; cos and sin are
-// (length, width / 2), and row r is token r % length.
+// (length, half), and row r is token r % length. Elements from 2 half on stay as they are.
 void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign, int64_t rows,
                       int64_t length, int64_t heads, int64_t key_heads, int64_t width,
-                      int threads) {
+                      int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
-  const int64_t half = width / 2;
+  const int64_t turned = 2 * half;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t angle = row % length * half;
     float x[kLongestHead];
     for (int64_t head = 0; head < s.rotated(); ++head) {
       bf16* at = qkv + row * s.stride() + head * width;
-      for (int64_t i = 0; i < width; ++i) x[i] = to_float(at[i]);
+      for (int64_t i = 0; i < turned; ++i) x[i] = to_float(at[i]);
       turn(x, cos + angle, sin + angle, sign, half);
-      round_all(x, width, at);
+      round_all(x, turned, at);
     }
   }
 }
@@ -243,9 +243,8 @@ void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign,
 void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, float offset, float eps,
                                    const float* cos, const float* sin, bf16* qk, int64_t rows,
                                    int64_t length, int64_t heads, int64_t key_heads,
-                                   int64_t width, int threads) {
+                                   int64_t width, int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
-  const int64_t half = width / 2;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t angle = row % length * half;
@@ -268,9 +267,10 @@ void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, float 
 void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, float offset, float eps,
                                     const float* cos, const float* sin, bf16* grad,
                                     float* weight_parts, int64_t rows, int64_t length,
-                                    int64_t heads, int64_t key_heads, int64_t width, int threads) {
+                                    int64_t heads, int64_t key_heads, int64_t width,
+                                    int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
-  const int64_t half = width / 2, parts = (rows + kSumRows - 1) / kSumRows;
+  const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < parts; ++part) {
     float* sums = weight_parts + part * 2 * width;

@@ -66,13 +66,16 @@ def branch_norm(x: Tensor, norm: Norm, context: LayerContext) -> Tensor:
 
 def attention(
     x: Tensor,
-    projections: tuple[Projection, Projection, Projection],
+    projections: tuple[Projection, ...],
     out: Projection,
     norms: tuple[Norm, Norm] | None,
     settings: AttentionSettings,
     context: LayerContext,
 ) -> Tensor:
-    """Return causal self-attention of x (N, C); `norms` are for the queries and for the keys."""
+    """Return causal self-attention of x (N, C); `norms` are for the queries and for the keys.
+
+    The `projections` together make the queries, keys and values.
+    """
     qkv_layers, out_layer = join(projections, context), join((out,), context)
     scales = () if norms is None else (norms[0].weight, norms[1].weight)
     scale = None
@@ -86,12 +89,15 @@ def attention(
 
 def gated_mlp(
     x: Tensor,
-    projections: tuple[Projection, Projection],
+    projections: tuple[Projection, ...],
     down: Projection,
     gate: Gate,
     context: LayerContext,
 ) -> Tensor:
-    """Return `down(activation(first(x)) * second(x))` for x (N, C) and the two `projections`."""
+    """Return `down(activation(first(x)) * second(x))` for x (N, C).
+
+    The `projections` together make `first` and `second`, the gate and up.
+    """
     wide_layers, down_layer = join(projections, context), join((down,), context)
     parameters = (*wide_layers.parameters, *down_layer.parameters)
     made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)

@@ -51,15 +51,20 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of each position's angles, (T, D / 2) fp32 each."""
+    """Cosines and sines of each position's angles, (T, R / 2) fp32 each, for R rotated elements."""
 
     cos: Tensor
     sin: Tensor
 
+    def pairs(self) -> int:
+        """Return the number of pairs of elements that are rotated, at the start of each head."""
+        return self.cos.shape[1]
+
     def require(self, sizes: HeadSizes) -> None:
         """Raise ValueError if the tables do not fit `sizes`."""
+        pairs = min(self.pairs(), sizes.width // 2)
         for name, table in (("cos", self.cos), ("sin", self.sin)):
-            require_tensor(name, table, torch.float32, (sizes.length, sizes.width // 2))
+            require_tensor(name, table, torch.float32, (sizes.length, pairs))
 
 
 def rms_norm_forward(
@@ -126,7 +131,7 @@ def rotate(
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)
-    library.call("rotate", qkv, *angles, *_numbers(qkv, sizes))
+    library.call("rotate", qkv, *angles, *_numbers(qkv, sizes), rotation.pairs())
 
 
 def norm_rotate_forward(
@@ -143,7 +148,8 @@ def norm_rotate_forward(
     qk = torch.empty(len(qkv), heads, sizes.width, dtype=torch.bfloat16)
     numbers = (scale.weight, scale.offset, scale.eps)
     angles = _angles(rotation, sizes)
-    library.call("norm_rotate_forward", qkv, *numbers, *angles, qk, *_numbers(qkv, sizes))
+    last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
+    library.call("norm_rotate_forward", qkv, *numbers, *angles, qk, *last)
     return qk
 
 
@@ -164,8 +170,9 @@ def norm_rotate_backward(
     require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
     parts = torch.empty(-(-len(qkv) // _SUM_ROWS), 2, sizes.width)
     numbers = (scale.weight, scale.offset, scale.eps)
-    last = (*_angles(rotation, sizes), grad, parts, *_numbers(qkv, sizes))
-    library.call("norm_rotate_backward", qkv, *numbers, *last)
+    sizes_last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
+    tensors = (*_angles(rotation, sizes), grad, parts)
+    library.call("norm_rotate_backward", qkv, *numbers, *tensors, *sizes_last)
     return parts.sum(dim=0)
 
 

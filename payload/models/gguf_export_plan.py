@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,11 @@ class GgufPlan:
     """Constant that is added to the weight of every norm."""
     transposed: tuple[str, ...] = ()
     """Ends of the names of matrices that the Hugging Face layout stores as (in, out)."""
-    rope_factors: tuple[float, ...] = ()
-    """Divisors of the rotary frequencies; empty = all 1."""
+    rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Additional tensors of divisors of the rotary frequencies, by llama.cpp's name."""
+    stacks: re.Pattern[str] | None = None
+    """Finds, as group 1, the part of a tensor's name that gives the number of an expert. The
+    matrices of all experts of a layer are one tensor in the file; None = the model has no experts.
+    """
     notes: tuple[str, ...] = ()
     """Differences in how other programs read the file, one sentence each."""

@@ -343,6 +343,13 @@ class ModelSpec(ABC):
             "over ranks"
         )
 
+    def rope_switch(self) -> int | None:
+        """Return the number of tokens above which all positions of a text are encoded otherwise.
+
+        A longer text cannot continue from keys that were cached before. None = there is no limit.
+        """
+        return None
+
     def num_trainable_params(self) -> int:
         """Return the number of weights with a gradient and optimizer state."""
         return self.num_params()

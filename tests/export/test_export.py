@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from payload.data.tokenizers.hf import hf_tokenizer
 from payload.export.__main__ import main
 from payload.export.hf_weight_reader import atomic_path
 from payload.export.vocabulary import Vocabulary, read_vocabulary
-from payload.models.gguf import plan_gguf
+from payload.models.gguf import plan_gguf, read_gguf
 from payload.models.gpt2.spec import Gpt2Spec
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import build
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = ("bf16", "f16", "q8_0")
 SAMPLES = {
     **{"GPT2": "q8_0", "Llama": "f16", "Qwen2": "bf16"},
-    **{"Qwen3": "q8_0", "Mistral": "f16", "Gemma3Text": "bf16"},
+    **{"Qwen3": "q8_0", "Mistral": "f16", "Gemma3Text": "bf16", "Phi3": "f16"},
+    "Qwen3Moe": "bf16",
 }
 """The dtype of each kind of model that `make test` exports."""
 PROMPT = [464, 206, 758, 218]
@@ -69,6 +71,11 @@ def files_of_llama(kind: str) -> dict[str, bytes]:
             "tie_word_embeddings": False,
         },
         "Mistral": {"sliding_window": None},
+        "Qwen3Moe": {
+            **{"head_dim": 16, "num_experts": 12, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "norm_topk_prob": True},
+        },
+        "Phi3": {"partial_rotary_factor": 0.5},
         # The fourth layer has no rotary embedding.
         "SmolLM3": {"num_hidden_layers": 5},
     }
@@ -141,7 +148,7 @@ def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
 
     found = {}
     for name, value in model.state_dict().items():
-        if value.dim() < 2 or name.endswith("wpe.weight"):
+        if value.dim() < 2 or name.endswith(("wpe.weight", "mlp.gate.weight")):
             found[name] = value
         elif dtype == "q8_0":
             kind = gguf.GGMLQuantizationType.Q8_0
@@ -165,12 +172,22 @@ def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
     ],
 )
 def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
-    kind: str, dtype: str, tmp_path: Path
+    kind: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make(tmp_path / "model", kind)
     file = tmp_path / "out.gguf"
     assert export(source, file, "--dtype", dtype) == ExitCode.OK
-    read = load(tmp_path, gguf_file=file.name)
+    options: dict[str, Any] = {}
+    if kind == "Phi3":
+        # transformers' reader does not read this setting, as the command says.
+        rope = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5}
+        assert f"pass rope_parameters={rope} to from_pretrained" in capsys.readouterr().err
+        options = {"rope_parameters": rope, "pad_token_id": None}
+    if kind == "Qwen3Moe":
+        # Nor this one, and the reader always normalises the experts' weights.
+        assert "pass moe_intermediate_size=32 to from_pretrained" in capsys.readouterr().err
+        options = {"moe_intermediate_size": 32}
+    read = load(tmp_path, gguf_file=file.name, **options)
     original = load(source)
     expected = expected_of(original, dtype)
     for name, value in read.state_dict().items():
@@ -212,6 +229,63 @@ def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: 
             # Adjacent rows of a pair in the file, halves of a head here.
             value = value.view(-1, 8, 2, value.shape[-1]).transpose(1, 2).reshape(value.shape)
         torch.testing.assert_close(value.view_as(expected[name]), expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
+def test_the_experts_of_a_layer_are_one_tensor_in_their_order(dtype: str, tmp_path: Path) -> None:
+    import gguf
+
+    source, file = make(tmp_path / "model", "Qwen3Moe"), tmp_path / "out.gguf"
+    assert export(source, file, "--dtype", dtype) == ExitCode.OK
+    reader = gguf.GGUFReader(file)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["general.architecture"] == "qwen3moe"
+    keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    assert [fields[f"qwen3moe.{key}"] for key in keys] == [12, 2, 32]
+    found = {each.name: gguf.dequantize(each.data, each.tensor_type) for each in reader.tensors}
+    tensors = load_file(source / "model.safetensors")
+    # Ten comes after nine.
+    for number in (0, 2, 9, 10, 11):
+        for theirs, ours in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
+            wanted = tensors[f"model.layers.1.mlp.experts.{number}.{ours}.weight"]
+            value = torch.from_numpy(found[f"blk.1.ffn_{theirs}_exps.weight"][number].copy())
+            bound = {"fp32": 0.0, "bf16": 2e-2, "q8_0": 2e-2}[dtype]
+            torch.testing.assert_close(value, wanted, rtol=0, atol=bound)
+    gate = torch.from_numpy(found["blk.0.ffn_gate_inp.weight"].copy())
+    assert gate.shape == tensors["model.layers.0.mlp.gate.weight"].shape
+    change_config(source, norm_topk_prob=False)
+    with pytest.raises(CheckpointError, match="norm_topk_prob = False"):
+        plan_gguf(json.loads((source / "config.json").read_text()), folder=tmp_path)
+
+
+def test_a_phi_has_the_long_and_short_factors_that_llama_cpp_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gguf
+
+    source, file = make(tmp_path / "model", "Phi3"), tmp_path / "out.gguf"
+    short, long = [1.0, 1.25, 1.5, 2.0], [2.0, 3.0, 4.0, 5.0]
+    scaling = {"type": "longrope", "short_factor": short, "long_factor": long}
+    change_config(
+        source, rope_parameters=None, rope_scaling=scaling, original_max_position_embeddings=32
+    )
+    assert export(source, file, "--dtype", "f16") == ExitCode.OK
+    said = capsys.readouterr().err
+    assert "long factors to every text if its context (-c) is above 32 tokens" in said
+    reader = gguf.GGUFReader(file)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["phi3.rope.dimension_count"] == 8
+    assert fields["phi3.rope.scaling.original_context_length"] == 32
+    # A context of 4 times 32 tokens; source: https://arxiv.org/abs/2402.13753.
+    factor = (1 + math.log(4) / math.log(32)) ** 0.5
+    assert fields["phi3.rope.scaling.attn_factor"] == pytest.approx(factor)
+    tensors = {each.name: each.data for each in reader.tensors}
+    assert tensors["rope_factors_short.weight"].tolist() == short
+    assert tensors["rope_factors_long.weight"].tolist() == long
+    assert tensors["blk.1.attn_qkv.weight"].shape == (64 + 2 * 32, 64)
+    assert tensors["blk.1.ffn_up.weight"].shape == (2 * 96, 64)
+    with pytest.raises(CheckpointError, match=r"rope_factors_long\.weight"):
+        read_gguf(file)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +441,7 @@ LLAMA3 = {
         ("Qwen2", {"rope_parameters": LLAMA3}, "rope_type = 'llama3'"),
         ("Gemma3Text", {"rope_parameters": {"full_attention": LLAMA3}}, "rope_type = 'llama3'"),
         ("Gemma3Text", {"hidden_activation": "gelu"}, "hidden_act = 'gelu'"),
+        ("Phi3", {"head_dim": 32}, "head_dim = 32"),
         (
             "Gemma3Text",
             {"num_hidden_layers": 62, "layer_types": None},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.architecture_cases import CASES, make_folder, random_tokens
 from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE
 from payload.generate.sampling import (
@@ -20,6 +21,7 @@ from payload.generate.sampling import (
     sample,
 )
 from payload.train.models.hf_weights import save_hf
+from payload.train.models.loading import load
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,6 +84,29 @@ def test_the_cache_changes_nothing_where_the_text_outgrows_the_context() -> None
     with_cache = draw(**long)
     assert [len(tokens) for tokens in with_cache] == [30, 30, 30]
     assert with_cache == draw(use_cache=False, **long)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_keys_with_longropes_short_factors_are_computed_again_for_a_long_text(
+    kind: str, tmp_path: Path
+) -> None:
+    case = CASES["phi3, partial longrope"]
+    if kind == "phimoe":
+        rope = {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 10.0},
+            **{"short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]},
+            **{"short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 12},
+        }
+        case = {**CASES["phimoe"], "rope_parameters": rope}
+    reference = make_folder(case, tmp_path)
+    model, (text, _) = load(tmp_path), random_tokens(1031)
+    assert model.spec.rope_switch() == 12
+    reader = Reader(model)
+    with torch.no_grad():
+        for length in (8, 11, 12, 13, 14, 20):
+            expected = reference(input_ids=text[:, :length]).logits[:, -1]
+            found = reader.next_logits(text[:, :length])
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_prompt_longer_than_the_context_is_read_from_its_end() -> None:

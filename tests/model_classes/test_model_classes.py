@@ -13,7 +13,7 @@ from tests.model_classes.multimodal import WHOLE_CASES
 from tests.model_classes.plans import plan_codes
 
 NATIVE = {
-    *("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3"),
+    *("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3", "Phi3", "Qwen3Moe"),
     *("Gemma3", "InternVL", "Llava", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5VL", "Qwen3VL"),
 }
 SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next", "Qwen2VL")

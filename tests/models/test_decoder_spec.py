@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from payload.core.errors import CheckpointError
-from payload.models.llama.config import Rope
+from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec, read
 from payload.models.spec import RankSetting
 
@@ -32,6 +32,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5, "tie_word_embeddings": True}),
@@ -44,6 +49,16 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "mistral": ("mistral", {"sliding_window": 8}),
+    "phi-4": ("phi3", {"sliding_window": 8}),
+    "phi-4-mini": (
+        "phi3",
+        {
+            "rope_scaling": LONGROPE,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2}),
 }
 TOKENS = 24
@@ -142,10 +157,32 @@ def test_each_layer_knows_its_window_and_its_rotary_embedding() -> None:
     assert rope == Rope(theta=5e5, kind="llama3", factor=8.0, original_context=64)
 
 
+@pytest.mark.parametrize("older", ["longrope", "su", "yarn"])
+def test_phi_reads_longrope_under_each_of_its_names(older: str) -> None:
+    (rope, *_) = (
+        layer.rope
+        for layer in spec_of_raw("phi-4-mini", rope_scaling=LONGROPE | {"type": older}).layers
+    )
+    assert rope is not None and rope.kind == "longrope" and rope.rotated == 12
+    assert rope.attention_factor == pytest.approx((1 + 3 / 6) ** 0.5)
+    assert (rope.is_long(64), rope.is_long(65)) == (False, True)
+    with pytest.raises(CheckpointError, match=r"rope long_factor = .* must have 6 positive"):
+        spec_of_raw("phi-4-mini", rope_scaling=LONGROPE | {"long_factor": [1.0]})
+
+
+def test_the_defaults_of_each_type_are_those_of_transformers() -> None:
+    for kind, family in DEFAULTS.items():
+        theirs = CONFIG_MAPPING[kind]()
+        assert (family.padding, family.rms_norm_eps) == (theirs.pad_token_id, theirs.rms_norm_eps)
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "feature"),
     [
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ("phi-4", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
+        ("phi-4", {"partial_rotary_factor": 0.7}, "partial_rotary_factor"),
+        ("phi-4", {"resid_pdrop": 0.1}, "resid_pdrop"),
         ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),

@@ -29,6 +29,7 @@ KINDS = [
     "Llama",
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mistral", "Qwen2")),
     "Qwen3",
+    "Phi3",
 ]
 
 

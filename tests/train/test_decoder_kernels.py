@@ -38,13 +38,15 @@ def rotation_of(length: int, width: int) -> Rotation:
 
 
 def plainly_rotated(x: Tensor, rotation: Rotation, length: int) -> Tensor:
-    """Return x (N, heads, D) rotated by each token's angles."""
+    """Return x (N, heads, D) rotated by each token's angles; a rest of the elements stays."""
+    width = 2 * rotation.pairs()
+    turned, rest = x[..., :width], x[..., width:]
     cos, sin = (
         torch.cat((each, each), -1).double().repeat(len(x) // length, 1)[:, None]
         for each in (rotation.cos, rotation.sin)
     )
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
 
 
 def plainly_normed(x: Tensor, scale: NormScale, weight: Tensor) -> Tensor:
@@ -190,13 +192,20 @@ def test_the_rms_norm_of_bf16_numbers_is_that_of_torch(
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "key_heads", "width"), [(1, 1, 1, 2), (5, 3, 1, 6), (33, 9, 3, 64)]
+    ("length", "heads", "key_heads", "width", "turned_width"),
+    [(1, 1, 1, 2, 2), (5, 3, 1, 6, 6), (33, 9, 3, 64, 64), (33, 3, 1, 64, 48), (2, 1, 1, 6, 2)],
 )
 def test_queries_and_keys_turn_in_place_and_back(
-    library: Library, threads: int, length: int, heads: int, key_heads: int, width: int
+    library: Library,
+    threads: int,
+    length: int,
+    heads: int,
+    key_heads: int,
+    width: int,
+    turned_width: int,
 ) -> None:
     sizes = HeadSizes(length, heads, key_heads, width)
-    rotation = rotation_of(length, width)
+    rotation = rotation_of(length, turned_width)
     before = random(2 * length, heads + 2 * key_heads, width).to(BF16)
     qkv = before.clone()
 
@@ -210,7 +219,7 @@ def test_queries_and_keys_turn_in_place_and_back(
     assert error(qkv, before) < 2 * ONE_ROUNDING
 
 
-@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("length", "heads", "key_heads", "width"), [(3, 1, 1, 4), (5, 3, 1, 6), (70, 4, 2, 128)]
@@ -223,10 +232,10 @@ def test_normed_and_turned_queries_and_keys_are_those_of_torch(
     key_heads: int,
     width: int,
     offset: float,
-    turns: bool,
+    share: float,
 ) -> None:
     sizes, rotated = HeadSizes(length, heads, key_heads, width), heads + key_heads
-    rotation = rotation_of(length, width) if turns else None
+    rotation = rotation_of(length, int(width * share) // 2 * 2) if share else None
     scale = NormScale(random(2, width, seed=2), eps=1e-6, offset=offset)
     qkv = random(2 * length, heads + 2 * key_heads, width).to(BF16)
     grad = random(*qkv.shape, seed=3).to(BF16)

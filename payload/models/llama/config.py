@@ -6,6 +6,7 @@ each type's defaults: transformers 5.23, models/<family>/configuration_<family>.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
@@ -14,10 +15,11 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
+from payload.models.llama.mixture import Mixture
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Activations as Hugging Face names them: SiLU, the exact GELU, and its tanh approximation."""
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "llama3", "longrope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,18 @@ class Rope:
     high_freq_factor: float = 4.0
     original_context: int = 8192
     """Context in pre-training, in tokens."""
+    rotated: int | None = None
+    """Number of a head's elements that are rotated, from its start; None = all."""
+    attention_factor: float = 1.0
+    """Factor of the cosines and sines; only longrope has a factor other than 1."""
+    short_factors: tuple[float, ...] = ()
+    """Used only by longrope: divisors of the frequencies, one for each pair of elements."""
+    long_factors: tuple[float, ...] = ()
+    """The divisors for texts above `original_context`."""
+
+    def is_long(self, tokens: int) -> bool:
+        """Return whether a text of `tokens` tokens needs the long factors."""
+        return self.kind == "longrope" and tokens > self.original_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +68,15 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_pytorch_tanh",
 }
 _ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
+_PHI_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "longrope")
+_OLD_LONGROPE = ("su", "yarn")
+"""Names of LongRoPE in older config.json files of Phi-3."""
+_EXPERTS = 128
+"""Default number of experts."""
+EXPERT_WIDTH = 768
+"""Default width of an expert's gate."""
+_PHI_CONTEXT = 4096
+"""Default of both the context and the context in pre-training."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 GEMMA_LOCAL_THETA = 10_000.0
 _MOST_LAYERS = 1000
@@ -72,15 +95,23 @@ class TypeDefaults:
     context: int = 32_768
     tied: bool = False
     qk_norm: bool = False
+    rms_norm_eps: float = 1e-6
+    padding: int | None = None
+    """The padding token, whose embedding gets no gradient."""
     windows_everywhere: bool = False
     """True if every layer has the sliding window; if False, `use_sliding_window` and `layer_types`
     decide."""
     is_gemma: bool = False
+    is_mixture: bool = False
+    """True if the MLP of each layer is a mixture of experts."""
+    is_phi: bool = False
+    """True if queries, keys and values are one linear, and gate and up another one. The rotary
+    embedding can be partial or LongRoPE."""
 
 
 DEFAULTS: Mapping[str, TypeDefaults] = {
     "llama": TypeDefaults(context=2048),
-    "smollm3": TypeDefaults(kv_heads=4, theta=2_000_000.0, tied=True),
+    "smollm3": TypeDefaults(kv_heads=4, theta=2_000_000.0, tied=True, padding=128_004),
     "qwen2": TypeDefaults(kv_heads=32, window=4096),
     "qwen3": TypeDefaults(kv_heads=32, head_dim=128, window=4096, qk_norm=True),
     "mistral": TypeDefaults(kv_heads=8, window=4096, context=131_072, windows_everywhere=True),
@@ -92,7 +123,16 @@ DEFAULTS: Mapping[str, TypeDefaults] = {
         context=131_072,
         tied=True,
         qk_norm=True,
+        padding=0,
         is_gemma=True,
+    ),
+    "qwen3_moe": TypeDefaults(kv_heads=4, window=4096, qk_norm=True, is_mixture=True),
+    "phi3": TypeDefaults(
+        context=_PHI_CONTEXT,
+        windows_everywhere=True,
+        rms_norm_eps=1e-5,
+        padding=32_000,
+        is_phi=True,
     ),
 }
 
@@ -110,6 +150,9 @@ class _RopeConfig:
     high_freq_factor: float | None = checked(None, low=1e-6, high=1e9)
     original_max_position_embeddings: int | None = checked(None, low=1, high=2**30)
     partial_rotary_factor: float | None = None
+    attention_factor: float | None = checked(None, low=1e-6, high=1e9)
+    short_factor: tuple[float, ...] | None = checked(None, max_items=2**13)
+    long_factor: tuple[float, ...] | None = checked(None, max_items=2**13)
 
     def kind(self) -> str:
         """Return the name of the scaling in transformers."""
@@ -154,9 +197,21 @@ class DecoderConfig:
     no_rope_layer_interval: int = checked(4, low=1, high=_MOST_LAYERS)
     query_pre_attn_scalar: float = checked(256.0, low=1e-6, high=1e9)
     attention_dropout: float | None = None
+    resid_pdrop: float | None = None
+    """Phi's dropout of the outputs of attention and MLP."""
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = False
+    num_experts: int | None = checked(None, low=0, high=2**16)
+    num_local_experts: int | None = checked(None, low=0, high=2**16)
+    """Another name of num_experts."""
+    num_experts_per_tok: int = checked(8, low=1, high=2**16)
+    moe_intermediate_size: int = checked(EXPERT_WIDTH, low=1, high=2**22)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = checked(1, low=1, high=_MOST_LAYERS)
+    mlp_only_layers: tuple[int, ...] | None = checked(None, max_items=_MOST_LAYERS)
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = checked(0.001, low=0.0, high=1e9)
     per_layer_config: Any = None
     """transformers' overrides for single layers."""
     kv_sharing_modes: Any = None
@@ -196,12 +251,18 @@ class DecoderConfig:
     def unsupported(self, *, where: str) -> tuple[str, ...]:
         """Return the features that `train/families/llama` lacks. Raises CheckpointError."""
         ropes = [self._rope_config(kind, where=where) for kind in (_FULL, _SLIDING)]
+        kinds = _PHI_ROPE_KINDS if self.defaults().is_phi else _ROPE_KINDS
         found = [
-            f"rope type {shown(rope.kind())}" for rope in ropes if rope.kind() not in _ROPE_KINDS
+            f"rope type {shown(rope.kind())}"
+            for rope in ropes
+            if self._rope_kind(rope) not in kinds
         ]
-        factors = [rope.partial_rotary_factor for rope in ropes] + [self.partial_rotary_factor]
-        if any(factor not in (None, 1.0) for factor in factors):
+        if any(self._rotated(rope) is None for rope in ropes):
             found.append("partial_rotary_factor")
+        if self.defaults().is_phi and self.resid_pdrop:
+            found.append("resid_pdrop")
+        if self.defaults().is_mixture:
+            found += self._unsupported_in_mixture()
         if self.activation() not in _ACTIVATIONS:
             found.append(f"activation {shown(self.activation())}")
         odd = {*self._layer_types(where)} - {_FULL, _SLIDING}
@@ -219,6 +280,33 @@ class DecoderConfig:
             if getattr(self, name)
         ]
         return tuple(dict.fromkeys(found))
+
+    def mixture(self) -> Mixture | None:
+        """Return the sizes of the experts, or None for a model without experts."""
+        if not self.defaults().is_mixture:
+            return None
+        experts = self._num_experts()
+        return Mixture(
+            experts=experts,
+            active=min(self.num_experts_per_tok, experts),
+            inner=self.moe_intermediate_size,
+            normalises=self.norm_topk_prob,
+            balance=self.router_aux_loss_coef if self.output_router_logits else 0.0,
+        )
+
+    def _num_experts(self) -> int:
+        given = self.num_local_experts if self.num_experts is None else self.num_experts
+        return _EXPERTS if given is None else given
+
+    def _unsupported_in_mixture(self) -> list[str]:
+        found = []
+        if self.decoder_sparse_step != 1 or self.mlp_only_layers:
+            found.append("layers without experts")
+        if not 0 < self.num_experts_per_tok <= self._num_experts():
+            found.append(f"num_experts_per_tok {self.num_experts_per_tok}")
+        if self.use_sliding_window and self.sliding_window is not None:
+            found.append("use_sliding_window")
+        return found
 
     def _layer_types(self, where: str) -> tuple[str, ...]:
         """Return each layer's type, by the rules of the configuration class in transformers."""
@@ -278,6 +366,8 @@ class DecoderConfig:
         if self.defaults().is_gemma and kind == _SLIDING:
             theta = self.rope_local_base_freq or GEMMA_LOCAL_THETA
         theta = found.rope_theta or theta
+        if self.defaults().is_phi:
+            return self._phi_rope(found, theta, where=where)
         if found.kind() == "linear":
             _require(where, found, ("factor",))
             return Rope(theta=theta, kind="linear", factor=cast(float, found.factor))
@@ -297,6 +387,46 @@ class DecoderConfig:
             original_context=original or cast(int, self.max_position_embeddings),
         )
 
+    def _rope_kind(self, rope: _RopeConfig) -> str:
+        is_long = self.defaults().is_phi and rope.kind() in _OLD_LONGROPE
+        return "longrope" if is_long else rope.kind()
+
+    def _rotated(self, rope: _RopeConfig) -> int | None:
+        """Return the rotated elements of a head, or None if our layers do not support the share."""
+        share = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
+        count = int(self.width_of_head() * share)
+        is_whole = share == 1.0
+        is_pairs = self.defaults().is_phi and share < 1 and count > 0 and count % 2 == 0
+        return count if is_whole or is_pairs else None
+
+    def _phi_rope(self, found: _RopeConfig, theta: float, *, where: str) -> Rope:
+        """Return Phi's rotary embedding, as its configuration class in transformers reads it."""
+        count = self._rotated(found) or self.width_of_head()
+        rotated = None if count == self.width_of_head() else count
+        if self._rope_kind(found) != "longrope":
+            return Rope(theta=theta, rotated=rotated)
+        _require(where, found, ("short_factor", "long_factor"))
+        factors = (
+            cast("tuple[float, ...]", found.short_factor),
+            cast("tuple[float, ...]", found.long_factor),
+        )
+        for key, each in zip(("short_factor", "long_factor"), factors, strict=True):
+            if len(each) != count // 2 or min(each) <= 0:
+                problem = f"must have {count // 2} positive numbers, one for each pair of elements"
+                _refuse(where, f"rope {key}", each, problem)
+        original = self.original_max_position_embeddings or _PHI_CONTEXT
+        growth = found.factor or cast(int, self.max_position_embeddings) / original
+        scale = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+        return Rope(
+            theta=theta,
+            kind="longrope",
+            original_context=original,
+            rotated=rotated,
+            attention_factor=found.attention_factor or scale,
+            short_factors=factors[0],
+            long_factors=factors[1],
+        )
+
 
 def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
     """Return the typed config with every default filled in. Raises CheckpointError."""
@@ -308,6 +438,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
         "max_position_embeddings": family.context,
         "sliding_window": family.window,
         "tie_word_embeddings": family.tied,
+        "rms_norm_eps": family.rms_norm_eps,
     }
     config = build(DecoderConfig, {**defaults, **raw}, where=where, fix=_FIX, error=CheckpointError)
     if config.num_key_value_heads is None:

@@ -7,12 +7,14 @@ Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from payload.models.gguf_errors import refuse_export
 from payload.models.gguf_export_plan import GgufPlan
 from payload.models.llama.config import (
+    EXPERT_WIDTH,
     GEMMA_LOCAL_THETA,
     DecoderConfig,
     Layer,
@@ -28,6 +30,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "qwen3_moe": "qwen3moe",
 }
 """The architecture in llama.cpp for each `model_type`."""
 _SMOLLM3_PATTERN = 4
@@ -62,13 +66,29 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
     architecture = ARCHITECTURES[config.model_type]
     if architecture == "smollm3":
         _require_smollm3_layers(layers, where=where)
+    if architecture == "phi3" and config.width_of_head() * config.num_attention_heads != (
+        config.hidden_size
+    ):
+        refuse_export(where, "head_dim", config.width_of_head())
+    mixture = config.mixture()
+    if mixture is not None and not mixture.normalises:
+        refuse_export(where, "norm_topk_prob", False)
     rope = layers[0].rope
     assert rope is not None, "the first layer of these families has rope"
     if rope.kind == "llama3" and architecture != "llama":
         refuse_export(where, "rope_type", rope.kind)
     values, notes = _values(config, rope), []
+    if mixture is not None:
+        values["expert_count"] = mixture.experts
+        values["expert_used_count"] = mixture.active
+        values["expert_feed_forward_length"] = mixture.inner
+        if mixture.inner != EXPERT_WIDTH:
+            notes.append(
+                f"transformers assumes experts of width {EXPERT_WIDTH} for a Qwen3 MoE in GGUF: "
+                f"pass moe_intermediate_size={mixture.inner} to from_pretrained"
+            )
     window = min((layer.window for layer in layers if layer.window), default=None)
-    if window is not None and config.model_type != "mistral":
+    if window is not None and not config.defaults().windows_everywhere:
         refuse_export(where, "use_sliding_window", True)
     if window is not None and window < (config.max_position_embeddings or 0):
         values["context_length"] = window
@@ -78,6 +98,7 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         )
     if rope.kind != "default":
         notes.append("transformers' GGUF reader ignores rope scaling; llama.cpp applies it")
+    notes += _phi_notes(rope, width=config.width_of_head())
     if architecture == "qwen3" and config.width_of_head() != _QWEN3_HEAD:
         notes.append(
             f"transformers assumes heads of width {_QWEN3_HEAD} for a Qwen3 in GGUF: pass "
@@ -92,8 +113,26 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         vocab_size=config.vocab_size,
         rotated_heads={"q_proj.weight": heads, "k_proj.weight": keys} if is_turned else {},
         rope_factors=_rope_factors(rope, width=config.width_of_head()),
+        stacks=None if mixture is None else re.compile(r"\.mlp\.experts\.(\d+)\."),
         notes=tuple(notes),
     )
+
+
+def _phi_notes(rope: Rope, *, width: int) -> list[str]:
+    """Return how llama.cpp and transformers read a LongRoPE and a partial rotary embedding."""
+    notes = []
+    if rope.kind == "longrope":
+        notes.append(
+            f"llama.cpp applies LongRoPE's long factors to every text if its context (-c) is above "
+            f"{rope.original_context} tokens; transformers applies them to longer texts only"
+        )
+    elif rope.rotated is not None:
+        notes.append(
+            "transformers' GGUF reader ignores the partial rotary embedding: pass "
+            f"rope_parameters={{'rope_type': 'default', 'rope_theta': {rope.theta:g}, "
+            f"'partial_rotary_factor': {rope.rotated / width:g}}} to from_pretrained"
+        )
+    return notes
 
 
 def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
@@ -156,19 +195,33 @@ def _values(config: DecoderConfig, rope: Rope) -> dict[str, int | float | str]:
         "attention.key_length": width,
         "attention.value_length": width,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.dimension_count": width,
+        "rope.dimension_count": rope.rotated or width,
         "rope.freq_base": rope.theta,
         "vocab_size": config.vocab_size,
     }
     if rope.kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
+    if rope.kind == "longrope":
+        values |= {
+            "rope.scaling.original_context_length": rope.original_context,
+            "rope.scaling.attn_factor": rope.attention_factor,
+        }
     return values
 
 
-def _rope_factors(rope: Rope, *, width: int) -> tuple[float, ...]:
-    """Return llama.cpp's divisors for the frequencies of Llama 3, one per pair of elements."""
-    if rope.kind != "llama3":
-        return ()
+def _rope_factors(rope: Rope, *, width: int) -> dict[str, tuple[float, ...]]:
+    """Return llama.cpp's tensors of divisors for the frequencies, one per pair of elements."""
+    if rope.kind == "longrope":
+        return {
+            "rope_factors_long.weight": rope.long_factors,
+            "rope_factors_short.weight": rope.short_factors,
+        }
+    if rope.kind == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(rope, width=width)}
+    return {}
+
+
+def _llama3_factors(rope: Rope, *, width: int) -> tuple[float, ...]:
     longest = rope.original_context / rope.low_freq_factor
     shortest = rope.original_context / rope.high_freq_factor
     factors = []

@@ -1,4 +1,4 @@
-"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
+"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi.
 
 `DecoderSpec` covers all these models: it describes each layer, so code that builds or counts a
 model does not depend on the model's type.
@@ -18,11 +18,13 @@ from payload.models.llama.config import (
     read_decoder_config,
     supported_activation,
 )
+from payload.models.llama.mixture import Mixture
 from payload.models.spec import (
     PROCESS_BYTES,
     GradientSize,
     LinearSize,
     ModelSpec,
+    ParameterSize,
     RankSetting,
     logits_tokens,
     stages_conflict,
@@ -40,7 +42,13 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     config = read_decoder_config(raw, where=where)
     family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
-    biased = config.attention_bias and kind in ("llama", "smollm3", "qwen3", "gemma3_text")
+    biased = config.attention_bias and kind in (
+        "llama",
+        "smollm3",
+        "qwen3",
+        "gemma3_text",
+        "qwen3_moe",
+    )
     return DecoderSpec(
         model_type=kind,
         hidden_size=config.hidden_size,
@@ -61,6 +69,8 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
         qk_norm=family.qk_norm,
         sandwich_norms=gemma,
         norm_offset=gemma,
+        fused_projections=family.is_phi,
+        mixture=config.mixture(),
         embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
         attention_scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         initializer_range=config.initializer_range,
@@ -97,6 +107,10 @@ class DecoderSpec(ModelSpec):
     norm_offset: bool = False
     """If True (Gemma), an RMSNorm multiplies by 1 + weight, in fp32. If False, it multiplies by
     weight, in the input's dtype."""
+    fused_projections: bool = False
+    """True if one linear makes queries, keys and values, and another one gate and up."""
+    mixture: Mixture | None = None
+    """The experts of every layer's MLP; None = a plain MLP."""
     embedding_scale: float = 1.0
     """Factor by which the token embeddings are multiplied; only Gemma has a factor other than 1."""
     attention_scale: float
@@ -114,6 +128,12 @@ class DecoderSpec(ModelSpec):
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""
         return self.max_position_embeddings
+
+    def rope_switch(self) -> int | None:
+        """Return the context in pre-training if longer texts have LongRoPE's long factors."""
+        ropes = (layer.rope for layer in self.layers if layer.rope is not None)
+        found = (each.original_context for each in ropes if each.kind == "longrope")
+        return min(found, default=None)
 
     def num_layers(self) -> int:
         """Return the number of layers."""
@@ -138,6 +158,10 @@ class DecoderSpec(ModelSpec):
         attention shares keys but not matmuls, so the query heads are counted.
         """
         layer = sum(math.prod(shape) for _, shape in self._layer_shapes() if len(shape) == 2)
+        if self.mixture is not None:
+            # The router is a matrix, which the sum includes.
+            router = self.mixture.experts * self.hidden_size
+            layer += self.mixture.active_params(self.hidden_size) - router
         multiplying = self.num_layers() * layer + self.embedding_size()
         attention = self.num_layers() * self._query_width() * self.sequence_length
         return 6 * multiplying + 12 * attention
@@ -187,6 +211,7 @@ class DecoderSpec(ModelSpec):
         gradient is a sum in fp32. The two gradients of a tied embedding are summed, then rounded.
         """
         linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
+        linears = linears and self.mixture is None
         tokens = setting.micro_batch_size * self.sequence_length
         return linears, linears and tokens <= logits_tokens(self.vocab_size)
 
@@ -201,6 +226,10 @@ class DecoderSpec(ModelSpec):
         `size` is the number of bytes of an element between the matmuls.
         """
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
+        if self.mixture is not None:
+            experts = size * self.mixture.kept_elements(width, kernels=kernels)
+            dense = replace(self, mixture=None, intermediate_size=0)
+            return dense._kept_bytes(size, kernels=kernels) + experts
         if kernels:
             # A layer keeps the residual stream twice in fp32 and twice normed; queries, keys and
             # values; the attention's output; the gate and up projections.
@@ -214,7 +243,7 @@ class DecoderSpec(ModelSpec):
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the parameters in the order in which the backward pass finishes them."""
         found = [
-            GradientSize(math.prod(shape), "matrix" if len(shape) == 2 else "vector")
+            GradientSize(math.prod(shape), "matrix" if len(shape) > 1 else "vector")
             for _, shape in reversed([*self._layer_shapes()])
         ]
         sizes = [GradientSize(self.hidden_size, "vector"), *found * self.num_layers()]
@@ -226,7 +255,7 @@ class DecoderSpec(ModelSpec):
         """Yield name and shape of every parameter, as a checkpoint names and orders them."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for number in range(self.num_layers()):
-            for name, shape in self._layer_shapes():
+            for name, shape in self._layer_shapes(stored=True):
                 yield f"model.layers.{number}.{name}", shape
         yield "model.norm.weight", (self.hidden_size,)
         if not self.is_tied():
@@ -236,6 +265,8 @@ class DecoderSpec(ModelSpec):
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         if self.unsupported_features:
             return ModelSpec.why_not_tensor(self, ranks)
+        if self.mixture is not None:
+            return "its experts cannot be split over ranks"
         counts = {
             "attention heads": self.num_attention_heads,
             "key and value heads": self.num_key_value_heads,
@@ -247,6 +278,8 @@ class DecoderSpec(ModelSpec):
         """Return why the layers cannot be divided into `stages` stages, or None if they can."""
         if self.unsupported_features:
             return ModelSpec.why_not_stages(self, stages)
+        if self.mixture is not None:
+            return "the balancing loss of its routers needs all layers on one rank"
         return stages_conflict(self, stages)
 
     def linears(self) -> tuple[LinearSize, ...]:
@@ -254,15 +287,44 @@ class DecoderSpec(ModelSpec):
         return tuple(
             LinearSize(name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
             for name, shape in self.tensor_shapes()
-            if name.endswith("_proj.weight")
+            if name.endswith("_proj.weight") and ".experts." not in name
         )
 
-    def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
+        """Return the routers and the stacks of experts, which an adapter can target."""
+        if self.mixture is None:
+            return ()
+        parts = self.mixture.parameters(self.hidden_size)
+        return tuple(
+            replace(part, name=f"model.layers.{number}.{part.name}")
+            for number in range(self.num_layers())
+            for part in parts
+        )
+
+    def expert_params(self) -> int:
+        """Return the number of weights in the experts."""
+        layer = 0 if self.mixture is None else self.mixture.expert_params(self.hidden_size)
+        return self.num_layers() * layer
+
+    def matmul_size(self) -> int:
+        """Return the weights in the matmuls of each token; of the experts, the active ones."""
+        layer = 0 if self.mixture is None else self.mixture.active_params(self.hidden_size)
+        return ModelSpec.matmul_size(self) + self.num_layers() * layer
+
+    def why_not_quantized(self) -> str | None:
+        """Return why the layers' linears cannot have 4 bits, or None if they can."""
+        return None if self.mixture is None else "its experts are no linears"
+
+    def _layer_shapes(self, *, stored: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of each parameter of a layer, or of its tensors in a checkpoint."""
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         yield "input_layernorm.weight", (width,)
-        yield from _linear("self_attn.q_proj", queries, width, bias=self.qkv_bias)
-        yield from _linear("self_attn.k_proj", keys, width, bias=self.qkv_bias)
-        yield from _linear("self_attn.v_proj", keys, width, bias=self.qkv_bias)
+        if self.fused_projections:
+            yield from _linear("self_attn.qkv_proj", queries + 2 * keys, width, bias=self.qkv_bias)
+        else:
+            yield from _linear("self_attn.q_proj", queries, width, bias=self.qkv_bias)
+            yield from _linear("self_attn.k_proj", keys, width, bias=self.qkv_bias)
+            yield from _linear("self_attn.v_proj", keys, width, bias=self.qkv_bias)
         if self.qk_norm:
             yield "self_attn.q_norm.weight", (self.head_dim,)
             yield "self_attn.k_norm.weight", (self.head_dim,)
@@ -271,8 +333,15 @@ class DecoderSpec(ModelSpec):
         if self.sandwich_norms:
             yield "pre_feedforward_layernorm.weight", (width,)
         inner = self.intermediate_size
-        yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
-        yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
+        if self.mixture is not None:
+            shapes = self.mixture.stored_shapes if stored else self.mixture.shapes
+            yield from shapes(width)
+            return
+        if self.fused_projections:
+            yield from _linear("mlp.gate_up_proj", 2 * inner, width, bias=self.mlp_bias)
+        else:
+            yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
+            yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
         yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
         if self.sandwich_norms:
             yield "post_feedforward_layernorm.weight", (width,)

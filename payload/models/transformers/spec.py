@@ -159,6 +159,15 @@ class OtherSpec(ModelSpec):
         """Return the longest context of the weights in tokens; if unknown, `sequence_length`."""
         return self.max_tokens or self.sequence_length
 
+    def rope_switch(self) -> int | None:
+        """Return the context in pre-training if longer texts have LongRoPE's long factors."""
+        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
+        if "longrope" not in (rope.get("rope_type"), rope.get("type")):
+            return None
+        key = "original_max_position_embeddings"
+        found = self.config.get(key) or rope.get(key)
+        return found if isinstance(found, int) else None
+
     def num_layers(self) -> int:
         """Return the number of layers; 0 if the config does not give it."""
         return self.layers or 0

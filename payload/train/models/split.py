@@ -51,8 +51,8 @@ class Split:
     """How tensor ranks split a parameter: each rank has a part of each section."""
 
     dim: int
-    sections: int = 1
-    """Number of equal sections along `dim`: GPT-2 has queries, keys and values in one matrix."""
+    sections: tuple[int, ...] = (1,)
+    """Relative sizes of the sections along `dim`: a matrix can hold queries, keys and values."""
 
     def part(self, whole: Tensor, *, index: int, size: int) -> Tensor:
         """Return a contiguous copy of a rank's part."""
@@ -60,8 +60,16 @@ class Split:
 
     def part_shape(self, shape: tuple[int, ...], *, index: int, size: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of a tensor of this shape."""
-        start, end = bounds(shape[self.dim] // self.sections, index=index, size=size)
-        return (*shape[: self.dim], (end - start) * self.sections, *shape[self.dim + 1 :])
+        rows = 0
+        for length in self.lengths(shape):
+            start, end = bounds(length, index=index, size=size)
+            rows += end - start
+        return (*shape[: self.dim], rows, *shape[self.dim + 1 :])
+
+    def lengths(self, shape: tuple[int, ...]) -> list[int]:
+        """Return the length of each section of a tensor of this shape."""
+        unit = shape[self.dim] // sum(self.sections)
+        return [each * unit for each in self.sections]
 
     def put(self, part: Tensor, whole: Tensor, *, index: int, size: int) -> None:
         """Copy a rank's part into the whole tensor."""
@@ -73,7 +81,7 @@ class Split:
     def places(self, whole: Tensor, *, index: int, size: int) -> list[Tensor]:
         """Return views of a rank's part of each section."""
         found = []
-        for section in whole.chunk(self.sections, self.dim):
+        for section in torch.split(whole, self.lengths(tuple(whole.shape)), self.dim):
             start, end = bounds(section.shape[self.dim], index=index, size=size)
             found.append(section.narrow(self.dim, start, end - start))
         return found

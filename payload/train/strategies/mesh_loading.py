@@ -87,10 +87,10 @@ def _pieces(
     if split is None:
         yield local, Part(dim=0, first=first)
         return
-    section, at = shape[split.dim] // split.sections, 0
-    for number in range(split.sections):
-        start, end = bounds(section, index=index, size=size)
-        start, end = number * section + start, number * section + end
+    before = at = 0
+    for length in split.lengths(shape):
+        start, end = bounds(length, index=index, size=size)
+        start, end, before = before + start, before + end, before + length
         if split.dim:
             columns = local.narrow(split.dim, at, end - start)
             yield columns, Part(dim=0, first=first), Part(dim=split.dim, first=start)

@@ -54,7 +54,12 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     try:
         with bar, isolated_link(path) as link:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                link.parent, gguf_file=link.name, dtype=torch.float32, local_files_only=True
+                link.parent,
+                gguf_file=link.name,
+                dtype=torch.float32,
+                local_files_only=True,
+                # The default of Phi's config can be outside the vocabulary of the file.
+                pad_token_id=None,
             )
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(

@@ -217,21 +217,25 @@ def test_a_whole_fp8_model_has_the_weights_that_transformers_loads(tmp_path: Pat
         assert torch.equal(value, theirs[name].float()), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [("qwen3_moe", ""), ("qwen2_moe", "module.")], ids=["native", "other"]
+)
 @pytest.mark.parametrize("method", ["fp8", "gptq"])
-def test_experts_are_dequantised_before_transformers_merges_them(
-    method: str, tmp_path: Path
+def test_experts_are_dequantised_before_they_are_merged(
+    method: str, kind: str, prefix: str, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    make_folder(QWEN3_MOE, tmp_path / "quantised")
+    case = {**QWEN3_MOE, "model_type": kind, "shared_expert_intermediate_size": 64}
+    make_folder(case, tmp_path / "quantised")
     values = quantise_folder(method, tmp_path / "quantised")
     assert any(".experts.3.down_proj." in name for name in values)
-    make_folder(QWEN3_MOE, tmp_path / "plain")
+    make_folder(case, tmp_path / "plain")
     save_file(values, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     model = load(tmp_path / "quantised")
     for name, value in theirs.named_parameters():
-        assert torch.equal(model.get_parameter(f"module.{name}"), value), name
+        assert torch.equal(model.get_parameter(f"{prefix}{name}"), value), name
     assert read_spec(tmp_path / "quantised").num_params() == sum(
         each.numel() for each in theirs.parameters()
     )

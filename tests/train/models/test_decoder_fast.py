@@ -35,7 +35,7 @@ ONE_PASS = RankSetting(
 )
 _FAMILIES = [
     *("llama", "llama, untied, biases", "llama, llama3 rope", "smollm3", "qwen2", "qwen3"),
-    *("qwen2, windows", "mistral, window", "gemma3_text"),
+    *("qwen2, windows", "mistral, window", "gemma3_text", "phi3, partial longrope", "qwen3_moe"),
 ]
 
 

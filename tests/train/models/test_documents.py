@@ -27,7 +27,10 @@ from tests.train.test_model import SMALL, make_model
 # Longer than a block of the kernels' attention (128), ending with it, and a single token.
 ROWS = ((37, 1, 130, 32), (128, 72))
 LENGTH = 200
-_NATIVE = ["gpt2", "llama", "qwen3", "qwen2, windows", "mistral, window", "gemma3_text", "smollm3"]
+_NATIVE = [
+    *("gpt2", "llama", "qwen3", "qwen2, windows", "mistral, window", "gemma3_text", "smollm3"),
+    "phi3",
+]
 
 
 def make(name: str) -> CausalLM:

@@ -9,7 +9,17 @@ import pytest
 from benchmarks.architecture_cases import CASES, compare
 from benchmarks.architectures import problems
 
-OUR_OWN = {"gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3"}
+OUR_OWN = {
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma3_text",
+    "smollm3",
+    "phi3",
+    "qwen3_moe",
+}
 
 
 @pytest.mark.parametrize("name", CASES)

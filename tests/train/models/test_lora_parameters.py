@@ -44,6 +44,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
 }
+NATIVE = {"qwen3_moe": {**SIZES, "model_type": "qwen3_moe", "head_dim": 8}}
+NATIVE["qwen3_moe"] |= {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
 EXPERTS = "experts.gate_up_proj,experts.down_proj"
 TARGETS = ["q_proj," + EXPERTS, "all-linear,lm_head.weight,embed_tokens.weight", EXPERTS]
 
@@ -83,22 +85,28 @@ def test_an_adapter_on_transformers_layers_is_counted_as_it_is_trained(
     assert spec.flops_per_token() < model.spec.flops_per_token()
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe", "gpt_oss", "qwen3_moe"])
 def test_a_plan_counts_the_adapter_from_the_headers_of_the_weights(
     name: str, tmp_path: Path
 ) -> None:
-    make_folder({**CASES, **MIXTURES}[name], tmp_path)
+    make_folder({**CASES, **MIXTURES, **NATIVE}[name], tmp_path)
     planned = AdaptedSpec.of(read_spec(tmp_path), rank=3, target="all-linear")
     trained = adapted(tmp_path, "all-linear").trained_spec()
     assert planned.num_trainable_params() == trained.num_trainable_params()
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("target", TARGETS, ids=["mixed", "embedding and head", "experts"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, target) for name in MIXTURES for target in TARGETS),
+        ("qwen3_moe", TARGETS[0]),
+        ("qwen3_moe", "all-linear,gate.weight"),
+    ],
+)
 def test_peft_reads_adapters_of_parameters_and_computes_the_same(
     name: str, target: str, tmp_path: Path
 ) -> None:
-    make_folder(MIXTURES[name], tmp_path / "base")
+    make_folder({**MIXTURES, **NATIVE}[name], tmp_path / "base")
     model = adapted(tmp_path / "base", target)
     save_adapter(model, tmp_path, base=(str(tmp_path / "base"), None))
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -113,9 +121,9 @@ def test_peft_reads_adapters_of_parameters_and_computes_the_same(
         assert (wanted - logits(ours)).abs().max() < 1e-5 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [*MIXTURES, *NATIVE])
 def test_adapters_of_parameters_that_peft_wrote_are_read(name: str, tmp_path: Path) -> None:
-    make_folder(MIXTURES[name], tmp_path / "base")
+    make_folder({**MIXTURES, **NATIVE}[name], tmp_path / "base")
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = peft().LoraConfig(
         r=3,
@@ -138,8 +146,9 @@ def test_adapters_of_parameters_that_peft_wrote_are_read(name: str, tmp_path: Pa
     assert (wanted - logits(load(tmp_path).eval())).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def test_ours_and_peft_s_adapter_of_experts_have_equal_gradients(tmp_path: Path) -> None:
-    make_folder(MIXTURES["mixtral"], tmp_path / "base")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_ours_and_peft_s_adapter_of_experts_have_equal_gradients(name: str, tmp_path: Path) -> None:
+    make_folder({**MIXTURES, **NATIVE}[name], tmp_path / "base")
     model = adapted(tmp_path / "base", EXPERTS)
     save_adapter(model, tmp_path, base=(str(tmp_path / "base"), None))
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -152,10 +152,14 @@ def test_a_row_has_idle_experts_of_a_mixture_alone() -> None:
 
 @pytest.fixture(scope="module")
 def run_config(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return a config for a small mixture, and the override that selects the mixture."""
-    folder = tmp_path_factory.mktemp("mixture")
+    """Return a config for a small mixture, and a setting of its runs."""
+    return config_of("mixtral", tmp_path_factory.mktemp("mixture"), num_local_experts=16)
+
+
+def config_of(name: str, folder: Path, **changes: Any) -> tuple[Path, str]:
+    """Return a config for a small mixture of this kind, and a setting of its runs."""
     data = make_data_folder(folder / "data", vocab_size=97, num_val_tokens=100)
-    made("mixtral", folder / "base", num_local_experts=16)
+    made(name, folder / "base", **changes)
     sizes = 'preset = "tiny"\nn_layer = 2\nn_head = 2\nn_embd = 32\n'
     text = TINY_RUN.format(data=data).replace(sizes, f'init = "{folder / "base"}"\n')
     (folder / "config.toml").write_text(text, encoding="utf-8")
@@ -221,3 +225,56 @@ def test_one_and_two_ranks_train_a_mixture_with_equal_losses(
         for path in (tmp_path / "one/metrics.jsonl", tmp_path / "two/metrics.jsonl")
     )
     assert one == two and any(each is not None for each in one)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
+def test_native_experts_in_shards_train_as_on_one_rank_and_are_saved_whole(
+    dtype: str, tmp_path: Path
+) -> None:
+    config, small = config_of("qwen3_moe", tmp_path)
+    more = (small, "train.steps=6", "schedule.warmup_steps=0", f"precision.dtype={dtype}")
+    train_alone(tmp_path / "one", config, *more)
+    forget_accelerate()
+    train_several({tmp_path / "two": (*more, "distributed.strategy=shard")}, config, num_ranks=2)
+    bound = 1e-5 if dtype == "fp32" else 1e-2
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=bound)
+    one, two = weights(tmp_path / "one", 6), weights(tmp_path / "two", 6)
+    assert one.keys() == two.keys() == load_file(tmp_path / "base/model.safetensors").keys()
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in one
+    if dtype == "fp32":
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_native_experts_with_frozen_routers_and_a_resume_train_as_at_once(tmp_path: Path) -> None:
+    config, small = config_of("qwen3_moe", tmp_path)
+    more = (small, "model.router=freeze")
+    train_alone(tmp_path / "whole", config, *more, "train.steps=4")
+    train_alone(tmp_path / "parts", config, *more, "train.steps=2")
+    train_alone(tmp_path / "parts", config, *more, "train.steps=4")
+    before = load_file(tmp_path / "base/model.safetensors")
+    whole, parts = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
+    assert whole.keys() == parts.keys() == before.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, parts[name]), name
+        assert torch.equal(value, before[name]) == name.endswith(".gate.weight"), name
+
+
+def test_native_experts_whose_layers_are_recomputed_have_the_same_loss_and_gradients(
+    tmp_path: Path,
+) -> None:
+    made("qwen3_moe", tmp_path)
+    tokens, targets = random_tokens(97)
+    found = []
+    for checkpoints in (False, True):
+        model = load(tmp_path).train()
+        if checkpoints:
+            model.enable_checkpointing()
+        loss = model(tokens, targets)
+        torch.autograd.backward(loss)
+        found.append([loss.detach(), *(each.grad for each in model.parameters())])
+        with torch.no_grad():
+            assert model(tokens, targets) < loss, "an evaluation has no balancing loss"
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -125,6 +125,8 @@ _DECODERS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("tensor", "qwen3", ("engine.kernels=off",), True),
     ("tensor", "qwen3", ("precision.dtype=bf16",), False),
     ("tensor", "gemma3_text", (), True),
+    ("tensor", "phi3, partial longrope", ("precision.dtype=bf16",), True),
+    ("zero3", "qwen3_moe", (), True),
     ("pipeline", "llama, untied, biases", ("memory.activation_checkpointing=on",), True),
     ("pipeline", "gemma3_text", ("engine.kernels=off",), False),
     ("pipeline", "qwen3", ("precision.dtype=bf16",), True),

@@ -63,9 +63,11 @@ def test_files_of_other_weights_have_another_identity(tmp_path: Path) -> None:
         ((7,), None),
         ((13, 7), Split(dim=0)),
         ((7, 13), Split(dim=1)),
-        ((18, 5), Split(dim=0, sections=3)),
-        ((5, 18), Split(dim=1, sections=3)),
-        ((18,), Split(dim=0, sections=3)),
+        ((18, 5), Split(dim=0, sections=(1, 1, 1))),
+        ((5, 18), Split(dim=1, sections=(1, 1, 1))),
+        ((18,), Split(dim=0, sections=(1, 1, 1))),
+        ((24, 5), Split(dim=0, sections=(4, 1, 1))),
+        ((5, 24), Split(dim=1, sections=(4, 1, 1))),
     ],
 )
 def test_what_a_rank_reads_of_a_file_is_its_part_of_the_whole_tensor(
@@ -112,9 +114,9 @@ def test_ranks_read_parts_and_train_as_one_rank_does(name: str, runs: Runs) -> N
 
 def test_parts_of_sections_come_together_again() -> None:
     whole = torch.arange(30.0).view(15, 2)
-    split = Split(0, sections=3)
+    split = Split(0, sections=(3, 1, 1))
     parts = [split.part(whole, index=index, size=2) for index in range(2)]
-    assert parts[0][:, 0].tolist() == [0, 2, 4, 10, 12, 14, 20, 22, 24]
+    assert parts[0][:, 0].tolist() == [0, 2, 4, 6, 8, 18, 20, 24, 26]
     assert tuple(parts[1].shape) == split.part_shape((15, 2), index=1, size=2)
     joined = torch.zeros_like(whole)
     for index, part in enumerate(parts):

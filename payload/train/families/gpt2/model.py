@@ -50,8 +50,8 @@ _INIT_STD_POSITIONS = 0.01
 
 _KNOWN = (Attention, Block, OtherStageModule, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
 _SPLITS = {
-    "attn.c_attn.weight": Split(0, sections=3),
-    "attn.c_attn.bias": Split(0, sections=3),
+    "attn.c_attn.weight": Split(0, sections=(1, 1, 1)),
+    "attn.c_attn.bias": Split(0, sections=(1, 1, 1)),
     "attn.c_proj.weight": Split(1),
     "mlp.c_fc.weight": Split(0),
     "mlp.c_fc.bias": Split(0),

@@ -20,28 +20,37 @@ from payload.kernels.decoder_layers import (
     gated_mlp,
 )
 from payload.kernels.decoder_pointwise import LONGEST_HEAD, Gate, HeadSizes, Rotation
+from payload.kernels.experts import Pairs, experts
 from payload.kernels.linears import LayerContext
 from payload.models.llama.config import Layer as LayerSpec
 from payload.models.llama.config import Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
+from payload.train.families.llama.mixture import Experts, MixtureMLP, Router, by_expert
 from payload.train.families.llama.rope import Table
 from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.split import TensorRanks, copy_to_ranks, sum_with_bias
 from payload.train.models.stage import OtherStageModule, Stage
 from payload.train.models.uninitialised import Embedding, Linear
 
-_KNOWN = (Attention, OtherStageModule, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
+_KNOWN = (
+    *(Attention, OtherStageModule, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList),
+    *(Experts, MixtureMLP, Router),
+)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Limited by the block of keys that the kernels keep in a core's cache.
 _WIDEST_HEAD = min(256, LONGEST_HEAD)
-JOINED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-"""The linears of a layer, grouped by input: each group is computed as one matmul."""
+
+
+def joined(spec: DecoderSpec) -> tuple[tuple[str, ...], ...]:
+    """Return the linears of a layer, grouped by input: each group is computed as one matmul."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    wide: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    if spec.mixture is not None:
+        return qkv, ("self_attn.o_proj",)
+    if spec.fused_projections:
+        qkv, wide = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
+    return qkv, ("self_attn.o_proj",), wide, ("mlp.down_proj",)
 
 
 def run_layers(
@@ -147,16 +156,22 @@ def _attention(
     norms = None
     if module.q_norm is not None and module.k_norm is not None:
         norms = (_norm(module.q_norm), _norm(module.k_norm))
-    query, key, value = map(projection, (module.q_proj, module.k_proj, module.v_proj))
+    qkv = tuple(map(projection, module.inputs()))
     ranks, last = module.ranks, module.o_proj
     out = projection(last, is_part=ranks is not None)
-    mixed = attention(copy_to_ranks(x, ranks), (query, key, value), out, norms, settings, context)
+    mixed = attention(copy_to_ranks(x, ranks), qkv, out, norms, settings, context)
     return mixed if ranks is None else sum_with_bias(mixed, last.bias, ranks)
 
 
-def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
+def _mlp(x: Tensor, module: MLP | MixtureMLP, context: LayerContext) -> Tensor:
+    """Return the output of a layer's MLP for x (N, C)."""
+    if isinstance(module, MixtureMLP):
+        weights, chosen = module.route(x)
+        stacks = module.experts.gate_up_proj, module.experts.down_proj
+        pairs = Pairs(*by_expert(chosen, experts=len(stacks[0])))
+        return experts(x, weights, pairs, stacks, _GATES[module.experts.activation], context)
     gate = _GATES[module.activation]
-    wide = projection(module.gate_proj), projection(module.up_proj)
+    wide = tuple(map(projection, module.inputs()))
     ranks, last = module.ranks, module.down_proj
     down = projection(last, is_part=ranks is not None)
     result = gated_mlp(copy_to_ranks(x, ranks), wide, down, gate, context)

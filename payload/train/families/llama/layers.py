@@ -13,6 +13,8 @@ from torch.nn import functional
 from payload.models.llama.config import Activation
 from payload.models.llama.config import Layer as LayerSpec
 from payload.models.llama.spec import DecoderSpec
+from payload.train.families.llama.activations import activated
+from payload.train.families.llama.mixture import MixtureMLP
 from payload.train.families.llama.rope import Table, rotated
 from payload.train.models.base import LayerModule
 from payload.train.models.document_mask import documents_mask
@@ -50,9 +52,14 @@ class Attention(SplitModule):
         self.dropout = dropout
         width, queries = spec.hidden_size, spec.num_attention_heads * spec.head_dim
         keys = spec.num_key_value_heads * spec.head_dim
-        self.q_proj = Linear(width, queries, bias=spec.qkv_bias)
-        self.k_proj = Linear(width, keys, bias=spec.qkv_bias)
-        self.v_proj = Linear(width, keys, bias=spec.qkv_bias)
+        self.queries_per_key = spec.num_attention_heads // spec.num_key_value_heads
+        self.is_fused = spec.fused_projections
+        if self.is_fused:
+            self.qkv_proj = Linear(width, queries + 2 * keys, bias=spec.qkv_bias)
+        else:
+            self.q_proj = Linear(width, queries, bias=spec.qkv_bias)
+            self.k_proj = Linear(width, keys, bias=spec.qkv_bias)
+            self.v_proj = Linear(width, keys, bias=spec.qkv_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if spec.qk_norm:
@@ -68,9 +75,11 @@ class Attention(SplitModule):
         With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
         """
         x = copy_to_ranks(x, self.ranks)
-        query, key, value = (
-            self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        heads = [self._heads(each(x)) for each in self.inputs()]
+        if self.is_fused:
+            keys = heads[0].shape[1] // (self.queries_per_key + 2)
+            heads = list(torch.split(heads[0], [self.queries_per_key * keys, keys, keys], dim=1))
+        query, key, value = heads
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if rope is not None and starts is not None:
@@ -99,6 +108,10 @@ class Attention(SplitModule):
             )
         return reduce_from_ranks(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
 
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """Return the linears of queries, keys and values: three, or one for all."""
+        return (self.qkv_proj,) if self.is_fused else (self.q_proj, self.k_proj, self.v_proj)
+
     def _heads(self, x: Tensor) -> Tensor:
         """Map (B, T, heads x D) to (B, heads, T, D)."""
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
@@ -126,22 +139,25 @@ class MLP(SplitModule):
         super().__init__()
         self.activation: Activation = spec.hidden_act
         width, inner = spec.hidden_size, spec.intermediate_size
-        self.gate_proj = Linear(width, inner, bias=spec.mlp_bias)
-        self.up_proj = Linear(width, inner, bias=spec.mlp_bias)
+        self.is_fused = spec.fused_projections
+        if self.is_fused:
+            self.gate_up_proj = Linear(width, 2 * inner, bias=spec.mlp_bias)
+        else:
+            self.gate_proj = Linear(width, inner, bias=spec.mlp_bias)
+            self.up_proj = Linear(width, inner, bias=spec.mlp_bias)
         self.down_proj = Linear(inner, width, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
         x = copy_to_ranks(x, self.ranks)
-        inner = activated(self.gate_proj(x), self.activation) * self.up_proj(x)
+        wide = [each(x) for each in self.inputs()]
+        gate, up = wide[0].chunk(2, dim=-1) if self.is_fused else wide
+        inner = activated(gate, self.activation) * up
         return reduce_from_ranks(inner, self.down_proj, self.ranks)
 
-
-def activated(x: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation of this name."""
-    if activation == "silu":
-        return functional.silu(x)
-    return functional.gelu(x, approximate="tanh" if activation == "gelu_pytorch_tanh" else "none")
+    def inputs(self) -> tuple[nn.Module, ...]:
+        """Return the linears of gate and up: two, or one for both."""
+        return (self.gate_up_proj,) if self.is_fused else (self.gate_proj, self.up_proj)
 
 
 class Layer(LayerModule):
@@ -158,7 +174,7 @@ class Layer(LayerModule):
         self.post_feedforward_layernorm: RMSNorm | None = None
         if spec.sandwich_norms:
             self.pre_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec) if spec.mixture is None else MixtureMLP(spec, spec.mixture)
         if spec.sandwich_norms:
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 

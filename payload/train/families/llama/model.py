@@ -1,4 +1,4 @@
-"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
+"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi, with transformers' own names.
 
 The parameters have a checkpoint's names and shapes. A layer's computation is in `layers`, or with
 kernels in `kernel_layers`.
@@ -7,19 +7,28 @@ Shapes: B batch, T tokens of the input, C width, V vocabulary, padded rows inclu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from payload.models.llama.config import Rope
+from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.models.spec import ModelSpec
-from payload.train.families.llama.kernel_layers import JOINED, refusals, run_layers
+from payload.models.transformers.spec import OtherSpec
+from payload.train.families.llama.kernel_layers import joined, refusals, run_layers
 from payload.train.families.llama.layers import Layer, make_norm
+from payload.train.families.llama.mixture import (
+    Router,
+    balancing_loss,
+    has_stacks,
+    mixtures,
+    stored,
+)
 from payload.train.families.llama.rope import Table, frequencies, table
 from payload.train.families.transformers.model import TransformersLM
+from payload.train.families.transformers.router import balance_note
 from payload.train.models.base import CausalLM, OuterModules
 from payload.train.models.hf_layout import load_named, require_tied, saved_config
 from payload.train.models.key_value_cache import LayerCache
@@ -31,7 +40,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The head if it is the embedding, and a buffer saved by old releases.
 _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
 _SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
+_SPLIT_BY_SECTIONS = (".qkv_proj", ".gate_up_proj")
 _SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
+_ROUTER = ".mlp.gate.weight"
 _NORMS_OF_HEADS = (".q_norm", ".k_norm")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -40,6 +51,8 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 _CLASSIFIERS = {
     kind: name.replace("ForCausalLM", "ForSequenceClassification")
@@ -69,11 +82,15 @@ class Decoder(CausalLM):
         self.lm_head: Linear | None = None
         if not spec.tie_word_embeddings:
             self.lm_head = Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        # Each tensor of an expert is a part of a parameter.
+        self.reads_parts = spec.mixture is None
+        self._balances = spec.mixture is not None and spec.mixture.balance > 0
         self._padding = _padding_row(spec)
+        ropes = {layer.rope for layer in spec.layers if layer.rope is not None}
         self._angles = {
-            layer.rope: frequencies(layer.rope, head_dim=spec.head_dim)
-            for layer in spec.layers
-            if layer.rope is not None
+            (rope, is_long): frequencies(rope, head_dim=spec.head_dim, is_long=is_long)
+            for rope in ropes
+            for is_long in {False, rope.kind == "longrope"}
         }
         if random:
             self._initialise()
@@ -100,6 +117,8 @@ class Decoder(CausalLM):
             x = self._embedded(tokens)
         else:
             x = self.stage.receive(tokens)
+        for mixture in mixtures(self.model):
+            mixture.keeps_scores = self._balances and torch.is_grad_enabled()
         start = caches[0].num_tokens() if caches else 0
         ropes = self.rope_tables(start=start, length=tokens.shape[1], starts=starts)
         if self.kernels is not None and caches is None and not self._refusals():
@@ -129,13 +148,19 @@ class Decoder(CausalLM):
         document.
         """
         device = next(self.parameters()).device
-        found = {
-            rope: table(angles.to(device), start=start, length=length)
-            for rope, angles in self._angles.items()
-        }
-        if starts is None:
+        places, end = None, start + length
+        if starts is not None:
+            places = (torch.arange(length, device=device) - starts).flatten()
+            if self.spec.rope_switch() is not None:
+                end = int(places.max()) + 1
+        found = {}
+        for rope, is_long in self._angles:
+            if is_long == rope.is_long(end):
+                angles = self._angles[rope, is_long].to(device)
+                factor = rope.attention_factor
+                found[rope] = table(angles, start=start, length=length, factor=factor)
+        if places is None:
             return found
-        places = (torch.arange(length, device=device) - starts).flatten()
         return {rope: (cos[places], sin[places]) for rope, (cos, sin) in found.items()}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -163,8 +188,9 @@ class Decoder(CausalLM):
         return self.head_weight() if self.lm_head is None else None
 
     def drop_head(self) -> None:
-        """Remove the output head."""
+        """Remove the output head; as in transformers, a classifier has no balancing loss."""
         self.lm_head = None
+        self._balances = False
 
     def classifier_architecture(self) -> str:
         """Return the name of transformers' classification class for this model."""
@@ -187,31 +213,61 @@ class Decoder(CausalLM):
     def splits(self) -> Splits:
         """Return how tensor ranks split heads, the MLP and the vocabulary."""
         parts, partial = {_EMBEDDING: Split(0), _HEAD: Split(0)}, []
+        keys = self.spec.num_key_value_heads
+        sections = (self.spec.num_attention_heads, keys, keys), (1, 1)
+        fused = dict(zip(_SPLIT_BY_SECTIONS, sections, strict=True))
         for name, _ in self.named_parameters():
             linear, kind = name.rpartition(".")[::2]
             if linear.endswith(_SPLIT_BY_OUTPUTS):
                 parts[name] = Split(0)
+            elif linear.endswith(_SPLIT_BY_SECTIONS):
+                end = next(each for each in fused if linear.endswith(each))
+                parts[name] = Split(0, sections=fused[end])
             elif linear.endswith(_SPLIT_BY_INPUTS) and kind == "weight":
                 parts[name] = Split(1)
             elif linear.endswith(_NORMS_OF_HEADS):
                 partial.append(name)
         return Splits(parts, frozenset(partial))
 
+    def router_loss(self) -> Tensor | None:
+        """Return the weighted balancing loss of the last forward pass's routers, or None."""
+        mixture = self.spec.mixture
+        return None if mixture is None else balancing_loss(self.model, mixture)
+
+    def take_expert_tokens(self) -> Tensor:
+        """Return the number of tokens of each expert in training since the last call."""
+        found = [each.take_num_tokens() for each in mixtures(self.model)]
+        return torch.cat(found).double() if found else super().take_expert_tokens()
+
+    def freeze_router(self) -> Collection[str]:
+        """Do not train the routers. Raises ConfigError for a model without routers."""
+        found = [name for name, each in self.named_modules() if isinstance(each, Router)]
+        if not found:
+            return super().freeze_router()
+        for name in found:
+            self.get_parameter(f"{name}.weight").requires_grad_(False)
+        return found
+
     def is_hidden_matrix(self, name: str) -> bool:
-        """Return whether the parameter `name` is a layer's matrix."""
-        return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
+        """Return whether the parameter `name` is the matrix of a layer's linear."""
+        is_linear = self.get_parameter(name).dim() == 2 and not name.endswith(_ROUTER)
+        return name.startswith("model.layers.") and is_linear
 
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Return the paths of the layers' linears, grouped by equal input."""
         return [
             tuple(f"model.layers.{number}.{name}" for name in names)
             for number in range(len(self.spec.layers))
-            for names in JOINED
+            for names in joined(self.spec)
         ]
 
     def hf_config(self) -> dict[str, Any]:
         """Return the contents of the config.json that was read, changed for fp32 weights."""
         return saved_config(self.spec.config, architecture=_ARCHITECTURES[self.spec.model_type])
+
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return the weights with transformers' names and layout."""
+        return stored(super().hf_tensors())
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
@@ -221,8 +277,9 @@ class Decoder(CausalLM):
         """
         if self.lm_head is None:
             require_tied(tensors, head=_HEAD, embedding=_EMBEDDING, where=where)
+        own: dict[str, Tensor] = {name: each.detach() for name, each in self.named_parameters()}
         load_named(
-            loading_targets(self, dict(self.named_parameters())),
+            loading_targets(self, own if has_stacks(tensors) else stored(own)),
             tensors,
             unused=_UNUSED,
             where=where,
@@ -230,11 +287,16 @@ class Decoder(CausalLM):
 
     def speed_notes(self) -> list[str]:
         """Return one line for each part that runs without the requested kernels, and why."""
-        return [f"layers without kernels: {reason}" for reason in self._refusals()]
+        notes = [f"layers without kernels: {reason}" for reason in self._refusals()]
+        if self._balances and self.spec.mixture is not None:
+            notes.append(balance_note(self.spec.mixture.balance))
+        return notes
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
     """Build the model of this spec, with transformers' layers if our layers lack a feature."""
+    if isinstance(spec, OtherSpec):
+        return TransformersLM(spec, dropout=dropout, random=random)
     assert isinstance(spec, DecoderSpec)
     if spec.unsupported_features:
         lacks = f"our own layers do not support {', '.join(spec.unsupported_features)}"
@@ -256,7 +318,7 @@ def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> 
 
 def _padding_row(spec: DecoderSpec) -> int | None:
     """Return the padding token's row in the embedding; a negative number counts from the end."""
-    row = spec.config.get("pad_token_id")
+    row = spec.config.get("pad_token_id", DEFAULTS[spec.model_type].padding)
     if row is None or not -spec.vocab_size <= row < spec.vocab_size:
         return None
     return int(row) % spec.vocab_size

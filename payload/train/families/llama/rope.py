@@ -2,7 +2,7 @@
 
 Source: https://arxiv.org/abs/2104.09864, in the layout of the Hugging Face checkpoints: the two
 elements of a pair are half a head apart.
-Shapes: B batch, H heads, T tokens, D width of a head.
+Shapes: B batch, H heads, T tokens, D width of a head, R elements of a head that are rotated.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from torch import Tensor
 from payload.models.llama.config import Rope
 
 Table = tuple[Tensor, Tensor]
-"""Cosines and sines, (T, D / 2) fp32 each."""
+"""Cosines and sines, (T, R / 2) fp32 each."""
 
 
-def frequencies(rope: Rope, *, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair of elements, (D / 2,) fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def frequencies(rope: Rope, *, head_dim: int, is_long: bool = False) -> Tensor:
+    """Return the angle per position of each pair of rotated elements, (R / 2,) fp32.
+
+    `is_long` is set for texts above the rope's original context.
+    """
+    width = rope.rotated or head_dim
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+    if rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+        return 1.0 / (factors * rope.theta**exponents)
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -29,18 +36,21 @@ def frequencies(rope: Rope, *, head_dim: int) -> Tensor:
     return plain
 
 
-def table(angles: Tensor, *, start: int, length: int) -> Table:
-    """Return cosines and sines of the positions `start` to `start + length`."""
+def table(angles: Tensor, *, start: int, length: int, factor: float = 1.0) -> Table:
+    """Return cosines and sines of the positions `start` to `start + length`, times `factor`."""
     positions = torch.arange(start, start + length, dtype=torch.float32, device=angles.device)
     turned = positions[:, None] * angles
-    return turned.cos(), turned.sin()
+    cos, sin = turned.cos(), turned.sin()
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def rotated(x: Tensor, rope: Table) -> Tensor:
-    """Rotate the pairs of `x`, (B, H, T, D)."""
+    """Rotate the pairs of `x`, (B, H, T, D), of which the elements from R on stay as they are."""
     cos, sin = rope
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat((*turned, x[..., width:]), dim=-1)
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:

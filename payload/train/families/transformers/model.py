@@ -30,7 +30,12 @@ from payload.train.families.transformers.probes import (
     require_causal,
     why_not_plain,
 )
-from payload.train.families.transformers.router import RouterLoss, TokenCounts, router_parameters
+from payload.train.families.transformers.router import (
+    RouterLoss,
+    TokenCounts,
+    balance_note,
+    router_parameters,
+)
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import (
     load_named,
@@ -388,10 +393,7 @@ class TransformersLM(CausalLM):
         if self._draws and not self.dropout:
             notes.append("training draws random numbers (a sampling router); run.seed seeds them")
         if self._router_loss.is_on():
-            notes.append(
-                "the loss includes the routers' balancing loss (output_router_logits), times "
-                f"router_aux_loss_coef = {self._router_loss.coefficient():g}"
-            )
+            notes.append(balance_note(self._router_loss.coefficient()))
         if self._keeps_tokens:
             notes.append("generation recomputes every token: the model has no key-value cache")
         return notes

@@ -26,6 +26,14 @@ def router_parameters(module: _Module, *, experts: int) -> dict[str, list[nn.Par
     return found
 
 
+def balance_note(coefficient: float) -> str:
+    """Return the line that reports the balancing loss."""
+    return (
+        "the loss includes the routers' balancing loss (output_router_logits), times "
+        f"router_aux_loss_coef = {coefficient:g}"
+    )
+
+
 class RouterLoss:
     """The balancing loss that transformers adds if config.json has output_router_logits = true.
 
