@@ -51,7 +51,12 @@ def add_hub_flags(more: AddFlag) -> None:
     """Declare the options for a dataset of the hub."""
     more("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
     more("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
-    more("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
+    more(
+        "--split",
+        metavar="NAME",
+        help=f"hf: split (default: {DEFAULT_SPLIT}; except for "
+        "--task text, the validation split is then for validation)",
+    )
 
 
 def add_tokenizer_check_flag(more: AddFlag) -> None:

@@ -73,7 +73,7 @@ class ChatFormat:
                 "continue this message. End with a message of the user."
             )
         assert isinstance(content, str)
-        # Templates that strip the message remove the spaces at its end.
+        # A template may strip the message.
         whole, stripped = content.lstrip(), content.strip()
         return text[: start + len(whole if text.startswith(whole, start) else stripped)]
 

@@ -105,28 +105,28 @@ def _add_sampling(made: CommandParser) -> None:
         type=_temperature,
         metavar="T",
         help=f"0 = greedy decoding (default: {_TEMPERATURE}; with --chat: the value in the "
-        "model's generation_config.json, else 0)",
+        "model's generation_config.json, or 0)",
     )
     common(
         "--top-k",
         type=_count,
         metavar="K",
         help=f"sample from the K likeliest tokens; 0 = all (default: {_TOP_K}; with --chat: the "
-        f"model's, else {_ANSWER_TOP_K})",
+        f"model's, or {_ANSWER_TOP_K})",
     )
     add(
         "--top-p",
         type=_share,
         metavar="P",
         help="sample from the likeliest tokens whose probabilities sum to P (default: 1; with "
-        "--chat: the model's, else 1)",
+        "--chat: the model's, or 1)",
     )
     add(
         "--repetition-penalty",
         type=_penalty,
         metavar="P",
         help="above 1: repeated tokens become less likely (default: 1; with --chat: the model's, "
-        "else 1)",
+        "or 1)",
     )
     common(
         "--num-samples",

@@ -40,9 +40,12 @@ def assistant(text: str | None, **more: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        ({"from": "human", "vlaue": "a"}, "'from' and 'value'. Did you write 'vlaue' for 'value'?"),
+        (
+            {"from": "human", "values": "a"},
+            "'from' and 'value'. Did you write 'values' for 'value'?",
+        ),
         ({"form": "human", "value": "a"}, "'from' and 'value'. Did you write 'form' for 'from'?"),
-        ({"role": "user", "contnet": "a"}, "'role' and 'content'. Did you write 'contnet' for"),
+        ({"role": "user", "contents": "a"}, "'role' and 'content'. Did you write 'contents' for"),
         ({"role": "user", "text": "a"}, "'role' and 'content'."),
         ({"name": "user", "text": "a"}, "'role' and 'content'."),
         ("a", "'role' and 'content'."),

@@ -64,7 +64,7 @@ def test_a_nucleus_is_transformers() -> None:
 
     logits = torch.randn((20, 50), generator=torch.Generator().manual_seed(3))
     for top_p in (0.01, 0.5, 0.9, 0.999):
-        # The annotation wants LongTensor, but the warper reads no tokens.
+        # Any: the annotation is LongTensor, but the warper reads no tokens.
         expected: Any = TopPLogitsWarper(top_p)(torch.zeros((20, 1), dtype=torch.int64), logits)
         kept = _nucleus(logits.softmax(dim=1), top_p=top_p) > 0
         assert torch.equal(kept, torch.isfinite(expected))

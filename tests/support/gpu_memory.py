@@ -34,7 +34,7 @@ _MODELS: Mapping[str, tuple[tuple[int, ...], int, int, bool]] = {
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """Return the config.json of a model, as far as memory depends on it."""
+    """Return the keys of a model's config.json that its memory depends on."""
     sizes, heads, vocabulary, is_tied = _MODELS[name]
     return {
         "model_type": "llama",

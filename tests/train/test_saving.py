@@ -249,6 +249,20 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     assert elsewhere.read_text() == before and not paths.metrics.is_symlink()
 
 
+def test_the_log_names_the_checkpoints_that_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    saving = Saving(tmp_path, keep=1, tokenizer={}, waiting=lambda: None)
+    for step in (1, 2):
+        begin(saving, tmp_path / f"step_{step:08d}", trained_optimizers())
+    saving.finish()
+    first, second = [each for each in caplog.messages if ": checkpoint " in each]
+    assert first.endswith(str(tmp_path / "step_00000001"))
+    assert second.endswith("; removed step_00000001 (train.keep_checkpoints = 1)")
+    assert [each.name for each in checkpoint_folders(tmp_path)] == ["step_00000002"]
+
+
 def test_an_evaluation_that_ends_while_a_checkpoint_is_written_disturbs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
