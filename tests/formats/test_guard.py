@@ -80,6 +80,8 @@ def prepared(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pr
         words += ["--tokenizer", "./models/base", "--val-fraction", "0.2", "--out", f"new/{task}"]
         if task in ("chat", "preference"):
             words += ["--sequence-length", "64"]
+        if task == "chat":
+            words += ["--add-special-tokens", "<|new|>"]
         if task == "classify":
             words += ["--text-column", "text", "--label-column", "label", "--dedup", "exact"]
         if task == "text":

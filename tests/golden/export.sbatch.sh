@@ -52,6 +52,7 @@ rank = 16
 alpha = 32.0
 dropout = 0.0
 target = "all-linear"
+train_tokens = "new"
 rslora = false
 dora = false
 
