@@ -62,8 +62,8 @@ def require_fit(
         )
     if spec.whole is not None and new_tokens and vocab_size and spec.vocab_size < vocab_size:
         raise CheckpointError(
-            f"model.init = {init!r}: the vocabulary of a multimodal checkpoint cannot grow. Prepare "
-            "the data without --add-special-tokens."
+            f"model.init = {init!r}: the vocabulary of a multimodal checkpoint cannot grow. "
+            "Prepare the data without --add-special-tokens."
         )
     reason = spec.why_not_quantized()
     if config.model.quantize != "none" and reason is not None:

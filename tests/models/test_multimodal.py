@@ -141,6 +141,15 @@ def test_a_classifier_is_refused(base: Path, tiny_config: Path) -> None:
         require_fit(read_spec(base), config, vocab_size=None)
 
 
+def test_a_vocabulary_that_must_grow_is_refused(base: Path, tiny_config: Path) -> None:
+    sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
+    config = load_run_config(tiny_config, overrides=[f"model.init={base}", *sizes])
+    spec = read_spec(base)
+    require_fit(spec, config, vocab_size=spec.vocab_size, new_tokens=1)
+    with pytest.raises(CheckpointError, match="multimodal checkpoint cannot grow"):
+        require_fit(spec, config, vocab_size=spec.vocab_size + 1, new_tokens=1)
+
+
 def test_every_type_has_a_case_and_the_defaults_of_transformers() -> None:
     from transformers import CONFIG_MAPPING
 
