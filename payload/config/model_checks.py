@@ -11,7 +11,7 @@ from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.data_folder import DataMeta
 from payload.formats.hf_folder import CONFIG_FILE
 from payload.models.adapter import NEW_TOKENS, token_ids
-from payload.models.multimodal.tensors import model_headers
+from payload.models.multimodal_tensors import model_headers
 from payload.models.spec import ModelSpec
 
 SIZES = ("n_layer", "n_head", "n_embd")

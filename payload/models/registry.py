@@ -18,8 +18,8 @@ from payload.formats.quantized.weight_headers import (
 )
 from payload.formats.tensor_headers import TensorHeader
 from payload.models.family import Family
-from payload.models.multimodal.tensors import split_tensors, with_tensors
-from payload.models.multimodal.whole import Whole, find_whole
+from payload.models.multimodal_config import Whole, find_whole
+from payload.models.multimodal_tensors import split_tensors, with_tensors
 from payload.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, str] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from payload.core.dtype import Dtype
-from payload.models.multimodal.whole import Whole
+from payload.models.multimodal_config import Whole
 from payload.models.stages import outer_weights, stage_layers, stage_weights
 from payload.optimizers.registry import default_state_bytes
 

@@ -15,7 +15,7 @@ from benchmarks.plan import plan_arguments
 from payload.config.model_checks import require_fit
 from payload.config.run_config import load_run_config
 from payload.core.errors import CheckpointError
-from payload.models.multimodal.types import TEXT_TYPES, WHOLE_TYPES
+from payload.models.multimodal_types import TEXT_TYPES, WHOLE_TYPES
 from payload.models.registry import read_spec, spec_of
 from payload.orchestrate.__main__ import main as orchestrate
 from tests.model_classes.multimodal import WHOLE_CASES, make_whole, text_parameters

@@ -139,13 +139,14 @@ def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
     run = latest_run(workplace, "before")
     (run.checkpoint(10) / "model.safetensors").write_bytes(b"Weights")
     said: list[str] = []
-    config = settings(f"model.init={run.root}")
+    data = f"data.dir={workplace.data}"
+    config = settings(f"model.init={run.root}", data)
     settled = settle_initial(config, vocab_size=50257, say=said.append, download=False)
     assert settled.model.init == str(run.checkpoint(5))
     assert len(said) == 1 and "step_00000010 is skipped: model.safetensors: its" in said[0]
     with pytest.raises(ConfigError, match="the checkpoint is damaged: model"):
         settle_initial(
-            settings(f"model.init={run.checkpoint(10)}"),
+            settings(f"model.init={run.checkpoint(10)}", data),
             vocab_size=50257,
             say=said.append,
             download=False,

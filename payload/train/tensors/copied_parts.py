@@ -17,8 +17,8 @@ from payload.core.regular_files import open_regular, read_bytes
 from payload.formats.hf_folder import CONFIG_FILE, PROCESSOR_FILES, own_file, read_config
 from payload.formats.quantized.weight_headers import weight_headers
 from payload.formats.tensor_headers import DTYPE_BYTES, TensorHeader
-from payload.models.multimodal.tensors import TextNames, split_tensors
-from payload.models.multimodal.whole import find_whole
+from payload.models.multimodal_config import find_whole
+from payload.models.multimodal_tensors import TextNames, split_tensors
 
 _CHUNK_BYTES = 16 * 2**20
 

@@ -20,7 +20,7 @@ from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.formats.quantized.stored_weight import StoredWeight
 from payload.formats.quantized.weight_headers import weight_headers
 from payload.formats.tensor_headers import TensorHeader, file_headers
-from payload.models.multimodal.tensors import model_headers
+from payload.models.multimodal_tensors import model_headers
 from payload.train.ranks.world import World
 from payload.train.tensors.dequantize.rows import open_rows
 

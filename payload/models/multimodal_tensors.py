@@ -12,7 +12,7 @@ from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.quantized.stored_weight import StoredWeight
 from payload.formats.quantized.weight_headers import weight_headers
 from payload.formats.tensor_headers import TensorHeader
-from payload.models.multimodal.whole import CopiedPart, Whole, find_whole
+from payload.models.multimodal_config import CopiedPart, Whole, find_whole
 
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes of the text model's tensors in files, instead of `model.`."""

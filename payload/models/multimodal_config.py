@@ -8,7 +8,7 @@ from typing import Any
 
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
-from payload.models.multimodal.types import TEXT_TYPES, WHOLE_TYPES, TextType, WholeType
+from payload.models.multimodal_types import TEXT_TYPES, WHOLE_TYPES, TextType, WholeType
 
 _TIED = "tie_word_embeddings"
 _NOT_TEXT = ("architectures", "auto_map", "audio_config", "text_config", "vision_config")

@@ -1,1 +1,0 @@
-"""Multimodal checkpoints: their text model, and the parts that training copies unchanged."""
