@@ -41,6 +41,7 @@ def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
         paths=RunPaths(Path("nowhere")),
         task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks), NextToken())),
         tokenizer={},
+        copied=None,
     )
     return Trainer(cast(TrainContext, parts), start=None)
 

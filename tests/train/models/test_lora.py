@@ -292,7 +292,6 @@ def test_adapter_settings_that_cannot_be_are_one_line(
         ("layers_to_transform", 0, "cannot be loaded"),
         ("lora_bias", True, "cannot be loaded"),
         ("layer_replication", [[0, 1], [0, 2]], "cannot be loaded"),
-        ("trainable_token_indices", [5], "cannot be loaded"),
         ("use_qalora", True, "cannot be loaded"),
         ("a_key_of_tomorrow", 0.5, "cannot be loaded"),
         *(
