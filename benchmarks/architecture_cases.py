@@ -108,6 +108,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "llama, dynamic rope": {
+        **_LLAMA,
+        "model_type": "llama",
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    },
     "gpt_neox": {
         **_LLAMA,
         "model_type": "gpt_neox",
@@ -115,6 +120,26 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "rotary_pct": 0.25,
     },
     "olmo2": {**_LLAMA, "model_type": "olmo2", "tie_word_embeddings": False},
+    "olmo3": {
+        **_LLAMA,
+        "model_type": "olmo3",
+        "sliding_window": 9,
+        "pad_token_id": 1,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.2,
+        },
+    },
+    "granite": {
+        **_LLAMA,
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.05,
+        "logits_scaling": 3.0,
+    },
     "phi3": {**_LLAMA, "model_type": "phi3", "tie_word_embeddings": False},
     "falcon": {
         "model_type": "falcon",

@@ -32,6 +32,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5, "tie_word_embeddings": True}),
@@ -45,6 +52,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "mistral": ("mistral", {"sliding_window": 8}),
     "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 8, "rope_scaling": YARN, "rope_theta": 5e5}),
+    "granite": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **MULTIPLIERS},
+    ),
 }
 TOKENS = 24
 SMOLLM2_135M = {
@@ -145,7 +158,9 @@ def test_each_layer_knows_its_window_and_its_rotary_embedding() -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "feature"),
     [
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
+        ("olmo2", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("granite", {"hidden_act": "relu"}, "activation 'relu'"),
         ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -200,6 +215,8 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
         ("llama", {"sliding_window": 8}, "models of type llama are not trained with"),
         ("llama", {"attention_chunk_size": 8}, "attention_chunk_size = 8: models of"),
         ("llama", {"layer_types": ["sliding_attention"] * 3}, "of a llama are full_attention"),
+        ("olmo2", {"sliding_window": 8}, "models of type olmo2 are not trained with"),
+        ("granite", {"attention_chunk_size": 8}, "attention_chunk_size = 8: models of"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "of a mistral are sliding_attention"),
         (
             "mistral",
@@ -222,6 +239,7 @@ def test_windows_that_transformers_cache_alone_would_read_are_refused(
         ("llama", {"sliding_window": SIZES["max_position_embeddings"]}),
         ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": 8}),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}),
+        ("granite", {"layer_types": ["attention"] * 3}),
     ],
 )
 def test_the_layer_types_and_windows_in_effect_change_nothing(
@@ -241,6 +259,8 @@ def test_the_layer_types_and_windows_in_effect_change_nothing(
 def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"rope_scaling = .* needs rope_type instead of type"):
         spec_of_raw("gemma3", rope_scaling={"type": "linear", "factor": 8.0})
+    with pytest.raises(CheckpointError, match="a olmo3 model needs rope_type instead of type"):
+        spec_of_raw("olmo3", rope_scaling={"type": "yarn", "factor": 8.0})
     both = spec_of_raw("gemma3", rope_scaling={"type": "x", "rope_type": "linear", "factor": 8.0})
     assert both == spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})
 

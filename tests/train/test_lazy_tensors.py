@@ -103,7 +103,7 @@ print(json.dumps(found))
     [
         [("llama", "none")],
         pytest.param(
-            [("gpt2", "none"), ("olmo2", "nf4"), ("olmo2", "none"), ("llama", "nf4")],
+            [("gpt2", "none"), ("stablelm", "nf4"), ("stablelm", "none"), ("llama", "nf4")],
             marks=pytest.mark.slow,
         ),
     ],

@@ -1,4 +1,5 @@
-"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3.
+"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, OLMo,
+Granite.
 
 `DecoderSpec` covers all these models: it describes each layer, so code that builds or counts a
 model does not depend on the model's type.
@@ -46,7 +47,14 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     config = read_decoder_config(raw, where=where)
     family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
-    biased = config.attention_bias and kind in ("llama", "smollm3", "qwen3", "gemma3_text")
+    biased = config.attention_bias and kind in (
+        *("llama", "smollm3", "qwen3", "gemma3_text", "olmo2", "olmo3", "granite"),
+    )
+    outputs_only, scaled = family.norms_only_outputs, family.has_multipliers
+    scale = (config.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    embedding_scale = config.hidden_size**0.5 if gemma else 1.0
+    if scaled:
+        scale, embedding_scale = config.attention_multiplier, config.embedding_multiplier
     return DecoderSpec(
         model_type=kind,
         hidden_size=config.hidden_size,
@@ -63,12 +71,16 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
         tie_word_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=biased or kind == "qwen2",
         output_bias=biased,
-        mlp_bias=config.mlp_bias and kind in ("llama", "smollm3"),
+        mlp_bias=config.mlp_bias and kind in ("llama", "smollm3", "granite"),
         qk_norm=family.qk_norm,
-        sandwich_norms=gemma,
+        joint_qk_norm=outputs_only,
+        input_norms=not outputs_only,
+        output_norms=gemma or outputs_only,
         norm_offset=gemma,
-        embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
-        attention_scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        embedding_scale=embedding_scale,
+        attention_scale=scale,
+        residual_scale=config.residual_multiplier if scaled else 1.0,
+        logits_divisor=config.logits_scaling if scaled else 1.0,
         initializer_range=config.initializer_range,
         unsupported_features=config.unsupported(where=where),
         config=dict(raw),
@@ -97,13 +109,21 @@ class DecoderSpec(ModelSpec):
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each query and key head, before the rotary embedding."""
-    sandwich_norms: bool = False
-    """Gemma: the outputs of attention and MLP are also normed before the residual addition."""
+    joint_qk_norm: bool = False
+    """OLMo: RMSNorm over all query heads, and over all key heads, before the rotary embedding."""
+    input_norms: bool = True
+    """The inputs of attention and MLP are normed."""
+    output_norms: bool = False
+    """Gemma and OLMo: the outputs of attention and MLP are normed before the residual addition."""
     norm_offset: bool = False
     """If True (Gemma), an RMSNorm multiplies by 1 + weight, in fp32. If False, it multiplies by
     weight, in the input's dtype."""
     embedding_scale: float = 1.0
-    """Factor by which the token embeddings are multiplied; only Gemma has a factor other than 1."""
+    """Factor by which the token embeddings are multiplied, in Gemma and Granite."""
+    residual_scale: float = 1.0
+    """Granite: factor of the outputs of attention and MLP in the residual addition."""
+    logits_divisor: float = 1.0
+    """Granite: the logits are divided by this number."""
     attention_scale: float
     """Factor of the dot product of query and key."""
     initializer_range: float = 0.02
@@ -206,7 +226,7 @@ class DecoderSpec(ModelSpec):
             # A layer keeps the residual stream twice in fp32 and twice normed; queries, keys and
             # values; the attention's output; the gate and up projections.
             return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
-        norms = 4 if self.sandwich_norms else 2
+        norms = 2 * (self.input_norms + self.output_norms)
         # A norm in plain torch also keeps its input and its output in fp32.
         return norms * 10 * width + size * (
             4 * width + 6 * (queries + keys) + 5 * self.intermediate_size
@@ -237,6 +257,8 @@ class DecoderSpec(ModelSpec):
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         if self.unsupported_features:
             return ModelSpec.why_not_tensor(self, ranks)
+        if self.joint_qk_norm:
+            return "its norms of queries and keys span all heads"
         counts = {
             "attention heads": self.num_attention_heads,
             "key and value heads": self.num_key_value_heads,
@@ -260,22 +282,26 @@ class DecoderSpec(ModelSpec):
 
     def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
-        yield "input_layernorm.weight", (width,)
+        if self.input_norms:
+            yield "input_layernorm.weight", (width,)
         yield from _linear("self_attn.q_proj", queries, width, bias=self.qkv_bias)
         yield from _linear("self_attn.k_proj", keys, width, bias=self.qkv_bias)
         yield from _linear("self_attn.v_proj", keys, width, bias=self.qkv_bias)
         if self.qk_norm:
             yield "self_attn.q_norm.weight", (self.head_dim,)
             yield "self_attn.k_norm.weight", (self.head_dim,)
+        if self.joint_qk_norm:
+            yield "self_attn.q_norm.weight", (queries,)
+            yield "self_attn.k_norm.weight", (keys,)
         yield from _linear("self_attn.o_proj", width, queries, bias=self.output_bias)
         yield "post_attention_layernorm.weight", (width,)
-        if self.sandwich_norms:
+        if self.input_norms and self.output_norms:
             yield "pre_feedforward_layernorm.weight", (width,)
         inner = self.intermediate_size
         yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
         yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
         yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
-        if self.sandwich_norms:
+        if self.output_norms:
             yield "post_feedforward_layernorm.weight", (width,)
 
     def _query_width(self) -> int:

@@ -82,6 +82,8 @@ def documents(batch: Batch) -> Tensor:
         ("llama, untied, biases", {}),
         ("qwen3", {"rank": 1}),
         ("gemma3_text", {}),
+        ("olmo3", {}),
+        ("granite", {}),
         ("gpt2", {"dropout": 0.25}),
         ("qwen3", {"dropout": 0.25}),
     ],

@@ -27,7 +27,9 @@ def decoder(name: str, **changes: object) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, untied, biases", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, untied, biases", "qwen3", "gemma3_text", "olmo3", "granite"]
+)
 def test_parameters_are_the_tensors_that_the_spec_counts(name: str) -> None:
     model = decoder(name)
     found = {key: tuple(value.shape) for key, value in model.named_parameters()}

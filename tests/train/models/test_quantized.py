@@ -18,7 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaConfig,
-    Olmo2Config,
+    StableLmConfig,
     Qwen2Config,
 )
 
@@ -77,7 +77,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small model with transformers' own layers."""
-    return saved(tmp_path_factory.mktemp("olmo2"), Olmo2Config(**SIZES))
+    return saved(tmp_path_factory.mktemp("stablelm"), StableLmConfig(**SIZES))
 
 
 @pytest.fixture(scope="module")

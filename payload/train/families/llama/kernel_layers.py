@@ -66,15 +66,23 @@ def run_layers(
     def layer_of(
         layer: Layer, settings: AttentionSettings, total: Tensor, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
+        total, normed = add(total, added, layer.input_layernorm)
         mixed = _attention(normed, layer.self_attn, settings, context)
         before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-        if before is None or behind is None:
-            total, normed = add_norm(total, mixed, _norm(layer.post_attention_layernorm), context)
+        if behind is None:
+            total, normed = add(total, mixed, layer.post_attention_layernorm)
             return total, _mlp(normed, layer.mlp, context)
         mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
-        total, normed = add_norm(total, mixed, _norm(before), context)
+        total, normed = add(total, mixed, before)
         return total, branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
+
+    def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """Return the residual sum, and its norm (or itself without a norm) in bf16."""
+        if norm is None:
+            total = total if added is None else total + added
+            return total, total.bfloat16()
+        scale = spec.residual_scale
+        return add_norm(total, added, _norm(norm), context, added_scale=scale)
 
     with torch.autocast("cpu", enabled=False):
         attending = _attending(
@@ -93,8 +101,11 @@ def run_layers(
             assert isinstance(layer, Layer)
             total, added = run_layer(layer.computed_by, layer_of, attending[what], total, added)
         if stage is not None and not stage.is_last():
-            return (total if added is None else total + added).view(x.shape)
-        _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
+            if added is not None:
+                total = torch.add(total, added, alpha=spec.residual_scale)
+            return total.view(x.shape)
+        last = _norm(cast(RMSNorm, body.norm), divisor=spec.logits_divisor)
+        _, normed = add_norm(total, added, last, context, added_scale=spec.residual_scale)
         return normed.view(x.shape)
 
 
@@ -133,12 +144,15 @@ def _attending(
         if kind.window is not None and kind.window < length:
             first = (torch.arange(length) - kind.window + 1).clamp_min(0)
             starts = first.repeat(batch, 1) if starts is None else starts.maximum(first)
-        found[kind] = AttentionSettings(batch, sizes, spec.attention_scale, rotation, starts)
+        scale, joint = spec.attention_scale, spec.joint_qk_norm
+        found[kind] = AttentionSettings(batch, sizes, scale, rotation, starts, joint)
     return found
 
 
-def _norm(module: RMSNorm) -> Norm:
-    return Norm(module.weight, module.eps, 1.0 if module.offset else 0.0)
+def _norm(module: RMSNorm, *, divisor: float = 1.0) -> Norm:
+    """Return a module's norm, whose outputs are divided by `divisor`."""
+    weight = module.weight if divisor == 1 else module.weight / divisor
+    return Norm(weight, module.eps, 1.0 / divisor if module.offset else 0.0)
 
 
 def _attention(

@@ -58,6 +58,9 @@ class Attention(SplitModule):
         if spec.qk_norm:
             self.q_norm = make_norm(spec, size=spec.head_dim)
             self.k_norm = make_norm(spec, size=spec.head_dim)
+        self.norms_jointly = spec.joint_qk_norm
+        if self.norms_jointly:
+            self.q_norm, self.k_norm = make_norm(spec, size=queries), make_norm(spec, size=keys)
         self.o_proj = Linear(queries, width, bias=spec.output_bias)
 
     def forward(
@@ -68,11 +71,13 @@ class Attention(SplitModule):
         With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
         """
         x = copy_to_ranks(x, self.ranks)
-        query, key, value = (
-            self._heads(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        norms = self.q_norm, self.k_norm
+        if self.norms_jointly:
+            query, key = _normed(query, key, norms)
+        query, key, value = map(self._heads, (query, key, value))
+        if not self.norms_jointly:
+            query, key = _normed(query, key, norms)
         if rope is not None and starts is not None:
             cos, sin = (each.view(*starts.shape, -1).unsqueeze(1) for each in rope)
             rope = cos, sin
@@ -102,6 +107,14 @@ class Attention(SplitModule):
     def _heads(self, x: Tensor) -> Tensor:
         """Map (B, T, heads x D) to (B, heads, T, D)."""
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
+
+
+def _normed(
+    query: Tensor, key: Tensor, norms: tuple[RMSNorm | None, RMSNorm | None]
+) -> tuple[Tensor, Tensor]:
+    """Return the normed queries and keys, or the inputs without norms."""
+    first, second = norms
+    return (query, key) if first is None or second is None else (first(query), second(key))
 
 
 def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
@@ -145,36 +158,43 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 class Layer(LayerModule):
-    """Attention and MLP, each with a norm before it and, in Gemma, one after it."""
+    """Attention and MLP, each with a norm before it, after it (OLMo), or both (Gemma)."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
         super().__init__()
         # In the order of the forward pass, as the gradient exchange requires.
-        self.input_layernorm = make_norm(spec, size=spec.hidden_size)
+        self.residual_scale = spec.residual_scale
+        self.input_layernorm: RMSNorm | None = None
+        if spec.input_norms:
+            self.input_layernorm = make_norm(spec, size=spec.hidden_size)
         self.self_attn = Attention(spec, layer, dropout=dropout)
-        # The norm before the MLP; in Gemma the one after the attention.
+        # The norm before the MLP; in Gemma and OLMo the one after the attention.
         self.post_attention_layernorm = make_norm(spec, size=spec.hidden_size)
         self.pre_feedforward_layernorm: RMSNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | None = None
-        if spec.sandwich_norms:
+        if spec.input_norms and spec.output_norms:
             self.pre_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
         self.mlp = MLP(spec)
-        if spec.sandwich_norms:
+        if spec.output_norms:
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 
     def forward(
         self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        mixed = self.self_attn(self.input_layernorm(x), rope, cache, starts)
+        first = x if self.input_layernorm is None else self.input_layernorm(x)
+        mixed = self.self_attn(first, rope, cache, starts)
         before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-        if before is None or behind is None:
-            x = x + mixed
-            added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        if behind is None:
+            x = x + self._scaled(mixed)
+            added: Tensor = x + self._scaled(self.mlp(self.post_attention_layernorm(x)))
             return added
         x = x + self.post_attention_layernorm(mixed)
-        added = x + behind(self.mlp(before(x)))
+        added = x + behind(self.mlp(x if before is None else before(x)))
         return added
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1 else branch * self.residual_scale
 
 
 def make_norm(spec: DecoderSpec, *, size: int) -> RMSNorm:

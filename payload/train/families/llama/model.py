@@ -1,4 +1,5 @@
-"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, with transformers' own names.
+"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, OLMo, Granite, with
+transformers' own names.
 
 The parameters have a checkpoint's names and shapes. A layer's computation is in `layers`, or with
 kernels in `kernel_layers`.
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.models.llama.config import Rope
+from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.models.spec import ModelSpec
 from payload.train.families.llama.kernel_layers import JOINED, refusals, run_layers
@@ -40,10 +41,15 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
+_WITHOUT_CLASSIFIER = ("granite",)
 _CLASSIFIERS = {
     kind: name.replace("ForCausalLM", "ForSequenceClassification")
     for kind, name in _ARCHITECTURES.items()
+    if kind not in _WITHOUT_CLASSIFIER
 } | {"gemma3_text": "Gemma3TextForSequenceClassification"}
 
 
@@ -115,7 +121,8 @@ class Decoder(CausalLM):
         if self.stage is not None and not self.stage.is_last():
             return x
         normed: Tensor = self.model.norm(x)
-        return normed
+        divisor = self.spec.logits_divisor
+        return normed / divisor if divisor != 1 else normed
 
     def _refusals(self) -> list[str]:
         return refusals(self.model, self.spec, dropout=self.dropout)
@@ -130,7 +137,9 @@ class Decoder(CausalLM):
         """
         device = next(self.parameters()).device
         found = {
-            rope: table(angles.to(device), start=start, length=length)
+            rope: table(
+                angles.to(device), start=start, length=length, factor=rope.attention_factor
+            )
             for rope, angles in self._angles.items()
         }
         if starts is None:
@@ -163,11 +172,17 @@ class Decoder(CausalLM):
         return self.head_weight() if self.lm_head is None else None
 
     def drop_head(self) -> None:
-        """Remove the output head."""
+        """Remove the output head. Raises CheckpointError if transformers has no classifier."""
+        self.classifier_architecture()
         self.lm_head = None
 
     def classifier_architecture(self) -> str:
-        """Return the name of transformers' classification class for this model."""
+        """Return the name of transformers' classification class for this model.
+
+        Raises CheckpointError if transformers has none.
+        """
+        if self.spec.model_type not in _CLASSIFIERS:
+            return super().classifier_architecture()
         return _CLASSIFIERS[self.spec.model_type]
 
     def new_caches(self) -> list[LayerCache]:
@@ -256,7 +271,7 @@ def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> 
 
 def _padding_row(spec: DecoderSpec) -> int | None:
     """Return the padding token's row in the embedding; a negative number counts from the end."""
-    row = spec.config.get("pad_token_id")
+    row = spec.config.get("pad_token_id", DEFAULTS[spec.model_type].padding)
     if row is None or not -spec.vocab_size <= row < spec.vocab_size:
         return None
     return int(row) % spec.vocab_size
