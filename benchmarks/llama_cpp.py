@@ -32,6 +32,7 @@ NUM_MERGES = 744
 EOS = 256 + NUM_MERGES
 _PROMPT = [464, 206, 758, 218]
 _TEXT = "The capital of France is"
+_DEFAULT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
     "llama": {},
@@ -42,6 +43,10 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {},
     "mistral, window": {"sliding_window": None},
     "gemma3_text": {"query_pre_attn_scalar": 32},
+    "llama, yarn rope": {},
+    "olmo2": {},
+    "olmo3": {"tie_word_embeddings": False, "rope_scaling": _DEFAULT_YARN, "pad_token_id": None},
+    "granite": {},
 }
 """Cases of `architecture_cases`, with the changes that a GGUF file needs."""
 _IN_LLAMA_CPP = """
