@@ -47,6 +47,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "olmo2": {},
     "olmo3": {"tie_word_embeddings": False, "rope_scaling": _DEFAULT_YARN, "pad_token_id": None},
     "granite": {},
+    "granite 4, dense": {},
 }
 """Cases of `architecture_cases`, with the changes that a GGUF file needs."""
 _IN_LLAMA_CPP = """

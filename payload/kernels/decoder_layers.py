@@ -92,12 +92,15 @@ def attention(
 
 def gated_mlp(
     x: Tensor,
-    projections: tuple[Projection, Projection],
+    projections: tuple[Projection, ...],
     down: Projection,
     gate: Gate,
     context: LayerContext,
 ) -> Tensor:
-    """Return `down(activation(first(x)) * second(x))` for x (N, C) and the two `projections`."""
+    """Return `down(activation(first(x)) * second(x))` for x (N, C).
+
+    The `projections` together make `first` and `second`, the gate and up.
+    """
     wide_layers, down_layer = join(projections, context), join((down,), context)
     parameters = (*wide_layers.parameters, *down_layer.parameters)
     made = _GatedMlp.apply(x, wide_layers, down_layer, gate, context, *parameters)

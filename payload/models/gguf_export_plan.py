@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,9 @@ class GgufPlan:
     """Projections whose rows llama.cpp reorders: the end of the name, and the number of heads."""
     prefix: str = ""
     """Prefix of all tensor names in transformers, which some files omit."""
+    renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules under another name in llama.cpp's tables of transformers' names: the end of the name,
+    and the ends that replace it. With several, each gets an equal part of the rows."""
     norm_shift: float = 0.0
     """Constant that is added to the weight of every norm."""
     transposed: tuple[str, ...] = ()

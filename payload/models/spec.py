@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from payload.core.dtype import Dtype
 from payload.models.stages import outer_weights, stage_layers, stage_weights
@@ -127,6 +127,10 @@ class ModelSpec(ABC):
     vocab_size: int
     """Rows of the token embedding; a padded vocabulary has more rows than the tokenizer has
     tokens."""
+
+    def config_read(self) -> Mapping[str, Any]:
+        """Return the config.json that was read, if it decides on the model's family."""
+        return {}
 
     @abstractmethod
     def context(self) -> int:

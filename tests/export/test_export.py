@@ -80,6 +80,10 @@ def files_of_llama(kind: str) -> dict[str, bytes]:
         "SmolLM3": {"num_hidden_layers": 5},
         "Olmo3": {"num_hidden_layers": 4, "sliding_window": 16, "rope_scaling": YARN},
         "Granite": MULTIPLIERS,
+        "GraniteMoeHybrid": {
+            **{"layer_types": ["attention"] * 2, "num_local_experts": 0, **MULTIPLIERS},
+            **{"position_embedding_type": "rope", "shared_intermediate_size": 96},
+        },
     }
     prefix = kind.removesuffix("Text")
     config = getattr(transformers, f"{kind}Config")(**SIZES | extra.get(kind, {}))
@@ -244,6 +248,7 @@ def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: 
                 **{"attention.scale": 0.0625, "logit_scale": 8.0},
             },
         ),
+        ("GraniteMoeHybrid", "granite", {"feed_forward_length": 96, "logit_scale": 8.0}),
     ],
 )
 def test_an_olmo_and_a_granite_have_llama_cpps_names_keys_and_order_of_rows(
@@ -265,7 +270,14 @@ def test_an_olmo_and_a_granite_have_llama_cpps_names_keys_and_order_of_rows(
     }
     (arch,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, 4)
-    expected = expected_of(load(source), "bf16")
+    expected = dict(expected_of(load(source), "bf16"))
+    for name in [name for name in expected if "shared_mlp" in name]:
+        weight, prefix = expected.pop(name), name.partition("shared_mlp")[0]
+        if name.endswith("output_linear.weight"):
+            expected[f"{prefix}mlp.down_proj.weight"] = weight
+        else:
+            gate, up = weight.chunk(2)
+            expected |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
     assert len(found) == len(expected)
     for name, weight in expected.items():
         value = found[names.get_name(name, try_suffixes=(".weight",)) or ""]
@@ -291,6 +303,12 @@ def test_an_olmo_and_a_granite_have_llama_cpps_names_keys_and_order_of_rows(
             "attention_factor = 1.5",
         ),
         ("Granite", {"head_dim": 32}, "head_dim = 32"),
+        (
+            "GraniteMoeHybrid",
+            {"position_embedding_type": None},
+            "position_embedding_type = None",
+        ),
+        ("GraniteMoeHybrid", {"num_local_experts": 4}, "cannot be exported to GGUF"),
     ],
 )
 def test_an_olmo_or_a_granite_that_llama_cpp_would_compute_otherwise_is_refused(

@@ -13,7 +13,7 @@ from tests.model_classes.comparison import compare
 from tests.model_classes.plans import plan_codes
 
 NATIVE = {"GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3"}
-NATIVE |= {"Olmo2", "Olmo3", "Granite"}
+NATIVE |= {"Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid, dense"}
 SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next")
 """Classes in `make test`: the other tests of models cover the native ones."""
 

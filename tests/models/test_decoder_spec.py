@@ -14,7 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from payload.core.errors import CheckpointError
 from payload.models.llama.config import Rope
 from payload.models.llama.spec import DecoderSpec, read
+from payload.models.registry import family_name, spec_of
 from payload.models.spec import RankSetting
+from payload.train.families.llama.rope import frequencies
 
 SIZES = {
     "hidden_size": 64,
@@ -39,6 +41,12 @@ MULTIPLIERS = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 8.0,
 }
+GRANITE_4 = {
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "position_embedding_type": "rope",
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5, "tie_word_embeddings": True}),
@@ -58,6 +66,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "granite",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **MULTIPLIERS},
     ),
+    "granite-4": ("granitemoehybrid", {**GRANITE_4, **MULTIPLIERS}),
 }
 TOKENS = 24
 SMOLLM2_135M = {
@@ -317,3 +326,47 @@ def test_the_memory_estimate_is_near_what_was_measured() -> None:
             )
         )
         assert found == pytest.approx(measured_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("changed", "family"),
+    [
+        ({}, "llama"),
+        ({"position_embedding_type": None}, "llama"),
+        ({"layer_types": ["attention", "full_attention", "attention"]}, "llama"),
+        ({"layer_types": ["attention", "mamba", "attention"]}, "transformers"),
+        ({"layer_types": None}, "transformers"),
+        ({"num_local_experts": 4}, "transformers"),
+    ],
+)
+def test_a_granite_4_with_experts_or_mamba_layers_is_left_to_transformers(
+    changed: dict[str, Any], family: str
+) -> None:
+    raw = {"model_type": "granitemoehybrid", **SIZES, **GRANITE_4, **changed}
+    assert family_name(spec_of(raw, where="config.json")) == family
+
+
+def test_a_granite_4_without_positions_has_no_rotary_embedding() -> None:
+    layers = spec_of_raw("granite-4", position_embedding_type=None).layers
+    assert [layer.rope for layer in layers] == [None] * 3
+
+
+def test_yarns_parameters_are_those_of_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for more in (
+        {},
+        {"attention_factor": 1.5, "beta_fast": 12.0, "beta_slow": 2.0},
+        {"mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+        {"factor": 1.0},
+    ):
+        scaling = {**YARN, **more}
+        (layer, *_) = spec_of_raw("llama", rope_scaling=scaling, rope_theta=1e6).layers
+        assert layer.rope is not None
+        raw = {**SIZES, "rope_parameters": {**scaling, "rope_theta": 1e6}}
+        angles, factor = ROPE_INIT_FUNCTIONS["yarn"](CONFIG_MAPPING["llama"](**raw))
+        assert layer.rope.attention_factor == pytest.approx(factor)
+        found = frequencies(layer.rope, head_dim=16)
+        torch.testing.assert_close(found, angles, rtol=1e-6, atol=0)
+    with pytest.raises(CheckpointError, match="must be above 1 for yarn"):
+        spec_of_raw("llama", rope_scaling=YARN, rope_theta=1)

@@ -64,6 +64,10 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _OLD_TYPES: Mapping[str, str] = {"attention": _FULL}
 """Names of layer types in files of older releases of transformers."""
 GEMMA_LOCAL_THETA = 10_000.0
+HYBRID = "granitemoehybrid"
+"""Granite 4, whose dense models without Mamba layers have the layers of a Granite 3."""
+_HYBRID_MLP = 1024
+"""Default of its shared_intermediate_size."""
 _MOST_LAYERS = 1000
 
 
@@ -134,6 +138,7 @@ DEFAULTS: Mapping[str, TypeDefaults] = {
         norms_only_outputs=True,
     ),
     "granite": TypeDefaults(context=2048, no_windows=True, has_multipliers=True),
+    HYBRID: TypeDefaults(context=2048, no_windows=True, has_multipliers=True),
 }
 
 
@@ -205,6 +210,8 @@ class DecoderConfig:
     attention_multiplier: float = checked(1.0, low=1e-9, high=1e9)
     logits_scaling: float = checked(1.0, low=1e-9, high=1e9)
     """Granite's divisor of the logits."""
+    position_embedding_type: str | None = None
+    """Used only by Granite 4: "rope", or no positional encoding."""
     attention_dropout: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -295,6 +302,8 @@ class DecoderConfig:
 
     def _with_rope(self, where: str) -> list[bool]:
         count = self.num_hidden_layers
+        if self.model_type == HYBRID:
+            return [self.position_embedding_type == "rope"] * count
         if self.model_type != "smollm3":
             return [True] * count
         if self.no_rope_layers is None:
@@ -377,6 +386,17 @@ class DecoderConfig:
         )
 
 
+def is_dense_hybrid(raw: Mapping[str, Any]) -> bool:
+    """Return whether this is a Granite 4 without experts and without Mamba layers."""
+    types = raw.get("layer_types")
+    return (
+        raw.get("model_type") == HYBRID
+        and raw.get("num_local_experts") == 0
+        and isinstance(types, list)
+        and all(each in (_FULL, *_OLD_TYPES) for each in types)
+    )
+
+
 def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
     """Return the typed config with every default filled in. Raises CheckpointError."""
     family = DEFAULTS[raw["model_type"]]
@@ -389,6 +409,8 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
         "tie_word_embeddings": family.tied,
         "rms_norm_eps": family.rms_norm_eps,
     }
+    if raw["model_type"] == HYBRID:
+        raw = {**raw, "intermediate_size": raw.get("shared_intermediate_size", _HYBRID_MLP)}
     config = build(DecoderConfig, {**defaults, **raw}, where=where, fix=_FIX, error=CheckpointError)
     if config.num_key_value_heads is None:
         config = replace(config, num_key_value_heads=config.num_attention_heads)

@@ -16,6 +16,7 @@ from payload.models.gguf_export_plan import GgufPlan
 from payload.models.llama import yarn
 from payload.models.llama.config import (
     GEMMA_LOCAL_THETA,
+    HYBRID,
     DecoderConfig,
     Layer,
     Rope,
@@ -33,10 +34,15 @@ ARCHITECTURES: Mapping[str, str] = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "granite": "granite",
+    HYBRID: "granite",
 }
 """The architecture in llama.cpp for each `model_type`."""
 _SMOLLM3_PATTERN = 4
 _OLMO3_PATTERN = 4
+_HYBRID_NAMES: Mapping[str, tuple[str, ...]] = {
+    "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_mlp.output_linear": ("mlp.down_proj",),
+}
 _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_SCALAR = 256.0
@@ -110,6 +116,8 @@ def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str
     """Plan an OLMo or a Granite, whose heads llama.cpp divides from the model's width."""
     if config.width_of_head() * config.num_attention_heads != config.hidden_size:
         refuse_export(where, "head_dim", config.width_of_head())
+    if layers[0].rope is None:
+        refuse_export(where, "position_embedding_type", config.position_embedding_type)
     if config.defaults().has_multipliers:
         plan = _llama_like(config, layers, where=where)
         scales = {
@@ -118,7 +126,8 @@ def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str
             "attention.scale": config.attention_multiplier,
             "logit_scale": config.logits_scaling,
         }
-        return replace(plan, values={**plan.values, **scales})
+        renamed = _HYBRID_NAMES if config.model_type == HYBRID else {}
+        return replace(plan, values={**plan.values, **scales}, renamed=renamed)
     if config.tie_word_embeddings:
         refuse_export(where, "tie_word_embeddings", True)
     windows = {layer.window for layer in layers} - {None}

@@ -15,6 +15,7 @@ from typing import Any
 from payload.core.errors import CheckpointError
 from payload.models.llama.config import (
     DEFAULTS,
+    HYBRID,
     Activation,
     Layer,
     read_decoder_config,
@@ -31,7 +32,7 @@ from payload.models.spec import (
     uneven_split,
 )
 
-MODEL_TYPES = (*DEFAULTS, "gemma3")
+MODEL_TYPES = (*(kind for kind in DEFAULTS if kind != HYBRID), "gemma3")
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
@@ -48,7 +49,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
     biased = config.attention_bias and kind in (
-        *("llama", "smollm3", "qwen3", "gemma3_text", "olmo2", "olmo3", "granite"),
+        *("llama", "smollm3", "qwen3", "gemma3_text", "olmo2", "olmo3", "granite", HYBRID),
     )
     outputs_only, scaled = family.norms_only_outputs, family.has_multipliers
     scale = (config.query_pre_attn_scalar if gemma else head_dim) ** -0.5
@@ -74,6 +75,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
         mlp_bias=config.mlp_bias and kind in ("llama", "smollm3", "granite"),
         qk_norm=family.qk_norm,
         joint_qk_norm=outputs_only,
+        fused_mlp=kind == HYBRID,
         input_norms=not outputs_only,
         output_norms=gemma or outputs_only,
         norm_offset=gemma,
@@ -107,6 +109,8 @@ class DecoderSpec(ModelSpec):
     output_bias: bool = False
     """Bias of the attention's output projection."""
     mlp_bias: bool = False
+    fused_mlp: bool = False
+    """Granite 4: one linear makes gate and up."""
     qk_norm: bool = False
     """RMSNorm over each query and key head, before the rotary embedding."""
     joint_qk_norm: bool = False
@@ -131,6 +135,10 @@ class DecoderSpec(ModelSpec):
     """Features in the config that `train/families/llama` lacks."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The config.json that was read; the config.json of a checkpoint is derived from it."""
+
+    def config_read(self) -> Mapping[str, Any]:
+        """Return the config.json that was read."""
+        return self.config
 
     def context(self) -> int:
         """Return the longest context of the weights in tokens."""
@@ -277,7 +285,7 @@ class DecoderSpec(ModelSpec):
         return tuple(
             LinearSize(name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
             for name, shape in self.tensor_shapes()
-            if name.endswith("_proj.weight")
+            if name.endswith(("_proj.weight", "_linear.weight"))
         )
 
     def _layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -298,9 +306,13 @@ class DecoderSpec(ModelSpec):
         if self.input_norms and self.output_norms:
             yield "pre_feedforward_layernorm.weight", (width,)
         inner = self.intermediate_size
-        yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
-        yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
-        yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
+        if self.fused_mlp:
+            yield from _linear("shared_mlp.input_linear", 2 * inner, width, bias=False)
+            yield from _linear("shared_mlp.output_linear", width, inner, bias=False)
+        else:
+            yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
+            yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
+            yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
         if self.output_norms:
             yield "post_feedforward_layernorm.weight", (width,)
 

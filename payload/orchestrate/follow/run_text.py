@@ -301,7 +301,7 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
     """Print estimates, hosts, ranks, environment, command line and Accelerate config."""
     plan = planned.plan
     console.print("estimates")
-    family = f"model family     {family_name(planned.base.model_type)}"
+    family = f"model family     {family_name(planned.base)}"
     lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
     # A pipe has no width: a program reads one line per estimate.
     width = console.width - 2 if console.is_terminal else _ANY_WIDTH

@@ -83,7 +83,7 @@ def documents(batch: Batch) -> Tensor:
         ("qwen3", {"rank": 1}),
         ("gemma3_text", {}),
         ("olmo3", {}),
-        ("granite", {}),
+        ("granite 4, dense", {}),
         ("gpt2", {"dropout": 0.25}),
         ("qwen3", {"dropout": 0.25}),
     ],

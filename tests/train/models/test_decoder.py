@@ -28,7 +28,7 @@ def decoder(name: str, **changes: object) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama, untied, biases", "qwen3", "gemma3_text", "olmo3", "granite"]
+    "name", ["llama", "llama, untied, biases", "qwen3", "gemma3_text", "olmo3", "granite 4, dense"]
 )
 def test_parameters_are_the_tensors_that_the_spec_counts(name: str) -> None:
     model = decoder(name)

@@ -36,6 +36,7 @@ ONE_PASS = RankSetting(
 _FAMILIES = [
     *("llama", "llama, untied, biases", "llama, llama3 rope", "smollm3", "qwen2", "qwen3"),
     *("qwen2, windows", "mistral, window", "gemma3_text", "olmo2", "olmo3", "granite"),
+    "granite 4, dense",
 ]
 
 

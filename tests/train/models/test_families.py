@@ -10,7 +10,7 @@ from benchmarks.architecture_cases import CASES, compare
 from benchmarks.architectures import problems
 
 OUR_OWN = {"gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3"}
-OUR_OWN |= {"olmo2", "olmo3", "granite"}
+OUR_OWN |= {"olmo2", "olmo3", "granite", "granitemoehybrid"}
 
 
 @pytest.mark.parametrize("name", CASES)

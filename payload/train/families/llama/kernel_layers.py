@@ -35,13 +35,16 @@ _KNOWN = (Attention, OtherStageModule, Embedding, Layer, Linear, MLP, RMSNorm, n
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Limited by the block of keys that the kernels keep in a core's cache.
 _WIDEST_HEAD = min(256, LONGEST_HEAD)
-JOINED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-"""The linears of a layer, grouped by input: each group is computed as one matmul."""
+
+
+def joined(spec: DecoderSpec) -> tuple[tuple[str, ...], ...]:
+    """Return the linears of a layer, grouped by input: each group is computed as one matmul."""
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    wide: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down = "mlp.down_proj"
+    if spec.fused_mlp:
+        wide, down = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
+    return qkv, ("self_attn.o_proj",), wide, (down,)
 
 
 def run_layers(
@@ -71,10 +74,10 @@ def run_layers(
         before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
         if behind is None:
             total, normed = add(total, mixed, layer.post_attention_layernorm)
-            return total, _mlp(normed, layer.mlp, context)
+            return total, _mlp(normed, layer.gated(), context)
         mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
         total, normed = add(total, mixed, before)
-        return total, branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
+        return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
 
     def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         """Return the residual sum, and its norm (or itself without a norm) in bf16."""
@@ -170,8 +173,8 @@ def _attention(
 
 def _mlp(x: Tensor, module: MLP, context: LayerContext) -> Tensor:
     gate = _GATES[module.activation]
-    wide = projection(module.gate_proj), projection(module.up_proj)
-    ranks, last = module.ranks, module.down_proj
+    wide = tuple(map(projection, module.inputs()))
+    ranks, last = module.ranks, module.output()
     down = projection(last, is_part=ranks is not None)
     result = gated_mlp(copy_to_ranks(x, ranks), wide, down, gate, context)
     return result if ranks is None else sum_with_bias(result, last.bias, ranks)

@@ -139,15 +139,29 @@ class MLP(SplitModule):
         super().__init__()
         self.activation: Activation = spec.hidden_act
         width, inner = spec.hidden_size, spec.intermediate_size
-        self.gate_proj = Linear(width, inner, bias=spec.mlp_bias)
-        self.up_proj = Linear(width, inner, bias=spec.mlp_bias)
-        self.down_proj = Linear(inner, width, bias=spec.mlp_bias)
+        self.is_fused = spec.fused_mlp
+        if self.is_fused:
+            self.input_linear = Linear(width, 2 * inner, bias=spec.mlp_bias)
+            self.output_linear = Linear(inner, width, bias=spec.mlp_bias)
+        else:
+            self.gate_proj = Linear(width, inner, bias=spec.mlp_bias)
+            self.up_proj = Linear(width, inner, bias=spec.mlp_bias)
+            self.down_proj = Linear(inner, width, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
         x = copy_to_ranks(x, self.ranks)
-        inner = activated(self.gate_proj(x), self.activation) * self.up_proj(x)
-        return reduce_from_ranks(inner, self.down_proj, self.ranks)
+        wide = [each(x) for each in self.inputs()]
+        gate, up = wide[0].chunk(2, dim=-1) if self.is_fused else wide
+        return reduce_from_ranks(activated(gate, self.activation) * up, self.output(), self.ranks)
+
+    def inputs(self) -> tuple[Linear, ...]:
+        """Return the linears of gate and up: two, or one for both."""
+        return (self.input_linear,) if self.is_fused else (self.gate_proj, self.up_proj)
+
+    def output(self) -> Linear:
+        """Return the linear back to the width."""
+        return self.output_linear if self.is_fused else self.down_proj
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
@@ -174,7 +188,12 @@ class Layer(LayerModule):
         self.post_feedforward_layernorm: RMSNorm | None = None
         if spec.input_norms and spec.output_norms:
             self.pre_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
-        self.mlp = MLP(spec)
+        self.mlp: MLP | None = None
+        self.shared_mlp: MLP | None = None
+        if spec.fused_mlp:
+            self.shared_mlp = MLP(spec)
+        else:
+            self.mlp = MLP(spec)
         if spec.output_norms:
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 
@@ -187,11 +206,17 @@ class Layer(LayerModule):
         before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if behind is None:
             x = x + self._scaled(mixed)
-            added: Tensor = x + self._scaled(self.mlp(self.post_attention_layernorm(x)))
+            added: Tensor = x + self._scaled(self.gated()(self.post_attention_layernorm(x)))
             return added
         x = x + self.post_attention_layernorm(mixed)
-        added = x + behind(self.mlp(x if before is None else before(x)))
+        added = x + behind(self.gated()(x if before is None else before(x)))
         return added
+
+    def gated(self) -> MLP:
+        """Return the MLP, whose name depends on the model."""
+        found = self.mlp if self.shared_mlp is None else self.shared_mlp
+        assert found is not None, "a layer has one of them"
+        return found
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.residual_scale == 1 else branch * self.residual_scale

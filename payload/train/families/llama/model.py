@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.models.spec import ModelSpec
-from payload.train.families.llama.kernel_layers import JOINED, refusals, run_layers
+from payload.train.families.llama.kernel_layers import joined, refusals, run_layers
 from payload.train.families.llama.layers import Layer, make_norm
 from payload.train.families.llama.rope import Table, frequencies, table
 from payload.train.families.transformers.model import TransformersLM
@@ -32,7 +32,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The head if it is the embedding, and a buffer saved by old releases.
 _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
 _SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
-_SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
+_SPLIT_BY_INPUTS = (".o_proj", ".down_proj", ".output_linear")
+_SPLIT_BY_HALVES = (".input_linear",)
 _NORMS_OF_HEADS = (".q_norm", ".k_norm")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -44,8 +45,9 @@ _ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
-_WITHOUT_CLASSIFIER = ("granite",)
+_WITHOUT_CLASSIFIER = ("granite", "granitemoehybrid")
 _CLASSIFIERS = {
     kind: name.replace("ForCausalLM", "ForSequenceClassification")
     for kind, name in _ARCHITECTURES.items()
@@ -206,6 +208,8 @@ class Decoder(CausalLM):
             linear, kind = name.rpartition(".")[::2]
             if linear.endswith(_SPLIT_BY_OUTPUTS):
                 parts[name] = Split(0)
+            elif linear.endswith(_SPLIT_BY_HALVES):
+                parts[name] = Split(0, sections=2)
             elif linear.endswith(_SPLIT_BY_INPUTS) and kind == "weight":
                 parts[name] = Split(1)
             elif linear.endswith(_NORMS_OF_HEADS):
@@ -221,7 +225,7 @@ class Decoder(CausalLM):
         return [
             tuple(f"model.layers.{number}.{name}" for name in names)
             for number in range(len(self.spec.layers))
-            for names in JOINED
+            for names in joined(self.spec)
         ]
 
     def hf_config(self) -> dict[str, Any]:
