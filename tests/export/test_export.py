@@ -451,7 +451,10 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"model_type": "gpt_neox"}, "cannot be exported to GGUF"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_hidden_layers": 3}, "layers"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
         ({"rope_parameters": {**YARN, "rope_theta": 1e4, "truncate": False}}, "truncate"),
         ({"vocab_size": 100}, "Put the tokenizer of this model next to its weights"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -84,7 +84,9 @@ def test_loss_and_gradients_are_bitwise_the_same_and_less_is_kept(raw: Any, drop
 
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3_text", "olmo3", "granite 4, dense"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "qwen3", "gemma3_text", "olmo3", "granite 4, dense"]
+)
 def test_over_the_kernels_too(library: Library, name: str) -> None:
     batch = random_tokens(CASES[name]["vocab_size"])
     found = []

@@ -139,9 +139,7 @@ class Decoder(CausalLM):
         """
         device = next(self.parameters()).device
         found = {
-            rope: table(
-                angles.to(device), start=start, length=length, factor=rope.attention_factor
-            )
+            rope: table(angles.to(device), start=start, length=length, factor=rope.attention_factor)
             for rope, angles in self._angles.items()
         }
         if starts is None:
