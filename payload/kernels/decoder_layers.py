@@ -246,7 +246,7 @@ class _Attention(torch.autograd.Function):
             )
             sizes = settings.sizes
             kinds = [sizes.heads * sizes.width, sizes.key_heads * sizes.width]
-            norm_grads = both.split(kinds) if settings.joint_norms else tuple(both.unbind())
+            norm_grads = torch.split(both, kinds) if settings.joint_norms else tuple(both.unbind())
         elif settings.rotation is not None:
             pointwise.rotate(library, grad_qkv, settings.rotation, settings.sizes, back=True)
         grad_in = grad_qkv.view(len(grad), -1)

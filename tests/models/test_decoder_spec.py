@@ -363,7 +363,7 @@ def test_yarns_parameters_are_those_of_transformers() -> None:
         scaling = {**YARN, **more}
         (layer, *_) = spec_of_raw("llama", rope_scaling=scaling, rope_theta=1e6).layers
         assert layer.rope is not None
-        raw = {**SIZES, "rope_parameters": {**scaling, "rope_theta": 1e6}}
+        raw: dict[str, Any] = {**SIZES, "rope_parameters": {**scaling, "rope_theta": 1e6}}
         angles, factor = ROPE_INIT_FUNCTIONS["yarn"](CONFIG_MAPPING["llama"](**raw))
         assert layer.rope.attention_factor == pytest.approx(factor)
         found = frequencies(layer.rope, head_dim=16)

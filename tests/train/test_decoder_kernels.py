@@ -236,8 +236,8 @@ def test_normed_and_turned_queries_and_keys_are_those_of_torch(
     leaf = qkv[:, :rotated].double().requires_grad_()
     weight = scale.weight.double().requires_grad_()
     if joint:
-        kinds = leaf.split((heads, key_heads), dim=1)
-        weights = weight.split((heads * width, key_heads * width))
+        kinds = torch.split(leaf, [heads, key_heads], dim=1)
+        weights = torch.split(weight, [heads * width, key_heads * width])
         normed = [
             plainly_normed(kind.flatten(1), scale, each).view_as(kind)
             for kind, each in zip(kinds, weights, strict=True)

@@ -130,7 +130,7 @@ def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str
         return replace(plan, values={**plan.values, **scales}, renamed=renamed)
     if config.tie_word_embeddings:
         refuse_export(where, "tie_word_embeddings", True)
-    windows = {layer.window for layer in layers} - {None}
+    windows = [layer.window for layer in layers if layer.window is not None]
     if not windows:
         return _llama_like(config, layers, where=where)
     full = _olmo3_full_layer(layers, where=where)
