@@ -96,7 +96,7 @@ class TypeDefaults:
     """Base of the rotary embedding of the layers with a window, which has no scaling; None = one
     rotary embedding for all layers."""
     full_layer_every: int | None = None
-    """`layer_types` gives the layers with a window; by default, all but every N-th layer. None =
+    """`layer_types` gives the layers with a window; by default, all except every N-th layer. None =
     other settings give them."""
     norms_only_outputs: bool = False
     """OLMo: norms of the outputs of attention and MLP instead of their inputs, and norms over all
