@@ -268,7 +268,7 @@ def test_the_layer_types_and_windows_in_effect_change_nothing(
 def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"rope_scaling = .* needs rope_type instead of type"):
         spec_of_raw("gemma3", rope_scaling={"type": "linear", "factor": 8.0})
-    with pytest.raises(CheckpointError, match="a olmo3 model needs rope_type instead of type"):
+    with pytest.raises(CheckpointError, match="model type olmo3 needs rope_type instead of type"):
         spec_of_raw("olmo3", rope_scaling={"type": "yarn", "factor": 8.0})
     both = spec_of_raw("gemma3", rope_scaling={"type": "x", "rope_type": "linear", "factor": 8.0})
     assert both == spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})

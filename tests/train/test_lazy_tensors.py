@@ -156,6 +156,8 @@ def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int, layers: 
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": width}
+    if kind == "stablelm":  # Its default is 32.
+        sizes["num_key_value_heads"] = 4
     sizes["num_hidden_layers"] = layers
     ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     own: dict[str, Any] = {

@@ -326,7 +326,7 @@ class DecoderConfig:
             given = self.rope_scaling or {}
             if given.get("type") not in (None, "default") and "rope_type" not in given:
                 # transformers ignores the scaling: these layers have a default rope_type.
-                problem = f"a {self.model_type} model needs rope_type instead of type"
+                problem = f"model type {self.model_type} needs rope_type instead of type"
                 _refuse(where, "rope_scaling", given, problem)
             nested = (self.rope_parameters or {}).get(kind) or {}
             # The older form scales only the layers without a window.

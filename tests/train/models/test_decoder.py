@@ -73,6 +73,19 @@ def test_a_padding_token_may_be_missing_or_beyond_the_vocabulary(row: int | None
     assert torch.isfinite(decoder("llama", pad_token_id=row)(tokens, targets))
 
 
+def test_a_padding_token_that_config_json_omits_is_the_types_default() -> None:
+    raw = {key: value for key, value in CASES["olmo2"].items() if key != "pad_token_id"}
+    spec = spec_of(raw, where="config.json")
+    assert isinstance(spec, DecoderSpec)
+    model = Decoder(spec)
+    tokens, targets = random_tokens(1031)
+    assert (tokens == 1).any() and (tokens == 2).any()
+    torch.autograd.backward(model(tokens, targets))
+    gradient = model.model.embed_tokens.weight.grad
+    assert gradient is not None
+    assert gradient[1].abs().max() == 0 < gradient[2].abs().max()
+
+
 def test_dropout_is_of_the_attention_and_of_training_alone() -> None:
     model = Decoder(decoder("llama").spec, dropout=0.5)
     tokens, targets = random_tokens(1031)
