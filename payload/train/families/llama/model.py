@@ -179,7 +179,7 @@ class Decoder(CausalLM):
     def classifier_architecture(self) -> str:
         """Return the name of transformers' classification class for this model.
 
-        Raises CheckpointError if transformers has no such class.
+        Raises CheckpointError if transformers lacks this class.
         """
         if self.spec.model_type not in _CLASSIFIERS:
             return super().classifier_architecture()
