@@ -32,6 +32,7 @@ NUM_MERGES = 744
 EOS = 256 + NUM_MERGES
 _PROMPT = [464, 206, 758, 218]
 _TEXT = "The capital of France is"
+_DEFAULT_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
     "llama": {},
@@ -46,6 +47,11 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"sliding_window": None},
     # llama.cpp chooses the factors by its context of 64 tokens.
     "phi3, partial longrope": {"original_max_position_embeddings": 64},
+    "llama, yarn rope": {},
+    "olmo2": {},
+    "olmo3": {"tie_word_embeddings": False, "rope_scaling": _DEFAULT_YARN, "pad_token_id": None},
+    "granite": {},
+    "granite 4, dense": {},
 }
 """Cases of `architecture_cases`, with the changes that a GGUF file needs."""
 _IN_LLAMA_CPP = """

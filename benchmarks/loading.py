@@ -10,7 +10,7 @@ whole model is killed there; this case is measured, too. With `--state` the rank
 state, as on a resume: zeros, twice the bytes of the weights.
 
 With `--quantize nf4` one process loads the model in 4 bits: a Llama with this project's layers, and
-an OLMo 2 with the layers of transformers. The peak is what loading adds to a process that has
+a StableLM with the layers of transformers. The peak is what loading adds to a process that has
 already loaded a small model of the same kind. A table goes to stderr, one JSON object to stdout.
 """
 
@@ -36,8 +36,8 @@ _CGROUP = Path("/sys/fs/cgroup/memory")
 _WIDTH = 1024
 _VOCAB = 32_000
 _WAIT_S = 500
-_KINDS = {"llama": "LlamaForCausalLM", "olmo2": "Olmo2ForCausalLM"}
-_IN_4_BITS = {"llama": "llama, our own layers", "olmo2": "olmo2, transformers' layers"}
+_KINDS = {"llama": "LlamaForCausalLM", "stablelm": "StableLmForCausalLM"}
+_IN_4_BITS = {"llama": "llama, our own layers", "stablelm": "stablelm, transformers' layers"}
 
 
 def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:

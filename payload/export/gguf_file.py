@@ -34,7 +34,7 @@ _FILE_TYPES: Mapping[Dtype, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """One tensor of the file."""
 
@@ -43,6 +43,9 @@ class _Entry:
     target: str
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
+    part: int = 0
+    """Which of `parts` equal parts of the source's rows."""
+    parts: int = 1
 
 
 def write_gguf(
@@ -106,16 +109,19 @@ def _entries(
     for source, sources in _sources(shapes, plan).items():
         shape = shapes[sources[0]]
         full = source if source.startswith(plan.prefix) else plan.prefix + source
-        target = names.get_name(full, try_suffixes=(".weight", ".bias"))
-        if target is None:
-            raise CheckpointError(
-                f"tensor {shown(source)}: not supported by llama.cpp's {plan.architecture}. Use "
-                "--format hf."
-            )
-        size = shape[::-1] if source.endswith(plan.transposed) and plan.transposed else shape
-        kind = _kind(target, size, dtype=dtype)
-        size = size if sources == (source,) else (len(sources), *size)
-        entries.append(_Entry(sources=sources, target=target, shape=size, kind=kind))
+        found = _names(full, plan)
+        for part, name in enumerate(found):
+            target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if target is None:
+                raise CheckpointError(
+                    f"tensor {shown(source)}: not supported by llama.cpp's {plan.architecture}. "
+                    "Use --format hf."
+                )
+            size = shape[::-1] if source.endswith(plan.transposed) and plan.transposed else shape
+            size = (size[0] // len(found), *size[1:])
+            kind = _kind(target, size, dtype=dtype)
+            size = size if sources == (source,) else (len(sources), *size)
+            entries.append(_Entry(sources, target, size, kind, part, len(found)))
     return entries
 
 
@@ -134,6 +140,15 @@ def _stacked(values: Sequence[Tensor]) -> Tensor:
     import torch
 
     return values[0] if len(values) == 1 else torch.stack(list(values))
+
+
+def _names(source: str, plan: GgufPlan) -> list[str]:
+    """Return the names under which llama.cpp's tables have the parts of a tensor."""
+    module, _, kind = source.rpartition(".")
+    for old, new in plan.renamed.items():
+        if module.endswith(old):
+            return [f"{module.removesuffix(old)}{each}.{kind}" for each in new]
+    return [source]
 
 
 def _kind(target: str, shape: tuple[int, ...], *, dtype: Dtype) -> gguf.GGMLQuantizationType:
@@ -163,6 +178,7 @@ def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
     import gguf
     import torch
 
+    value = value.chunk(entry.parts)[entry.part]
     if plan.transposed and entry.sources[0].endswith(plan.transposed):
         value = value.t()
     for end, heads in plan.rotated_heads.items():

@@ -23,9 +23,9 @@ inline float inverse_root(const T* x, int64_t width, float eps) {
 
 // The scale is weight + offset: Gemma's weights are relative to 1.
 template <typename T>
-void norm_forward(const T* x, const bf16* added, const float* weight, float offset, float eps,
-                  float* sum, bf16* normed, float* rstd, int64_t rows, int64_t width,
-                  int threads) {
+void norm_forward(const T* x, const bf16* added, float added_scale, const float* weight,
+                  float offset, float eps, float* sum, bf16* normed, float* rstd, int64_t rows,
+                  int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const T* in = x + row * width;
@@ -34,7 +34,9 @@ void norm_forward(const T* x, const bf16* added, const float* weight, float offs
       const bf16* plus = added + row * width;
       float* total = sum + row * width;
 #pragma omp simd
-      for (int64_t i = 0; i < width; ++i) total[i] = to_float(in[i]) + to_float(plus[i]);
+      for (int64_t i = 0; i < width; ++i) {
+        total[i] = to_float(in[i]) + added_scale * to_float(plus[i]);
+      }
       const float factor = rstd[row] = inverse_root(total, width, eps);
       fill(width, to, [=](int64_t i) { return total[i] * factor * (weight[i] + offset); });
     } else {
@@ -47,7 +49,8 @@ void norm_forward(const T* x, const bf16* added, const float* weight, float offs
 template <typename T>
 void norm_backward(const T* x, const float* rstd, const float* weight, float offset,
                    const float* grad_sum, const bf16* grad_normed, T* grad_x, bf16* grad_added,
-                   float* weight_parts, int64_t rows, int64_t width, int threads) {
+                   float added_scale, float* weight_parts, int64_t rows, int64_t width,
+                   int threads) {
   constexpr int64_t kAtOnce = 256;
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -88,7 +91,11 @@ void norm_backward(const T* x, const float* rstd, const float* weight, float off
           for (int64_t k = 0; k < size; ++k) piece[k] += through[first + k];
         }
         store(piece, size, grad_x + row * width + first);
-        if (grad_added) round_all(piece, size, grad_added + row * width + first);
+        if (grad_added) {
+#pragma omp simd
+          for (int64_t k = 0; k < size; ++k) piece[k] *= added_scale;
+          round_all(piece, size, grad_added + row * width + first);
+        }
       }
     }
   }
@@ -112,6 +119,21 @@ struct Heads {
   int64_t rows, length, heads, key_heads, width;
   int64_t rotated() const { return heads + key_heads; }
   int64_t stride() const { return (heads + 2 * key_heads) * width; }
+};
+
+// How queries and keys are normed: each head by itself, or (`is_joint`) all heads of a kind at
+// once. Weights are (2, width), or with `is_joint` (heads + key_heads, width).
+struct Norms {
+  const Heads& sizes;
+  bool is_joint;
+  int64_t weights() const { return (is_joint ? sizes.rotated() : 2) * sizes.width; }
+  // Number of heads in the norm that begins at `head`.
+  int64_t together(int64_t head) const {
+    return is_joint ? (head < sizes.heads ? sizes.heads : sizes.key_heads) : 1;
+  }
+  int64_t weight_at(int64_t head) const {
+    return (is_joint ? head : head < sizes.heads ? 0 : 1) * sizes.width;
+  }
 };
 
 // The gate's activation and its derivative.
@@ -186,36 +208,38 @@ void gated_backward(const bf16* wide, bf16* grad, bf16* grad_wide, int64_t rows,
 
 extern "C" {
 
-// sum = x + added, normed = sum * rstd * (weight + offset), row by row, rstd = 1 / the root of the
-// mean square. Without `added`, `sum` is not written; both may be null.
-void tileforge_rms_norm_forward(const float* x, const bf16* added, const float* weight,
-                                float offset, float eps, float* sum, bf16* normed, float* rstd,
-                                int64_t rows, int64_t width, int threads) {
-  norm_forward(x, added, weight, offset, eps, sum, normed, rstd, rows, width, threads);
+// sum = x + added_scale * added, normed = sum * rstd * (weight + offset), row by row, rstd = 1 /
+// the root of the mean square. Without `added`, `sum` is not written; both may be null.
+void tileforge_rms_norm_forward(const float* x, const bf16* added, float added_scale,
+                                const float* weight, float offset, float eps, float* sum,
+                                bf16* normed, float* rstd, int64_t rows, int64_t width,
+                                int threads) {
+  norm_forward(x, added, added_scale, weight, offset, eps, sum, normed, rstd, rows, width,
+               threads);
 }
 // The same of x in bf16, without a sum.
 void tileforge_rms_norm_forward_bf16(const bf16* x, const float* weight, float offset, float eps,
                                      bf16* normed, float* rstd, int64_t rows, int64_t width,
                                      int threads) {
-  norm_forward(x, nullptr, weight, offset, eps, nullptr, normed, rstd, rows, width, threads);
+  norm_forward(x, nullptr, 1.0f, weight, offset, eps, nullptr, normed, rstd, rows, width, threads);
 }
 
-// grad_x = grad_sum + the norm's own gradient; grad_added is the same in bf16. `grad_sum` may be
-// grad_x itself; `grad_sum` and `grad_added` may be null. The weight's gradient has one partial sum
-// for each 64 rows, (parts, width), and is skipped if `weight_parts` is null.
+// grad_x = grad_sum + the norm's own gradient; grad_added is added_scale * grad_x in bf16.
+// `grad_sum` may be grad_x itself; `grad_sum` and `grad_added` may be null. The weight's gradient
+// has one partial sum for each 64 rows, (parts, width), and is skipped if `weight_parts` is null.
 void tileforge_rms_norm_backward(const float* sum, const float* rstd, const float* weight,
                                  float offset, const float* grad_sum, const bf16* grad_normed,
-                                 float* grad_x, bf16* grad_added, float* weight_parts,
-                                 int64_t rows, int64_t width, int threads) {
-  norm_backward(sum, rstd, weight, offset, grad_sum, grad_normed, grad_x, grad_added, weight_parts,
-                rows, width, threads);
+                                 float* grad_x, bf16* grad_added, float added_scale,
+                                 float* weight_parts, int64_t rows, int64_t width, int threads) {
+  norm_backward(sum, rstd, weight, offset, grad_sum, grad_normed, grad_x, grad_added, added_scale,
+                weight_parts, rows, width, threads);
 }
 void tileforge_rms_norm_backward_bf16(const bf16* x, const float* rstd, const float* weight,
                                       float offset, const bf16* grad_normed, bf16* grad_x,
                                       float* weight_parts, int64_t rows, int64_t width,
                                       int threads) {
-  norm_backward<bf16>(x, rstd, weight, offset, nullptr, grad_normed, grad_x, nullptr, weight_parts,
-                      rows, width, threads);
+  norm_backward<bf16>(x, rstd, weight, offset, nullptr, grad_normed, grad_x, nullptr, 1.0f,
+                      weight_parts, rows, width, threads);
 }
 
 // Rotates queries and keys of qkv (rows, heads + 2 key_heads, width) in place; cos and sin are
@@ -238,68 +262,84 @@ void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign,
   }
 }
 
-// Norms and rotates each query and key of qkv, to qk (rows, heads + key_heads, width).
-// Weights (2, width) are the queries' and the keys'; null cos and sin mean no rotation.
-void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, float offset, float eps,
-                                   const float* cos, const float* sin, bf16* qk, int64_t rows,
-                                   int64_t length, int64_t heads, int64_t key_heads,
-                                   int64_t width, int64_t half, int threads) {
+// Norms and rotates queries and keys of qkv, to qk (rows, heads + key_heads, width). `Norms`
+// describes the weights; null cos and sin mean no rotation.
+void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, int is_joint,
+                                   float offset, float eps, const float* cos, const float* sin,
+                                   bf16* qk, int64_t rows, int64_t length, int64_t heads,
+                                   int64_t key_heads, int64_t width, int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
+  const Norms norms{s, is_joint != 0};
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t angle = row % length * half;
     float x[kLongestHead];
-    for (int64_t head = 0; head < s.rotated(); ++head) {
-      const bf16* at = qkv + row * s.stride() + head * width;
-      const float* weight = weights + (head < heads ? 0 : width);
-      const float factor = inverse_root(at, width, eps);
+    for (int64_t first = 0; first < s.rotated(); first += norms.together(first)) {
+      const int64_t end = first + norms.together(first);
+      const bf16* at = qkv + row * s.stride() + first * width;
+      const float factor = inverse_root(at, (end - first) * width, eps);
+      for (int64_t head = first; head < end; ++head, at += width) {
+        const float* weight = weights + norms.weight_at(head);
 #pragma omp simd
-      for (int64_t i = 0; i < width; ++i) x[i] = to_float(at[i]) * factor * (weight[i] + offset);
-      if (cos) turn(x, cos + angle, sin + angle, 1.0f, half);
-      round_all(x, width, qk + (row * s.rotated() + head) * width);
+        for (int64_t i = 0; i < width; ++i) x[i] = to_float(at[i]) * factor * (weight[i] + offset);
+        if (cos) turn(x, cos + angle, sin + angle, 1.0f, half);
+        round_all(x, width, qk + (row * s.rotated() + head) * width);
+      }
     }
   }
 }
 
 // Converts the gradient of queries and keys in grad (rows, heads + 2 key_heads, width) from the
 // outputs' of the function above to the inputs'. The weights' gradient has one partial sum for each
-// 64 rows, (parts, 2, width).
-void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, float offset, float eps,
-                                    const float* cos, const float* sin, bf16* grad,
-                                    float* weight_parts, int64_t rows, int64_t length,
+// 64 rows, each with the shape of the weights.
+void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, int is_joint,
+                                    float offset, float eps, const float* cos, const float* sin,
+                                    bf16* grad, float* weight_parts, int64_t rows, int64_t length,
                                     int64_t heads, int64_t key_heads, int64_t width,
                                     int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
+  const Norms norms{s, is_joint != 0};
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < parts; ++part) {
-    float* sums = weight_parts + part * 2 * width;
-    std::fill_n(sums, 2 * width, 0.0f);
+    float* sums = weight_parts + part * norms.weights();
+    std::fill_n(sums, norms.weights(), 0.0f);
     const int64_t end = std::min(rows, (part + 1) * kSumRows);
     for (int64_t row = part * kSumRows; row < end; ++row) {
       const int64_t angle = row % length * half;
       float g[kLongestHead];
-      for (int64_t head = 0; head < s.rotated(); ++head) {
-        const int64_t at = row * s.stride() + head * width, kind = head < heads ? 0 : width;
-        const bf16* in = qkv + at;
-        const float* weight = weights + kind;
-        float* weight_grad = sums + kind;
-        for (int64_t i = 0; i < width; ++i) g[i] = to_float(grad[at + i]);
+      const auto load = [&](const bf16* from) {
+        for (int64_t i = 0; i < width; ++i) g[i] = to_float(from[i]);
         if (cos) turn(g, cos + angle, sin + angle, -1.0f, half);
-        const float factor = inverse_root(in, width, eps);
+      };
+      for (int64_t first = 0; first < s.rotated(); first += norms.together(first)) {
+        const int64_t count = norms.together(first), at = row * s.stride() + first * width;
+        const float factor = inverse_root(qkv + at, count * width, eps);
         float along = 0;
+        for (int64_t k = 0; k < count; ++k) {
+          const bf16* in = qkv + at + k * width;
+          const float* weight = weights + norms.weight_at(first + k);
+          float* weight_grad = sums + norms.weight_at(first + k);
+          load(grad + at + k * width);
 #pragma omp simd reduction(+ : along)
-        for (int64_t i = 0; i < width; ++i) {
-          const float product = g[i] * to_float(in[i]) * factor;
-          weight_grad[i] += product;
-          along += product * (weight[i] + offset);
+          for (int64_t i = 0; i < width; ++i) {
+            const float product = g[i] * to_float(in[i]) * factor;
+            weight_grad[i] += product;
+            along += product * (weight[i] + offset);
+          }
         }
-        const float pull = along / width * factor;
+        const float pull = along / (count * width) * factor;
+        for (int64_t k = 0; k < count; ++k) {
+          const bf16* in = qkv + at + k * width;
+          const float* weight = weights + norms.weight_at(first + k);
+          // With one head, g still holds its gradient.
+          if (count > 1) load(grad + at + k * width);
 #pragma omp simd
-        for (int64_t i = 0; i < width; ++i) {
-          g[i] = factor * (g[i] * (weight[i] + offset) - to_float(in[i]) * pull);
+          for (int64_t i = 0; i < width; ++i) {
+            g[i] = factor * (g[i] * (weight[i] + offset) - to_float(in[i]) * pull);
+          }
+          round_all(g, width, grad + at + k * width);
         }
-        round_all(g, width, grad + at);
       }
     }
   }

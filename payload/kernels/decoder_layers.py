@@ -48,13 +48,20 @@ class AttentionSettings:
     starts: Tensor | None
     """Shape (B, T): index of the first token that each token attends to; None = 0 for all
     tokens."""
+    joint_norms: bool = False
+    """True if the norms of queries and keys span all heads of a kind."""
 
 
 def add_norm(
-    x: Tensor, added: Tensor | None, norm: Norm, context: LayerContext
+    x: Tensor,
+    added: Tensor | None,
+    norm: Norm,
+    context: LayerContext,
+    *,
+    added_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual sum x + added (N, C) in fp32, and its RMS norm in bf16."""
-    made = _AddNorm.apply(x, added, norm.weight, norm, context.library)
+    """Return the residual sum x + added_scale * added (N, C) in fp32, and its RMS norm in bf16."""
+    made = _AddNorm.apply(x, added, norm.weight, norm, added_scale, context.library)
     return cast("tuple[Tensor, Tensor]", made)
 
 
@@ -80,7 +87,8 @@ def attention(
     scales = () if norms is None else (norms[0].weight, norms[1].weight)
     scale = None
     if norms is not None:
-        both = torch.stack([each.detach() for each in scales])
+        join_norms = torch.cat if settings.joint_norms else torch.stack
+        both = join_norms([each.detach() for each in scales])
         scale = NormScale(both, norms[0].eps, norms[0].offset)
     parameters = (*qkv_layers.parameters, *out_layer.parameters, *scales)
     made = _Attention.apply(x, qkv_layers, out_layer, scale, settings, context, *parameters)
@@ -109,11 +117,20 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, norm: Norm, library: Library
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        norm: Norm,
+        added_scale: float,
+        library: Library,
     ) -> tuple[Tensor, Tensor]:
-        total, normed, rstd = pointwise.rms_norm_forward(library, x, added, norm.scale())
+        total, normed, rstd = pointwise.rms_norm_forward(
+            library, x, added, norm.scale(), added_scale=added_scale
+        )
         ctx.save_for_backward(total, rstd)
         ctx.library, ctx.norm, ctx.adds = library, norm, added is not None
+        ctx.added_scale = added_scale
         ctx.set_materialize_grads(False)
         # Autograd requires a new tensor object for an output that equals an input.
         return total if added is not None else total.view_as(total), normed
@@ -131,9 +148,10 @@ class _AddNorm(torch.autograd.Function):
             grad_total,
             grad_normed,
             adds=ctx.adds,
+            added_scale=ctx.added_scale,
             frozen=not ctx.needs_input_grad[2],
         )
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 class _BranchNorm(torch.autograd.Function):
@@ -231,7 +249,9 @@ class _Attention(torch.autograd.Function):
             both = pointwise.norm_rotate_backward(
                 library, qkv, scale, settings.rotation, grad_qkv, settings.sizes
             )
-            norm_grads = tuple(both.unbind())
+            sizes = settings.sizes
+            kinds = [sizes.heads * sizes.width, sizes.key_heads * sizes.width]
+            norm_grads = torch.split(both, kinds) if settings.joint_norms else tuple(both.unbind())
         elif settings.rotation is not None:
             pointwise.rotate(library, grad_qkv, settings.rotation, settings.sizes, back=True)
         grad_in = grad_qkv.view(len(grad), -1)

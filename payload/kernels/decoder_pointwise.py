@@ -29,7 +29,8 @@ class NormScale:
     """The scale of an RMS norm (weight + offset), and `eps`, which is added to the mean square."""
 
     weight: Tensor
-    """The norm's weight: (C,) fp32."""
+    """The norm's weight: (C,) fp32. For queries and keys: (2, D) if each head is normed by itself,
+    and ((H + K) D,) if all heads are normed together."""
     eps: float
     offset: float = 0.0
     """Number added to the weight: 1 in Gemma, where a weight of zero means a scale of 1."""
@@ -68,9 +69,14 @@ class Rotation:
 
 
 def rms_norm_forward(
-    library: Library, x: Tensor, added: Tensor | None, scale: NormScale
+    library: Library,
+    x: Tensor,
+    added: Tensor | None,
+    scale: NormScale,
+    *,
+    added_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (N, C) plus `added` bf16, its RMS norm in bf16, and 1 / rms of each row (N,).
+    """Return x (N, C) + added_scale * `added` bf16, its RMS norm in bf16, and 1 / rms (N,).
 
     `x` is fp32, or bf16 without `added`.
     """
@@ -84,7 +90,7 @@ def rms_norm_forward(
         return x, normed, rstd
     total = x if added is None else torch.empty_like(x)
     last = (total, normed, rstd, rows, width)
-    library.call("rms_norm_forward", x, added, scale.weight, *numbers, *last)
+    library.call("rms_norm_forward", x, added, added_scale, scale.weight, *numbers, *last)
     return total, normed, rstd
 
 
@@ -97,6 +103,7 @@ def rms_norm_backward(
     grad_normed: Tensor,
     *,
     adds: bool,
+    added_scale: float = 1.0,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, of `added` (if `adds`) and, unless it is frozen, of the weight.
@@ -119,7 +126,7 @@ def rms_norm_backward(
     require_tensor("grad_total", grad_total, torch.float32, total.shape)
     grad_x = torch.empty_like(total) if grad_total is None else grad_total
     grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
-    grads = (grad_total, grad_normed, grad_x, grad_added, parts)
+    grads = (grad_total, grad_normed, grad_x, grad_added, added_scale, parts)
     library.call("rms_norm_backward", total, rstd, scale.weight, scale.offset, *grads, rows, width)
     return grad_x, grad_added, None if parts is None else parts.sum(dim=0)
 
@@ -139,14 +146,13 @@ def norm_rotate_forward(
 ) -> Tensor:
     """Return normed and rotated queries and keys, (N, H + K, D) bf16.
 
-    The scale's weight is (2, D), for the queries and for the keys. Without a rotation, they are
-    only normed.
+    Without a rotation, they are only normed.
     """
     _require_heads(qkv, sizes)
-    require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
+    is_joint = _require_head_norms(scale, sizes)
     heads = sizes.heads + sizes.key_heads
     qk = torch.empty(len(qkv), heads, sizes.width, dtype=torch.bfloat16)
-    numbers = (scale.weight, scale.offset, scale.eps)
+    numbers = (scale.weight, int(is_joint), scale.offset, scale.eps)
     angles = _angles(rotation, sizes)
     last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
     library.call("norm_rotate_forward", qkv, *numbers, *angles, qk, *last)
@@ -163,13 +169,13 @@ def norm_rotate_backward(
 ) -> Tensor:
     """Convert `grad`, with the shape of qkv, from output to input gradients in place.
 
-    Return the gradient of the scale's weight (2, D).
+    Return the gradient of the scale's weight.
     """
     _require_heads(qkv, sizes)
     require_tensor("grad", grad, torch.bfloat16, qkv.shape)
-    require_tensor("weight", scale.weight, torch.float32, (2, sizes.width))
-    parts = torch.empty(-(-len(qkv) // _SUM_ROWS), 2, sizes.width)
-    numbers = (scale.weight, scale.offset, scale.eps)
+    is_joint = _require_head_norms(scale, sizes)
+    parts = torch.empty(-(-len(qkv) // _SUM_ROWS), *scale.weight.shape)
+    numbers = (scale.weight, int(is_joint), scale.offset, scale.eps)
     sizes_last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
     tensors = (*_angles(rotation, sizes), grad, parts)
     library.call("norm_rotate_backward", qkv, *numbers, *tensors, *sizes_last)
@@ -213,6 +219,14 @@ def _require_heads(qkv: Tensor, sizes: HeadSizes) -> None:
     require_tensor("qkv", qkv, torch.bfloat16, (rows, heads, sizes.width))
     if sizes.width % 2 or sizes.width > LONGEST_HEAD or rows % sizes.length:
         raise ValueError(f"heads {sizes} do not fit {rows} tokens and at most {LONGEST_HEAD} wide")
+
+
+def _require_head_norms(scale: NormScale, sizes: HeadSizes) -> bool:
+    """Raise ValueError for a wrong weight; return whether all heads are normed together."""
+    is_joint = scale.weight.dim() == 1
+    joint, single = ((sizes.heads + sizes.key_heads) * sizes.width,), (2, sizes.width)
+    require_tensor("weight", scale.weight, torch.float32, joint if is_joint else single)
+    return is_joint
 
 
 def _angles(rotation: Rotation | None, sizes: HeadSizes) -> tuple[Tensor | None, Tensor | None]:

@@ -42,13 +42,22 @@ _SIGNATURES: dict[str, list[type]] = {
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
     "sum_squares": [*[_POINTER] * 3, _SIZE, _POINTER, _INT],
     "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
-    "rms_norm_forward": [*[_POINTER] * 3, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
+    "rms_norm_forward": [
+        *[*[_POINTER] * 2, _FLOAT, _POINTER, *[_FLOAT] * 2],
+        *[*[_POINTER] * 3, *[_SIZE] * 2, _INT],
+    ],
     "rms_norm_forward_bf16": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
-    "rms_norm_backward": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 5, *[_SIZE] * 2, _INT],
+    "rms_norm_backward": [
+        *[*[_POINTER] * 3, _FLOAT, *[_POINTER] * 4, _FLOAT, _POINTER, *[_SIZE] * 2, _INT]
+    ],
     "rms_norm_backward_bf16": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
     "rotate": [*[_POINTER] * 3, _FLOAT, *[_SIZE] * 6, _INT],
-    "norm_rotate_forward": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 6, _INT],
-    "norm_rotate_backward": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 4, *[_SIZE] * 6, _INT],
+    "norm_rotate_forward": [
+        *[*[_POINTER] * 2, _INT, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 6, _INT]
+    ],
+    "norm_rotate_backward": [
+        *[*[_POINTER] * 2, _INT, *[_FLOAT] * 2, *[_POINTER] * 4, *[_SIZE] * 6, _INT]
+    ],
     "gated_forward": [*[_POINTER] * 2, _INT, *[_SIZE] * 2, _INT],
     "gated_backward": [*[_POINTER] * 3, _INT, *[_SIZE] * 2, _INT],
 }

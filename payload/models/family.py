@@ -52,7 +52,7 @@ class Family(ABC):
         return self.read(raw, where=where)
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether this family reads this config.json with an unknown `model_type`."""
+        """Return whether this family reads this config.json, whose `model_type` no family lists."""
         del raw
         return False
 

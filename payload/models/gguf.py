@@ -60,7 +60,9 @@ def plan_gguf(raw: Mapping[str, Any], *, folder: Path) -> GgufPlan:
     """Return a GGUF file's contents for this config.json. Raises CheckpointError if unsupported."""
     where, kind = str(folder / CONFIG_FILE), raw.get("model_type")
     for family in families():
-        if kind in family.gguf_types:
+        if kind in family.gguf_types and (
+            kind in family.model_types or family.reads_unknown_type(raw)
+        ):
             return family.plan_gguf(raw, where=where)
     known = ", ".join(sorted(name for family in families() for name in family.gguf_types))
     raise CheckpointError(

@@ -41,9 +41,16 @@ def named_family(model_type: object) -> Family | None:
     return next((each for each in families() if model_type in each.model_types), None)
 
 
-def family_name(model_type: str) -> str:
-    """Return the name in `FAMILIES` of the family that reads models of this `model_type`."""
-    own = named_family(model_type)
+def family_of_spec(spec: ModelSpec) -> Family:
+    """Return the family of a spec's model. Raises CheckpointError for an unknown family."""
+    raw = {**spec.config_read(), "model_type": spec.model_type}
+    return family_of(raw, where=CONFIG_FILE)
+
+
+def family_name(spec: ModelSpec) -> str:
+    """Return the name in `FAMILIES` of the family of a spec's model."""
+    raw = {**spec.config_read(), "model_type": spec.model_type}
+    own = named_family(spec.model_type) or _family_of_unknown_type(raw)
     named = zip(FAMILIES, families(), strict=True)
     return next((name for name, family in named if family is own), _OTHERS)
 
@@ -54,15 +61,17 @@ def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
     If no family reads it, raises CheckpointError with the list of families.
     """
     kind = raw.get("model_type")
-    family = named_family(kind) or next(
-        (each for each in families() if each.reads_unknown_type(raw)), None
-    )
+    family = named_family(kind) or _family_of_unknown_type(raw)
     if family is None:
         raise CheckpointError(
             f"{where}: model_type = {shown(kind)}: not supported; the families are "
             f"{', '.join(FAMILIES)}. {FIX}"
         )
     return family
+
+
+def _family_of_unknown_type(raw: Mapping[str, Any]) -> Family | None:
+    return next((each for each in families() if each.reads_unknown_type(raw)), None)
 
 
 def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:

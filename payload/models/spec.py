@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from payload.core.dtype import Dtype
 from payload.models.multimodal_config import Whole
@@ -135,6 +135,10 @@ class ModelSpec(ABC):
     def with_vocab_size(self, rows: int) -> Self:
         """Return the same model with `rows` rows in its embedding and output head."""
         return replace(self, vocab_size=rows)
+
+    def config_read(self) -> Mapping[str, Any]:
+        """Return the config.json that was read, if it decides on the model's family."""
+        return {}
 
     @abstractmethod
     def context(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from payload.models.spec import LinearSize, ModelSpec, ParameterSize
 
@@ -13,6 +14,10 @@ class WrappedSpec(ModelSpec):
     """A model that has the layers of `base`."""
 
     base: ModelSpec
+
+    def config_read(self) -> Mapping[str, Any]:
+        """Return the base's config.json."""
+        return self.base.config_read()
 
     def context(self) -> int:
         """Return the longest context of the base in tokens."""

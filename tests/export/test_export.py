@@ -39,6 +39,13 @@ SAMPLES = {
     "Qwen3Moe": "bf16",
 }
 """The dtype of each kind of model that `make test` exports."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 8.0,
+}
 PROMPT = [464, 206, 758, 218]
 VOCAB = EOS + 1
 SIZES = {
@@ -78,6 +85,12 @@ def files_of_llama(kind: str) -> dict[str, bytes]:
         "Phi3": {"partial_rotary_factor": 0.5},
         # The fourth layer has no rotary embedding.
         "SmolLM3": {"num_hidden_layers": 5},
+        "Olmo3": {"num_hidden_layers": 4, "sliding_window": 16, "rope_scaling": YARN},
+        "Granite": MULTIPLIERS,
+        "GraniteMoeHybrid": {
+            **{"layer_types": ["attention"] * 2, "num_local_experts": 0, **MULTIPLIERS},
+            **{"position_embedding_type": "rope", "shared_intermediate_size": 96},
+        },
     }
     prefix = kind.removesuffix("Text")
     config = getattr(transformers, f"{kind}Config")(**SIZES | extra.get(kind, {}))
@@ -289,6 +302,104 @@ def test_a_phi_has_the_long_and_short_factors_that_llama_cpp_reads(
 
 
 @pytest.mark.parametrize(
+    ("kind", "architecture", "values"),
+    [
+        ("Olmo2", "olmo2", {"rope.freq_base": 10_000.0}),
+        (
+            "Olmo3",
+            "olmo2",
+            {
+                **{"attention.sliding_window": 16, "rope.freq_base": 500_000.0},
+                **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+                "rope.scaling.original_context_length": 32,
+            },
+        ),
+        (
+            "Granite",
+            "granite",
+            {
+                **{"embedding_scale": 12.0, "residual_scale": pytest.approx(0.22)},
+                **{"attention.scale": 0.0625, "logit_scale": 8.0},
+            },
+        ),
+        ("GraniteMoeHybrid", "granite", {"feed_forward_length": 96, "logit_scale": 8.0}),
+    ],
+)
+def test_an_olmo_and_a_granite_have_llama_cpps_names_keys_and_order_of_rows(
+    kind: str, architecture: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    # `python -m benchmarks.llama_cpp` compares with llama.cpp itself.
+    import gguf
+
+    source, file = make(tmp_path / "model", kind), tmp_path / "out.gguf"
+    assert export(source, file, "--dtype", "bf16") == ExitCode.OK
+    reader = gguf.GGUFReader(file)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["general.architecture"] == architecture
+    wanted = {f"{architecture}.{key}": value for key, value in values.items()}
+    assert {key: fields.get(key) for key in wanted} == wanted
+    found = {
+        each.name: torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy())
+        for each in reader.tensors
+    }
+    (arch,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, 4)
+    expected = dict(expected_of(load(source), "bf16"))
+    for name in [name for name in expected if "shared_mlp" in name]:
+        weight, prefix = expected.pop(name), name.partition("shared_mlp")[0]
+        if name.endswith("output_linear.weight"):
+            expected[f"{prefix}mlp.down_proj.weight"] = weight
+        else:
+            gate, up = weight.chunk(2)
+            expected |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
+    assert len(found) == len(expected)
+    for name, weight in expected.items():
+        value = found[names.get_name(name, try_suffixes=(".weight",)) or ""]
+        if architecture == "granite" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            value = value.view(-1, 8, 2, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+        assert torch.equal(value.view_as(weight), weight), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("Olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ("Olmo2", {"head_dim": 32}, "head_dim = 32"),
+        ("Olmo3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types"),
+        (
+            "Olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 9.0}}},
+            "rope of the layers with a window",
+        ),
+        (
+            "Olmo3",
+            {"rope_parameters": {"full_attention": {**YARN, "attention_factor": 1.5}}},
+            "attention_factor = 1.5",
+        ),
+        ("Granite", {"head_dim": 32}, "head_dim = 32"),
+        (
+            "GraniteMoeHybrid",
+            {"position_embedding_type": None},
+            "position_embedding_type = None",
+        ),
+        ("GraniteMoeHybrid", {"num_local_experts": 4}, "cannot be exported to GGUF"),
+    ],
+)
+def test_an_olmo_or_a_granite_that_llama_cpp_would_compute_otherwise_is_refused(
+    kind: str,
+    changes: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = make_llama(tmp_path / "model", kind)
+    change_config(source, **changes)
+    capsys.readouterr()
+    assert expected in complaint(export(source, tmp_path / "out.gguf"), capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"no_rope_layers": [1, 0, 1, 1, 1]}, "no_rope_layers"),
@@ -414,7 +525,11 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"model_type": "gpt_neox"}, "cannot be exported to GGUF"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_hidden_layers": 3}, "layers"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
+        ({"rope_parameters": {**YARN, "rope_theta": 1e4, "truncate": False}}, "truncate"),
         ({"vocab_size": 100}, "Put the tokenizer of this model next to its weights"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],

@@ -72,7 +72,8 @@ def test_ranks_that_make_no_mesh_are_refused() -> None:
     [
         (GPT2, 8, "its 12 attention heads are not a multiple of 8"),
         (LLAMA, 4, "its 2 key and value heads are not a multiple of 4"),
-        (spec_of(CASES["llama, yarn rope"], where=""), 2, "uses transformers' layers"),
+        (spec_of(CASES["llama, dynamic rope"], where=""), 2, "uses transformers' layers"),
+        (spec_of(CASES["olmo3"], where=""), 2, "its norms of queries and keys span all heads"),
     ],
 )
 def test_a_model_that_cannot_be_shared_out_makes_no_plan(

@@ -14,7 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from payload.core.errors import CheckpointError
 from payload.models.llama.config import DEFAULTS, Rope
 from payload.models.llama.spec import DecoderSpec, read
+from payload.models.registry import family_name, spec_of
 from payload.models.spec import RankSetting
+from payload.train.families.llama.rope import frequencies
 
 SIZES = {
     "hidden_size": 64,
@@ -36,6 +38,19 @@ LONGROPE = {
     "type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
+GRANITE_4 = {
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "position_embedding_type": "rope",
 }
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
@@ -60,6 +75,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 8, "rope_scaling": YARN, "rope_theta": 5e5}),
+    "granite": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **MULTIPLIERS},
+    ),
+    "granite-4": ("granitemoehybrid", {**GRANITE_4, **MULTIPLIERS}),
 }
 TOKENS = 24
 SMOLLM2_135M = {
@@ -179,10 +201,12 @@ def test_the_defaults_of_each_type_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "feature"),
     [
-        ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope type 'dynamic'"),
         ("phi-4", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'"),
         ("phi-4", {"partial_rotary_factor": 0.7}, "partial_rotary_factor"),
         ("phi-4", {"resid_pdrop": 0.1}, "resid_pdrop"),
+        ("olmo2", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("granite", {"hidden_act": "relu"}, "activation 'relu'"),
         ("llama", {"hidden_act": "relu"}, "activation 'relu'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -237,6 +261,8 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
         ("llama", {"sliding_window": 8}, "models of type llama are not trained with"),
         ("llama", {"attention_chunk_size": 8}, "attention_chunk_size = 8: models of"),
         ("llama", {"layer_types": ["sliding_attention"] * 3}, "of a llama are full_attention"),
+        ("olmo2", {"sliding_window": 8}, "models of type olmo2 are not trained with"),
+        ("granite", {"attention_chunk_size": 8}, "attention_chunk_size = 8: models of"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "of a mistral are sliding_attention"),
         (
             "mistral",
@@ -259,6 +285,7 @@ def test_windows_that_transformers_cache_alone_would_read_are_refused(
         ("llama", {"sliding_window": SIZES["max_position_embeddings"]}),
         ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": 8}),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}),
+        ("granite", {"layer_types": ["attention"] * 3}),
     ],
 )
 def test_the_layer_types_and_windows_in_effect_change_nothing(
@@ -278,6 +305,8 @@ def test_the_layer_types_and_windows_in_effect_change_nothing(
 def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"rope_scaling = .* needs rope_type instead of type"):
         spec_of_raw("gemma3", rope_scaling={"type": "linear", "factor": 8.0})
+    with pytest.raises(CheckpointError, match="model type olmo3 needs rope_type instead of type"):
+        spec_of_raw("olmo3", rope_scaling={"type": "yarn", "factor": 8.0})
     both = spec_of_raw("gemma3", rope_scaling={"type": "x", "rope_type": "linear", "factor": 8.0})
     assert both == spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})
 
@@ -328,3 +357,47 @@ def test_the_memory_estimate_is_near_what_was_measured() -> None:
             )
         )
         assert found == pytest.approx(measured_bytes, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("changed", "family"),
+    [
+        ({}, "llama"),
+        ({"position_embedding_type": None}, "llama"),
+        ({"layer_types": ["attention", "full_attention", "attention"]}, "llama"),
+        ({"layer_types": ["attention", "mamba", "attention"]}, "transformers"),
+        ({"layer_types": None}, "transformers"),
+        ({"num_local_experts": 4}, "transformers"),
+    ],
+)
+def test_a_granite_4_with_experts_or_mamba_layers_is_left_to_transformers(
+    changed: dict[str, Any], family: str
+) -> None:
+    raw = {"model_type": "granitemoehybrid", **SIZES, **GRANITE_4, **changed}
+    assert family_name(spec_of(raw, where="config.json")) == family
+
+
+def test_a_granite_4_without_positions_has_no_rotary_embedding() -> None:
+    layers = spec_of_raw("granite-4", position_embedding_type=None).layers
+    assert [layer.rope for layer in layers] == [None] * 3
+
+
+def test_yarns_parameters_are_those_of_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for more in (
+        {},
+        {"attention_factor": 1.5, "beta_fast": 12.0, "beta_slow": 2.0},
+        {"mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+        {"factor": 1.0},
+    ):
+        scaling = {**YARN, **more}
+        (layer, *_) = spec_of_raw("llama", rope_scaling=scaling, rope_theta=1e6).layers
+        assert layer.rope is not None
+        raw: dict[str, Any] = {**SIZES, "rope_parameters": {**scaling, "rope_theta": 1e6}}
+        angles, factor = ROPE_INIT_FUNCTIONS["yarn"](CONFIG_MAPPING["llama"](**raw))
+        assert layer.rope.attention_factor == pytest.approx(factor)
+        found = frequencies(layer.rope, head_dim=16)
+        torch.testing.assert_close(found, angles, rtol=1e-6, atol=0)
+    with pytest.raises(CheckpointError, match="must be above 1 for yarn"):
+        spec_of_raw("llama", rope_scaling=YARN, rope_theta=1)

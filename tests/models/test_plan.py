@@ -34,7 +34,7 @@ PARAMETERS = {
     "Gemma-3-270M": 268_098_176,
 }
 """Counts of the published models by transformers."""
-OTHER = {"model_type": "olmo2", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+OTHER = {"model_type": "stablelm", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
 OTHER |= {"num_attention_heads": 2, "tie_word_embeddings": False}
 
 _PROGRAM = """

@@ -136,17 +136,17 @@ def test_attention_refuses_starts_behind_the_token_or_falling(library: Library) 
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("adds", "share"), [(True, 1.0), (True, 0.22), (False, 1.0)])
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (63, 33), (130, 576)])
 def test_the_residual_sum_and_its_rms_norm_are_those_of_torch(
-    library: Library, threads: int, rows: int, width: int, adds: bool, offset: float
+    library: Library, threads: int, rows: int, width: int, adds: bool, share: float, offset: float
 ) -> None:
     x = random(rows, width)
     added = random(rows, width, seed=1).to(BF16) if adds else None
     scale = NormScale(random(width, seed=2), eps=1e-5, offset=offset)
     grad_total = random(rows, width, seed=4) if adds else None
     grad_normed = random(rows, width, seed=5).to(BF16)
-    leaf = x.double() + (added.double() if added is not None else 0)
+    leaf = x.double() + (share * added.double() if added is not None else 0)
     leaf.requires_grad_()
     weight = scale.weight.double().requires_grad_()
     true = plainly_normed(leaf, scale, weight)
@@ -154,9 +154,9 @@ def test_the_residual_sum_and_its_rms_norm_are_those_of_torch(
     assert leaf.grad is not None and weight.grad is not None
     whole = leaf.grad + (grad_total.double() if grad_total is not None else 0)
 
-    total, normed, rstd = passes.rms_norm_forward(library, x, added, scale)
+    total, normed, rstd = passes.rms_norm_forward(library, x, added, scale, added_scale=share)
     grad_x, grad_added, grad_weight = passes.rms_norm_backward(
-        library, total, rstd, scale, grad_total, grad_normed, adds=adds
+        library, total, rstd, scale, grad_total, grad_normed, adds=adds, added_scale=share
     )
 
     assert error(total, leaf.detach()) < 1e-6
@@ -165,7 +165,7 @@ def test_the_residual_sum_and_its_rms_norm_are_those_of_torch(
     assert grad_weight is not None and error(grad_weight, weight.grad) < 1e-5
     assert (grad_added is not None) == adds
     if grad_added is not None:
-        assert torch.equal(grad_added, grad_x.to(BF16))
+        assert torch.equal(grad_added, (grad_x * share).to(BF16))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (70, 33), (130, 576)])
@@ -220,6 +220,7 @@ def test_queries_and_keys_turn_in_place_and_back(
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("length", "heads", "key_heads", "width"), [(3, 1, 1, 4), (5, 3, 1, 6), (70, 4, 2, 128)]
@@ -232,17 +233,28 @@ def test_normed_and_turned_queries_and_keys_are_those_of_torch(
     key_heads: int,
     width: int,
     offset: float,
+    joint: bool,
     share: float,
 ) -> None:
     sizes, rotated = HeadSizes(length, heads, key_heads, width), heads + key_heads
     rotation = rotation_of(length, int(width * share) // 2 * 2) if share else None
-    scale = NormScale(random(2, width, seed=2), eps=1e-6, offset=offset)
+    shape = (rotated * width,) if joint else (2, width)
+    scale = NormScale(random(*shape, seed=2), eps=1e-6, offset=offset)
     qkv = random(2 * length, heads + 2 * key_heads, width).to(BF16)
     grad = random(*qkv.shape, seed=3).to(BF16)
     leaf = qkv[:, :rotated].double().requires_grad_()
     weight = scale.weight.double().requires_grad_()
-    each = torch.cat((weight[0].expand(heads, width), weight[1].expand(key_heads, width)))
-    true = plainly_normed(leaf, scale, each)
+    if joint:
+        kinds = torch.split(leaf, [heads, key_heads], dim=1)
+        weights = torch.split(weight, [heads * width, key_heads * width])
+        normed = [
+            plainly_normed(kind.flatten(1), scale, each).view_as(kind)
+            for kind, each in zip(kinds, weights, strict=True)
+        ]
+        true = torch.cat(normed, dim=1)
+    else:
+        each = torch.cat((weight[0].expand(heads, width), weight[1].expand(key_heads, width)))
+        true = plainly_normed(leaf, scale, each)
     if rotation is not None:
         true = plainly_rotated(true, rotation, length)
     torch.autograd.backward(true, grad[:, :rotated].double())

@@ -103,7 +103,7 @@ print(json.dumps(found))
     [
         [("llama", "none")],
         pytest.param(
-            [("gpt2", "none"), ("olmo2", "nf4"), ("olmo2", "none"), ("llama", "nf4")],
+            [("gpt2", "none"), ("stablelm", "nf4"), ("stablelm", "none"), ("llama", "nf4")],
             marks=pytest.mark.slow,
         ),
     ],
@@ -156,6 +156,8 @@ def write_bf16_model(folder: Path, *, kind: str, rows: int, width: int, layers: 
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": width}
+    if kind == "stablelm":  # Its default is 32.
+        sizes["num_key_value_heads"] = 4
     sizes["num_hidden_layers"] = layers
     ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     own: dict[str, Any] = {

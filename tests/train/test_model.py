@@ -183,7 +183,7 @@ def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "olmo2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "stablelm"])
 @pytest.mark.parametrize("value", [False, None])
 def test_a_model_that_attends_to_both_sides_is_refused(value: object, kind: str) -> None:
     with pytest.raises(CheckpointError, match=f"x: is_causal = {value}: .* not a language model"):

@@ -1,1 +1,1 @@
-"""Sizes and costs of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi."""
+"""Sizes and costs of the Llama family, from Llama and Qwen to Phi, OLMo and Granite."""

@@ -15,11 +15,12 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
+from payload.models.llama import yarn
 from payload.models.llama.mixture import Mixture
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Activations as Hugging Face names them: SiLU, the exact GELU, and its tanh approximation."""
-RopeKind = Literal["default", "linear", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ class Rope:
     theta: float
     kind: RopeKind = "default"
     factor: float = 1.0
-    """Divisor of every position (kind `linear`), or of the low frequencies (kind `llama3`)."""
+    """Divisor of every position (kind `linear`), or of the low frequencies (kinds `llama3` and
+    `yarn`)."""
     low_freq_factor: float = 1.0
     """Used only by the kind `llama3`, as are the next two fields."""
     high_freq_factor: float = 4.0
@@ -38,7 +40,10 @@ class Rope:
     rotated: int | None = None
     """Number of a head's elements that are rotated, from its start; None = all."""
     attention_factor: float = 1.0
-    """Factor of the cosines and sines; only longrope has a factor other than 1."""
+    """Factor of the cosines and sines; only yarn and longrope have a factor other than 1."""
+    ramp: tuple[float, float] = (0.0, 0.0)
+    """Used only by yarn: numbers of the last pair with its own frequency, and of the first pair
+    whose frequency is divided by `factor`."""
     short_factors: tuple[float, ...] = ()
     """Used only by longrope: divisors of the frequencies, one for each pair of elements."""
     long_factors: tuple[float, ...] = ()
@@ -67,7 +72,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_pytorch_tanh",
     "gelu_new": "gelu_pytorch_tanh",
 }
-_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
+_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 _PHI_ROPE_KINDS: tuple[RopeKind, ...] = ("default", "longrope")
 _OLD_LONGROPE = ("su", "yarn")
 """Names of LongRoPE in older config.json files of Phi-3."""
@@ -78,7 +83,13 @@ EXPERT_WIDTH = 768
 _PHI_CONTEXT = 4096
 """Default of both the context and the context in pre-training."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_OLD_TYPES: Mapping[str, str] = {"attention": _FULL}
+"""Names of layer types in files of older releases of transformers."""
 GEMMA_LOCAL_THETA = 10_000.0
+HYBRID = "granitemoehybrid"
+"""Granite 4, whose dense models without Mamba layers have the layers of a Granite 3."""
+_HYBRID_MLP = 1024
+"""Default of its shared_intermediate_size."""
 _MOST_LAYERS = 1000
 
 
@@ -102,15 +113,28 @@ class TypeDefaults:
     """True if every layer has the sliding window; if False, `use_sliding_window` and `layer_types`
     decide."""
     is_gemma: bool = False
+    no_windows: bool = False
+    """True if all layers are equal and have no window, whatever `layer_types` says."""
+    local_theta: float | None = None
+    """Base of the rotary embedding of the layers with a window, which has no scaling; None = one
+    rotary embedding for all layers."""
+    full_layer_every: int | None = None
+    """`layer_types` gives the layers with a window; by default, all except every N-th layer. None =
+    other settings give them."""
     is_mixture: bool = False
     """True if the MLP of each layer is a mixture of experts."""
     is_phi: bool = False
     """True if queries, keys and values are one linear, and gate and up another one. The rotary
     embedding can be partial or LongRoPE."""
+    norms_only_outputs: bool = False
+    """OLMo: norms of the outputs of attention and MLP instead of their inputs, and norms over all
+    heads of queries, and of keys."""
+    has_multipliers: bool = False
+    """Granite: embeddings, outputs of the layers and logits are scaled."""
 
 
 DEFAULTS: Mapping[str, TypeDefaults] = {
-    "llama": TypeDefaults(context=2048),
+    "llama": TypeDefaults(context=2048, no_windows=True),
     "smollm3": TypeDefaults(kv_heads=4, theta=2_000_000.0, tied=True, padding=128_004),
     "qwen2": TypeDefaults(kv_heads=32, window=4096),
     "qwen3": TypeDefaults(kv_heads=32, head_dim=128, window=4096, qk_norm=True),
@@ -125,6 +149,8 @@ DEFAULTS: Mapping[str, TypeDefaults] = {
         qk_norm=True,
         padding=0,
         is_gemma=True,
+        local_theta=GEMMA_LOCAL_THETA,
+        full_layer_every=6,
     ),
     "qwen3_moe": TypeDefaults(kv_heads=4, window=4096, qk_norm=True, is_mixture=True),
     "phi3": TypeDefaults(
@@ -134,6 +160,21 @@ DEFAULTS: Mapping[str, TypeDefaults] = {
         padding=32_000,
         is_phi=True,
     ),
+    "olmo2": TypeDefaults(
+        context=2048, rms_norm_eps=1e-5, padding=1, no_windows=True, norms_only_outputs=True
+    ),
+    "olmo3": TypeDefaults(
+        theta=500_000.0,
+        window=4096,
+        context=2048,
+        rms_norm_eps=1e-5,
+        padding=1,
+        local_theta=500_000.0,
+        full_layer_every=4,
+        norms_only_outputs=True,
+    ),
+    "granite": TypeDefaults(context=2048, no_windows=True, has_multipliers=True),
+    HYBRID: TypeDefaults(context=2048, no_windows=True, has_multipliers=True),
 }
 
 
@@ -148,9 +189,14 @@ class _RopeConfig:
     factor: float | None = checked(None, low=1e-6, high=1e9)
     low_freq_factor: float | None = checked(None, low=1e-6, high=1e9)
     high_freq_factor: float | None = checked(None, low=1e-6, high=1e9)
+    attention_factor: float | None = checked(None, low=1e-6, high=1e9)
+    beta_fast: float | None = checked(None, low=1e-6, high=1e9)
+    beta_slow: float | None = checked(None, low=1e-6, high=1e9)
+    mscale: float | None = checked(None, low=0.0, high=1e9)
+    mscale_all_dim: float | None = checked(None, low=0.0, high=1e9)
+    truncate: bool | None = True
     original_max_position_embeddings: int | None = checked(None, low=1, high=2**30)
     partial_rotary_factor: float | None = None
-    attention_factor: float | None = checked(None, low=1e-6, high=1e9)
     short_factor: tuple[float, ...] | None = checked(None, max_items=2**13)
     long_factor: tuple[float, ...] | None = checked(None, max_items=2**13)
 
@@ -196,6 +242,14 @@ class DecoderConfig:
     no_rope_layers: tuple[int, ...] | None = checked(None, max_items=_MOST_LAYERS)
     no_rope_layer_interval: int = checked(4, low=1, high=_MOST_LAYERS)
     query_pre_attn_scalar: float = checked(256.0, low=1e-6, high=1e9)
+    embedding_multiplier: float = checked(1.0, low=1e-9, high=1e9)
+    residual_multiplier: float = checked(1.0, low=1e-9, high=1e9)
+    """Granite's factor of the outputs of attention and MLP."""
+    attention_multiplier: float = checked(1.0, low=1e-9, high=1e9)
+    logits_scaling: float = checked(1.0, low=1e-9, high=1e9)
+    """Granite's divisor of the logits."""
+    position_embedding_type: str | None = None
+    """Used only by Granite 4: "rope", or no positional encoding."""
     attention_dropout: float | None = None
     resid_pdrop: float | None = None
     """Phi's dropout of the outputs of attention and MLP."""
@@ -236,7 +290,8 @@ class DecoderConfig:
         ropes = {kind: self._rope(kind, where=where) for kind in {*types, _FULL}}
         with_rope = self._with_rope(where)
         window = self.sliding_window
-        if not (family.is_gemma or family.windows_everywhere or self.use_sliding_window):
+        is_used = family.full_layer_every or family.windows_everywhere or self.use_sliding_window
+        if not is_used:
             window = None
         if window is None and _SLIDING in types:
             _refuse(where, "layer_types", types, "has sliding attention without a sliding_window")
@@ -311,14 +366,15 @@ class DecoderConfig:
     def _layer_types(self, where: str) -> tuple[str, ...]:
         """Return each layer's type, by the rules of the configuration class in transformers."""
         count, family = self.num_hidden_layers, self.defaults()
-        if family.windows_everywhere or self.model_type == "llama":
+        if family.windows_everywhere or family.no_windows:
             return (_FULL,) * count
         if self.layer_types is not None:
             if len(self.layer_types) != count:
                 _refuse(where, "layer_types", self.layer_types, f"must have {count} entries")
             return self.layer_types
-        if family.is_gemma:
-            slides = [bool((i + 1) % self.sliding_window_pattern) for i in range(count)]
+        if family.full_layer_every:
+            every = self.sliding_window_pattern if family.is_gemma else family.full_layer_every
+            slides = [bool((i + 1) % every) for i in range(count)]
         elif self.sliding_window is None or not self.use_sliding_window:
             slides = [False] * count
         elif self.model_type == "smollm3":
@@ -329,6 +385,8 @@ class DecoderConfig:
 
     def _with_rope(self, where: str) -> list[bool]:
         count = self.num_hidden_layers
+        if self.model_type == HYBRID:
+            return [self.position_embedding_type == "rope"] * count
         if self.model_type != "smollm3":
             return [True] * count
         if self.no_rope_layers is None:
@@ -340,21 +398,19 @@ class DecoderConfig:
     def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
         """Return the rotary embedding of one layer type, from the nested form of transformers 5."""
         raw: Any = self.rope_scaling or self.rope_parameters or {}
-        flat = (
-            ("rope_scaling",) if self.defaults().is_gemma else ("rope_scaling", "rope_parameters")
-        )
+        is_nested = self.defaults().local_theta is not None
+        flat = ("rope_scaling",) if is_nested else ("rope_scaling", "rope_parameters")
         for key in flat:
             parts = getattr(self, key) or {}
             if any(isinstance(each, Mapping) for each in parts.values()):
                 # transformers would read only a part of this form, or nothing.
                 _refuse(where, key, parts, f"{self.model_type} has no rope per layer type")
-        if self.defaults().is_gemma:
+        if is_nested:
             given = self.rope_scaling or {}
             if given.get("type") not in (None, "default") and "rope_type" not in given:
                 # transformers ignores the scaling: these layers have a default rope_type.
-                _refuse(
-                    where, "rope_scaling", given, "a Gemma model needs rope_type instead of type"
-                )
+                problem = f"model type {self.model_type} needs rope_type instead of type"
+                _refuse(where, "rope_scaling", given, problem)
             nested = (self.rope_parameters or {}).get(kind) or {}
             # The older form scales only the layers without a window.
             raw = {**nested, **(self.rope_scaling or {})} if kind == _FULL else nested
@@ -363,28 +419,55 @@ class DecoderConfig:
     def _rope(self, kind: str, *, where: str) -> Rope:
         found = self._rope_config(kind, where=where)
         theta = self.rope_theta or self.defaults().theta
-        if self.defaults().is_gemma and kind == _SLIDING:
-            theta = self.rope_local_base_freq or GEMMA_LOCAL_THETA
+        local = self.defaults().local_theta
+        is_nested = local is not None
+        if local is not None and kind == _SLIDING:
+            theta = (self.rope_local_base_freq if self.defaults().is_gemma else None) or local
         theta = found.rope_theta or theta
         if self.defaults().is_phi:
             return self._phi_rope(found, theta, where=where)
         if found.kind() == "linear":
             _require(where, found, ("factor",))
             return Rope(theta=theta, kind="linear", factor=cast(float, found.factor))
+        context = cast(int, self.max_position_embeddings)
+        original = self.original_max_position_embeddings or found.original_max_position_embeddings
+        if found.kind() == "yarn":
+            if theta <= 1:
+                _refuse(where, "rope_theta", theta, "must be above 1 for yarn")
+            original = original or context
+            factor = found.factor or context / original
+            return Rope(
+                theta=theta,
+                kind="yarn",
+                factor=factor,
+                original_context=original,
+                attention_factor=found.attention_factor
+                or yarn.attention_factor(
+                    factor, mscale=found.mscale, mscale_all_dim=found.mscale_all_dim
+                ),
+                ramp=yarn.ramp(
+                    theta,
+                    head_dim=self.width_of_head(),
+                    original_context=original,
+                    beta_fast=found.beta_fast,
+                    beta_slow=found.beta_slow,
+                    # transformers reads this key only in a rope for all layers.
+                    truncate=is_nested or bool(found.truncate),
+                ),
+            )
         if found.kind() != "llama3":
             return Rope(theta=theta)
         _require(where, found, ("factor", "low_freq_factor", "high_freq_factor"))
         low, high = cast(float, found.low_freq_factor), cast(float, found.high_freq_factor)
         if high <= low:
             _refuse(where, "rope high_freq_factor", high, f"must be above low_freq_factor = {low}")
-        original = self.original_max_position_embeddings or found.original_max_position_embeddings
         return Rope(
             theta=theta,
             kind="llama3",
             factor=cast(float, found.factor),
             low_freq_factor=low,
             high_freq_factor=high,
-            original_context=original or cast(int, self.max_position_embeddings),
+            original_context=original or context,
         )
 
     def _rope_kind(self, rope: _RopeConfig) -> str:
@@ -428,6 +511,17 @@ class DecoderConfig:
         )
 
 
+def is_dense_hybrid(raw: Mapping[str, Any]) -> bool:
+    """Return whether this is a Granite 4 without experts and without Mamba layers."""
+    types = raw.get("layer_types")
+    return (
+        raw.get("model_type") == HYBRID
+        and raw.get("num_local_experts") == 0
+        and isinstance(types, list)
+        and all(each in (_FULL, *_OLD_TYPES) for each in types)
+    )
+
+
 def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
     """Return the typed config with every default filled in. Raises CheckpointError."""
     family = DEFAULTS[raw["model_type"]]
@@ -440,9 +534,14 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
         "tie_word_embeddings": family.tied,
         "rms_norm_eps": family.rms_norm_eps,
     }
+    if raw["model_type"] == HYBRID:
+        raw = {**raw, "intermediate_size": raw.get("shared_intermediate_size", _HYBRID_MLP)}
     config = build(DecoderConfig, {**defaults, **raw}, where=where, fix=_FIX, error=CheckpointError)
     if config.num_key_value_heads is None:
         config = replace(config, num_key_value_heads=config.num_attention_heads)
+    if config.layer_types is not None:
+        types = tuple(_OLD_TYPES.get(kind, kind) for kind in config.layer_types)
+        config = replace(config, layer_types=types)
     _require_whole_heads(config, where)
     _require_equal_layers(config, where)
     return config
@@ -481,7 +580,7 @@ def _require_equal_layers(config: DecoderConfig, where: str) -> None:
     ours. For a Llama, they differ from the second generated token on.
     """
     has_windows = config.defaults().windows_everywhere
-    if config.model_type != "llama" and not has_windows:
+    if not config.defaults().no_windows and not has_windows:
         return
     expected = _SLIDING if has_windows and config.sliding_window else _FULL
     if config.layer_types is not None:

@@ -10,6 +10,7 @@ from payload.models.family import Family
 from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import GgufHeader
 from payload.models.llama import gguf_export, gguf_import
+from payload.models.llama.config import is_dense_hybrid
 from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.llama.spec import MODEL_TYPES, DecoderSpec, read
 from payload.models.spec import ModelSpec
@@ -17,13 +18,17 @@ from payload.models.transformers import spec as others
 
 
 class Llama(Family):
-    """Llama, SmolLM, Qwen, Mistral, Gemma 3 and Phi."""
+    """Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi, OLMo and Granite."""
 
     model_types = MODEL_TYPES
     tensors = "payload.train.families.llama.model"
     hub_configs = CONFIGS
     gguf_architectures = gguf_import.ARCHITECTURES
     gguf_types = tuple(gguf_export.ARCHITECTURES)
+
+    def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether this is a Granite 4 that has the layers of a Granite 3."""
+        return is_dense_hybrid(raw)
 
     def read(self, raw: Mapping[str, Any], *, where: str) -> ModelSpec:
         """Return the spec that a config.json describes. Raises CheckpointError."""

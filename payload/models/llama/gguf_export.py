@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from payload.models.gguf_errors import refuse_export
 from payload.models.gguf_export_plan import GgufPlan
+from payload.models.llama import yarn
 from payload.models.llama.config import (
     EXPERT_WIDTH,
     GEMMA_LOCAL_THETA,
+    HYBRID,
     DecoderConfig,
     Layer,
     Rope,
@@ -32,9 +35,18 @@ ARCHITECTURES: Mapping[str, str] = {
     "gemma3_text": "gemma3",
     "phi3": "phi3",
     "qwen3_moe": "qwen3moe",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "granite": "granite",
+    HYBRID: "granite",
 }
 """The architecture in llama.cpp for each `model_type`."""
 _SMOLLM3_PATTERN = 4
+_OLMO3_PATTERN = 4
+_HYBRID_NAMES: Mapping[str, tuple[str, ...]] = {
+    "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+    "shared_mlp.output_linear": ("mlp.down_proj",),
+}
 _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_SCALAR = 256.0
@@ -59,6 +71,8 @@ def plan_gguf(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
     layers = config.layers(where=where)
     if config.defaults().is_gemma:
         return _gemma(config, layers, where=where)
+    if ARCHITECTURES[config.model_type] in ("olmo2", "granite"):
+        return _plain_heads(config, layers, where=where)
     return _llama_like(config, layers, where=where)
 
 
@@ -77,6 +91,8 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
     assert rope is not None, "the first layer of these families has rope"
     if rope.kind == "llama3" and architecture != "llama":
         refuse_export(where, "rope_type", rope.kind)
+    if rope.kind == "yarn":
+        _require_default_yarn(rope, width=config.width_of_head(), where=where)
     values, notes = _values(config, rope), []
     if mixture is not None:
         values["expert_count"] = mixture.experts
@@ -105,7 +121,7 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
             f"head_dim={config.width_of_head()} to from_pretrained"
         )
     heads, keys = config.num_attention_heads, config.num_key_value_heads or 1
-    is_turned = architecture in ("llama", "smollm3")
+    is_turned = architecture in ("llama", "smollm3", "granite")
     return GgufPlan(
         architecture=architecture,
         values=values,
@@ -133,6 +149,66 @@ def _phi_notes(rope: Rope, *, width: int) -> list[str]:
             f"'partial_rotary_factor': {rope.rotated / width:g}}} to from_pretrained"
         )
     return notes
+
+
+def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
+    """Plan an OLMo or a Granite, whose heads llama.cpp divides from the model's width."""
+    if config.width_of_head() * config.num_attention_heads != config.hidden_size:
+        refuse_export(where, "head_dim", config.width_of_head())
+    if layers[0].rope is None:
+        refuse_export(where, "position_embedding_type", config.position_embedding_type)
+    if config.defaults().has_multipliers:
+        plan = _llama_like(config, layers, where=where)
+        scales = {
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "attention.scale": config.attention_multiplier,
+            "logit_scale": config.logits_scaling,
+        }
+        renamed = _HYBRID_NAMES if config.model_type == HYBRID else {}
+        return replace(plan, values={**plan.values, **scales}, renamed=renamed)
+    if config.tie_word_embeddings:
+        refuse_export(where, "tie_word_embeddings", True)
+    windows = [layer.window for layer in layers if layer.window is not None]
+    if not windows:
+        return _llama_like(config, layers, where=where)
+    full = _olmo3_full_layer(layers, where=where)
+    plan = _llama_like(config, (full,) * len(layers), where=where)
+    return replace(plan, values={**plan.values, "attention.sliding_window": max(windows)})
+
+
+def _olmo3_full_layer(layers: tuple[Layer, ...], *, where: str) -> Layer:
+    """Return a layer without a window.
+
+    Raises CheckpointError unless the order of the layers and the rotary embeddings of the layers
+    with a window are those that llama.cpp hard-codes.
+    """
+    expected = [(i + 1) % _OLMO3_PATTERN == 0 for i in range(len(layers))]
+    if [layer.window is None for layer in layers] != expected or not any(expected):
+        refuse_export(where, "layer_types", "not exactly every fourth layer full")
+    full = next(layer for layer in layers if layer.window is None)
+    assert full.rope is not None, "OLMo's layers have rope"
+    local = {layer.rope for layer in layers if layer.window is not None}
+    if local != {Rope(theta=full.rope.theta)}:
+        refuse_export(where, "rope of the layers with a window", "not the base of the full layers")
+    return full
+
+
+def _require_default_yarn(rope: Rope, *, width: int, where: str) -> None:
+    """Raise CheckpointError unless YaRN has the settings that llama.cpp uses without keys."""
+    ramp = yarn.ramp(
+        rope.theta,
+        head_dim=width,
+        original_context=rope.original_context,
+        beta_fast=None,
+        beta_slow=None,
+        truncate=True,
+    )
+    if rope.ramp != ramp:
+        refuse_export(where, "rope beta_fast, beta_slow or truncate", "not the default")
+    factor = yarn.attention_factor(rope.factor, mscale=None, mscale_all_dim=None)
+    if not math.isclose(rope.attention_factor, factor, rel_tol=1e-6):
+        refuse_export(where, "rope attention_factor", rope.attention_factor)
 
 
 def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
@@ -166,7 +242,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
         )
     rope = full[0].rope if full else Rope(theta=config.defaults().theta)
     assert rope is not None, "Gemma's layers have rope"
-    if rope.kind == "llama3":
+    if rope.kind in ("llama3", "yarn"):
         refuse_export(where, "rope_type", rope.kind)
     if rope.kind != "default":
         notes.append("transformers' GGUF reader ignores rope scaling; llama.cpp applies it")
@@ -201,6 +277,12 @@ def _values(config: DecoderConfig, rope: Rope) -> dict[str, int | float | str]:
     }
     if rope.kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
+    if rope.kind == "yarn":
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope.factor,
+            "rope.scaling.original_context_length": rope.original_context,
+        }
     if rope.kind == "longrope":
         values |= {
             "rope.scaling.original_context_length": rope.original_context,

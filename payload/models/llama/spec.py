@@ -1,4 +1,5 @@
-"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi.
+"""Sizes and costs of a decoder of the Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi,
+OLMo, Granite.
 
 `DecoderSpec` covers all these models: it describes each layer, so code that builds or counts a
 model does not depend on the model's type.
@@ -13,6 +14,7 @@ from typing import Any
 
 from payload.models.llama.config import (
     DEFAULTS,
+    HYBRID,
     Activation,
     Layer,
     read_decoder_config,
@@ -31,7 +33,7 @@ from payload.models.spec import (
     uneven_split,
 )
 
-MODEL_TYPES = tuple(DEFAULTS)
+MODEL_TYPES = tuple(kind for kind in DEFAULTS if kind != HYBRID)
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
@@ -43,12 +45,14 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
     family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
     biased = config.attention_bias and kind in (
-        "llama",
-        "smollm3",
-        "qwen3",
-        "gemma3_text",
-        "qwen3_moe",
+        *("llama", "smollm3", "qwen3", "qwen3_moe", "gemma3_text"),
+        *("olmo2", "olmo3", "granite", HYBRID),
     )
+    outputs_only, scaled = family.norms_only_outputs, family.has_multipliers
+    scale = (config.query_pre_attn_scalar if gemma else head_dim) ** -0.5
+    embedding_scale = config.hidden_size**0.5 if gemma else 1.0
+    if scaled:
+        scale, embedding_scale = config.attention_multiplier, config.embedding_multiplier
     return DecoderSpec(
         model_type=kind,
         hidden_size=config.hidden_size,
@@ -65,14 +69,19 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
         tie_word_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=biased or kind == "qwen2",
         output_bias=biased,
-        mlp_bias=config.mlp_bias and kind in ("llama", "smollm3"),
+        mlp_bias=config.mlp_bias and kind in ("llama", "smollm3", "granite"),
         qk_norm=family.qk_norm,
-        sandwich_norms=gemma,
+        joint_qk_norm=outputs_only,
+        fused_mlp=kind == HYBRID,
+        input_norms=not outputs_only,
+        output_norms=gemma or outputs_only,
         norm_offset=gemma,
         fused_projections=family.is_phi,
         mixture=config.mixture(),
-        embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
-        attention_scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+        embedding_scale=embedding_scale,
+        attention_scale=scale,
+        residual_scale=config.residual_multiplier if scaled else 1.0,
+        logits_divisor=config.logits_scaling if scaled else 1.0,
         initializer_range=config.initializer_range,
         unsupported_features=config.unsupported(where=where),
         config=dict(raw),
@@ -99,11 +108,18 @@ class DecoderSpec(ModelSpec):
     output_bias: bool = False
     """True if the attention's output projection has a bias."""
     mlp_bias: bool = False
+    fused_mlp: bool = False
+    """Granite 4: one linear makes gate and up."""
     qk_norm: bool = False
     """True if an RMSNorm is applied to each query and key head, before the rotary embedding."""
-    sandwich_norms: bool = False
-    """True if the outputs of attention and MLP are also normed before the residual addition
-    (Gemma)."""
+    joint_qk_norm: bool = False
+    """True if an RMSNorm is applied to all query heads, and one to all key heads, before the rotary
+    embedding (OLMo)."""
+    input_norms: bool = True
+    """True if the inputs of attention and MLP are normed."""
+    output_norms: bool = False
+    """True if the outputs of attention and MLP are normed before the residual addition (Gemma and
+    OLMo)."""
     norm_offset: bool = False
     """If True (Gemma), an RMSNorm multiplies by 1 + weight, in fp32. If False, it multiplies by
     weight, in the input's dtype."""
@@ -112,7 +128,11 @@ class DecoderSpec(ModelSpec):
     mixture: Mixture | None = None
     """The experts of every layer's MLP; None = a plain MLP."""
     embedding_scale: float = 1.0
-    """Factor by which the token embeddings are multiplied; only Gemma has a factor other than 1."""
+    """Factor by which the token embeddings are multiplied, in Gemma and Granite."""
+    residual_scale: float = 1.0
+    """Granite: factor of the outputs of attention and MLP in the residual addition."""
+    logits_divisor: float = 1.0
+    """Granite: the logits are divided by this number."""
     attention_scale: float
     """Factor by which the dot product of query and key is multiplied."""
     initializer_range: float = 0.02
@@ -120,6 +140,10 @@ class DecoderSpec(ModelSpec):
     """Features in the config that `train/families/llama` lacks."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The config.json that was read; the config.json of a checkpoint is derived from it."""
+
+    def config_read(self) -> Mapping[str, Any]:
+        """Return the config.json that was read."""
+        return self.config
 
     def with_vocab_size(self, rows: int) -> DecoderSpec:
         """Return the same model with `rows` rows in its embedding and output head."""
@@ -234,7 +258,7 @@ class DecoderSpec(ModelSpec):
             # A layer keeps the residual stream twice in fp32 and twice normed; queries, keys and
             # values; the attention's output; the gate and up projections.
             return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
-        norms = 4 if self.sandwich_norms else 2
+        norms = 2 * (self.input_norms + self.output_norms)
         # A norm in plain torch also keeps its input and its output in fp32.
         return norms * 10 * width + size * (
             4 * width + 6 * (queries + keys) + 5 * self.intermediate_size
@@ -267,6 +291,8 @@ class DecoderSpec(ModelSpec):
             return ModelSpec.why_not_tensor(self, ranks)
         if self.mixture is not None:
             return "its experts cannot be split over ranks"
+        if self.joint_qk_norm:
+            return "its norms of queries and keys span all heads"
         counts = {
             "attention heads": self.num_attention_heads,
             "key and value heads": self.num_key_value_heads,
@@ -287,7 +313,7 @@ class DecoderSpec(ModelSpec):
         return tuple(
             LinearSize(name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
             for name, shape in self.tensor_shapes()
-            if name.endswith("_proj.weight") and ".experts." not in name
+            if name.endswith(("_proj.weight", "_linear.weight")) and ".experts." not in name
         )
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
@@ -318,7 +344,8 @@ class DecoderSpec(ModelSpec):
     def _layer_shapes(self, *, stored: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of each parameter of a layer, or of its tensors in a checkpoint."""
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
-        yield "input_layernorm.weight", (width,)
+        if self.input_norms:
+            yield "input_layernorm.weight", (width,)
         if self.fused_projections:
             yield from _linear("self_attn.qkv_proj", queries + 2 * keys, width, bias=self.qkv_bias)
         else:
@@ -328,22 +355,29 @@ class DecoderSpec(ModelSpec):
         if self.qk_norm:
             yield "self_attn.q_norm.weight", (self.head_dim,)
             yield "self_attn.k_norm.weight", (self.head_dim,)
+        if self.joint_qk_norm:
+            yield "self_attn.q_norm.weight", (queries,)
+            yield "self_attn.k_norm.weight", (keys,)
         yield from _linear("self_attn.o_proj", width, queries, bias=self.output_bias)
         yield "post_attention_layernorm.weight", (width,)
-        if self.sandwich_norms:
+        if self.input_norms and self.output_norms:
             yield "pre_feedforward_layernorm.weight", (width,)
         inner = self.intermediate_size
         if self.mixture is not None:
             shapes = self.mixture.stored_shapes if stored else self.mixture.shapes
             yield from shapes(width)
             return
-        if self.fused_projections:
-            yield from _linear("mlp.gate_up_proj", 2 * inner, width, bias=self.mlp_bias)
+        if self.fused_mlp:
+            yield from _linear("shared_mlp.input_linear", 2 * inner, width, bias=False)
+            yield from _linear("shared_mlp.output_linear", width, inner, bias=False)
         else:
-            yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
-            yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
-        yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
-        if self.sandwich_norms:
+            if self.fused_projections:
+                yield from _linear("mlp.gate_up_proj", 2 * inner, width, bias=self.mlp_bias)
+            else:
+                yield from _linear("mlp.gate_proj", inner, width, bias=self.mlp_bias)
+                yield from _linear("mlp.up_proj", inner, width, bias=self.mlp_bias)
+            yield from _linear("mlp.down_proj", width, inner, bias=self.mlp_bias)
+        if self.output_norms:
             yield "post_feedforward_layernorm.weight", (width,)
 
     def _query_width(self) -> int:

@@ -306,7 +306,7 @@ def print_plan(
     """
     plan = planned.plan
     console.print("estimates")
-    family = f"model family     {family_name(planned.base.model_type)}"
+    family = f"model family     {family_name(planned.base)}"
     whole = planned.base.whole
     kept = whole.note() if whole is not None else None
     others = [f"other parts      {kept}"] if kept else []

@@ -12,7 +12,7 @@ from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.checkpoint_listing import TRAINER_FILE
 from payload.formats.hf_folder import CONFIG_FILE, classifier_config, read_config
 from payload.models.adapter import token_ids
-from payload.models.registry import family_of, read_spec
+from payload.models.registry import family_of_spec, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import (
@@ -39,8 +39,7 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 
     Raises CheckpointError for an unknown family.
     """
-    family = family_of({"model_type": spec.model_type}, where=CONFIG_FILE)
-    module = importlib.import_module(family.tensors)
+    module = importlib.import_module(family_of_spec(spec).tensors)
     model: CausalLM = module.build(spec, dropout=dropout, random=random)
     return model
 

@@ -87,6 +87,8 @@ def documents(batch: Batch) -> Tensor:
         ("phi3, partial longrope", {}),
         ("qwen3_moe", {}),
         ("phi3, partial longrope", {"target": "qkv_proj", "dropout": 0.25}),
+        ("olmo3", {}),
+        ("granite 4, dense", {}),
         ("gpt2", {"dropout": 0.25}),
         ("qwen3", {"dropout": 0.25}),
     ],

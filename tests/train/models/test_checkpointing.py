@@ -32,7 +32,7 @@ from tests.train.alone import train_alone
 from tests.train.test_kernels import bf16
 
 Precision = Callable[[], AbstractContextManager[object]]
-OLMO = {**CASES["llama"], "model_type": "olmo2"}
+STABLELM = {**CASES["llama"], "model_type": "stablelm"}
 
 
 def make(raw: Any, *, checkpoints: bool, dropout: float = 0.0) -> CausalLM:
@@ -72,7 +72,7 @@ def require_equal(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("raw", [CASES["gpt2"], CASES["gemma3_text"], OLMO])
+@pytest.mark.parametrize("raw", [CASES["gpt2"], CASES["gemma3_text"], STABLELM])
 def test_loss_and_gradients_are_bitwise_the_same_and_less_is_kept(raw: Any, dropout: float) -> None:
     batch = random_tokens(raw["vocab_size"])
     plain, again = (
@@ -84,7 +84,9 @@ def test_loss_and_gradients_are_bitwise_the_same_and_less_is_kept(raw: Any, drop
 
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "qwen3", "gemma3_text", "olmo3", "granite 4, dense"]
+)
 def test_over_the_kernels_too(library: Library, name: str) -> None:
     batch = random_tokens(CASES[name]["vocab_size"])
     found = []
@@ -119,10 +121,10 @@ def test_nothing_is_computed_twice_without_gradients() -> None:
 
 
 def test_a_model_of_transformers_without_it_is_refused() -> None:
-    model = make(OLMO, checkpoints=False)
+    model = make(STABLELM, checkpoints=False)
     assert isinstance(model, TransformersLM)
     model.module.supports_gradient_checkpointing = False
-    with pytest.raises(ConfigError, match=r"memory\.activation_checkpointing: .*'olmo2'"):
+    with pytest.raises(ConfigError, match=r"memory\.activation_checkpointing: .*'stablelm'"):
         model.enable_checkpointing()
 
 

@@ -40,7 +40,7 @@ RAW: dict[str, Mapping[str, Any]] = {
     "llama": CASES["llama"],
     "untied": {**CASES["llama"], "tie_word_embeddings": False},
     "gemma3_text": CASES["gemma3_text"],
-    "olmo2": {**CASES["llama"], "model_type": "olmo2"},
+    "stablelm": {**CASES["llama"], "model_type": "stablelm"},
 }
 """Native GPT-2, native decoders with and without a separate head, and transformers' layers."""
 
@@ -89,7 +89,7 @@ def test_transformers_loads_a_classifier_and_gives_its_logits_and_labels(
 def test_the_spec_counts_a_classifiers_parameters(name: str) -> None:
     model = classifier(name)
     assert model.spec.num_params() == sum(each.numel() for each in model.parameters())
-    if name != "olmo2":  # transformers' layers, whose sizes have no kinds.
+    if name != "stablelm":  # transformers' layers, whose sizes have no kinds.
         sizes = sum(each.elements for each in model.spec.gradient_sizes())
         assert sizes == model.spec.num_params()
 
@@ -121,7 +121,7 @@ def test_class_weights_weigh_as_in_torch() -> None:
     torch.testing.assert_close(model(tokens, labels), (losses * weights).sum() / weights.sum())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "untied", "olmo2"])
+@pytest.mark.parametrize("name", ["gpt2", "untied", "stablelm"])
 def test_a_new_classifier_scores_labels_by_the_mean_logit_of_their_names_tokens(name: str) -> None:
     torch.manual_seed(0)
     body = build(spec_of(RAW[name], where="test")).eval()
@@ -167,7 +167,7 @@ def test_the_last_token_that_is_not_padding_counts() -> None:
     assert last_tokens(tokens, pad_token=PAD).tolist() == [3, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "stablelm"])
 def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
@@ -181,7 +181,7 @@ def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
         for _, parameter in trainable(model):
             parameter.normal_(std=0.3)
     assert {key.rpartition(".")[2] for key, _ in trainable(model)} == {"lora_A", "lora_B", "weight"}
-    if name != "olmo2":  # Without a folder, the linears of transformers' layers are unknown.
+    if name != "stablelm":  # Without a folder, the linears of transformers' layers are unknown.
         spec = model.trained_spec()
         trained = sum(each.numel() for _, each in trainable(model))
         assert spec.num_trainable_params() == trained
@@ -242,7 +242,14 @@ def test_a_damaged_classifier_is_refused(
         load(tmp_path)
 
 
-def test_a_model_that_transformers_cannot_classify_with_is_refused() -> None:
-    raw = {**CASES["llama"], "model_type": "granite"}
-    with pytest.raises(CheckpointError, match=r"granite.*no classifier for this model"):
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("granite", "not supported as a classifier"),
+        ("granitemoe", "no classifier for this model"),
+    ],
+)
+def test_a_model_that_transformers_cannot_classify_with_is_refused(kind: str, problem: str) -> None:
+    raw = {**CASES["llama"], "model_type": kind}
+    with pytest.raises(CheckpointError, match=f"{kind}.*{problem}"):
         Classifier(build(spec_of(raw, where="test")), labels=LABELS, pad_token=PAD)

@@ -27,7 +27,13 @@ def decoder(name: str, **changes: object) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, untied, biases", "qwen3", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama, untied, biases", "qwen3", "gemma3_text", "phi3"),
+        *("olmo3", "granite 4, dense"),
+    ],
+)
 def test_parameters_are_the_tensors_that_the_spec_counts(name: str) -> None:
     model = decoder(name)
     found = {key: tuple(value.shape) for key, value in model.named_parameters()}
@@ -69,6 +75,19 @@ def test_the_padding_tokens_embedding_learns_as_the_head_alone() -> None:
 def test_a_padding_token_may_be_missing_or_beyond_the_vocabulary(row: int | None) -> None:
     tokens, targets = random_tokens(1031)
     assert torch.isfinite(decoder("llama", pad_token_id=row)(tokens, targets))
+
+
+def test_a_padding_token_that_config_json_omits_is_the_types_default() -> None:
+    raw = {key: value for key, value in CASES["olmo2"].items() if key != "pad_token_id"}
+    spec = spec_of(raw, where="config.json")
+    assert isinstance(spec, DecoderSpec)
+    model = Decoder(spec)
+    tokens, targets = random_tokens(1031)
+    assert (tokens == 1).any() and (tokens == 2).any()
+    torch.autograd.backward(model(tokens, targets))
+    gradient = model.model.embed_tokens.weight.grad
+    assert gradient is not None
+    assert gradient[1].abs().max() == 0 < gradient[2].abs().max()
 
 
 def test_dropout_is_of_the_attention_and_of_training_alone() -> None:

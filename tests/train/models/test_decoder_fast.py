@@ -36,6 +36,7 @@ ONE_PASS = RankSetting(
 _FAMILIES = [
     *("llama", "llama, untied, biases", "llama, llama3 rope", "smollm3", "qwen2", "qwen3"),
     *("qwen2, windows", "mistral, window", "gemma3_text", "phi3, partial longrope", "qwen3_moe"),
+    *("olmo2", "olmo3", "granite", "granite 4, dense"),
 ]
 
 
@@ -99,7 +100,9 @@ def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(
 
 @pytest.mark.bf16
 @pytest.mark.parametrize("chunk", [2048, 17])
-@pytest.mark.parametrize("name", ["llama, untied, biases", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["llama, untied, biases", "qwen3", "gemma3_text", "olmo3", "granite"]
+)
 def test_gradients_kept_in_bf16_are_those_in_fp32_rounded_once(
     library: Library, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:

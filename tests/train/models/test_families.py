@@ -10,15 +10,8 @@ from benchmarks.architecture_cases import CASES, compare
 from benchmarks.architectures import problems
 
 OUR_OWN = {
-    "gpt2",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma3_text",
-    "smollm3",
-    "phi3",
-    "qwen3_moe",
+    *("gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "phi3", "qwen3_moe"),
+    *("olmo2", "olmo3", "granite", "granitemoehybrid"),
 }
 
 
@@ -28,7 +21,7 @@ def test_an_architecture_equals_transformers_and_is_counted_as_torch_counts(
 ) -> None:
     row = compare(name, tmp_path)
     assert problems(row) == []
-    is_ours = CASES[name]["model_type"] in OUR_OWN and "yarn" not in name
+    is_ours = CASES[name]["model_type"] in OUR_OWN and "dynamic" not in name
     assert row.path == ("native" if is_ours else "transformers")
 
 

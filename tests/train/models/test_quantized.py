@@ -18,8 +18,8 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     LlamaConfig,
-    Olmo2Config,
     Qwen2Config,
+    StableLmConfig,
 )
 
 from payload.config.model_checks import require_fit
@@ -77,7 +77,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small model with transformers' own layers."""
-    return saved(tmp_path_factory.mktemp("olmo2"), Olmo2Config(**SIZES))
+    return saved(
+        tmp_path_factory.mktemp("stablelm"), StableLmConfig(num_key_value_heads=2, **SIZES)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,7 @@ def test_frozen_routers_are_the_only_frozen_parameters(name: str, tmp_path: Path
 
 
 def test_a_model_without_routers_cannot_freeze_them(tmp_path: Path) -> None:
-    raw = {**SIZES, "model_type": "olmo2"}
+    raw = {**SIZES, "model_type": "stablelm"}
     make_folder(raw, tmp_path)
     with pytest.raises(ConfigError, match=r'model\.router = "freeze": .*has no router'):
         load(tmp_path).freeze_router()

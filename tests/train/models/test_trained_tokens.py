@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_bases")
 RAW: dict[str, Mapping[str, Any]] = {
     **SMALL,
     "gemma of transformers": {**CASES["gemma3_text"], "model_type": "gemma2"},
-    "untied of transformers": {**SMALL["olmo2"], "tie_word_embeddings": False},
+    "untied of transformers": {**SMALL["stablelm"], "tie_word_embeddings": False},
 }
 """Native and transformers' layers, with tied and separate heads, and with a scaled embedding."""
 ROWS = (3, 97, 41)

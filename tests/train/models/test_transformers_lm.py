@@ -37,7 +37,7 @@ def small(model_type: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (small("olmo2"), None),
+        (small("stablelm"), None),
         (small("gemma2", head_dim=32), "soft cap"),
         (small("granite", logits_scaling=8.0), "scale"),
         (small("cohere", logit_scale=0.5), "scale"),
@@ -72,11 +72,11 @@ def test_our_loss_is_used_where_logits_are_a_plain_linear_layers(
             "the model's own code .auto_map. is never run",
         ),
         (small("bert"), "its tokens attend to later tokens"),
-        (small("olmo2", quantization_config={"quant_method": "hqq"}), "cannot be dequantised"),
+        (small("stablelm", quantization_config={"quant_method": "hqq"}), "cannot be dequantised"),
         ({"model_type": "vit", "vocab_size": 9}, "no causal language model"),
         ({"model_type": "bart", "vocab_size": 9}, "no text-only causal language model"),
-        (small("olmo2", pad_token_id="x"), "transformers rejects this config"),
-        (small("olmo2", num_attention_heads=7), "transformers cannot run the model"),
+        (small("stablelm", pad_token_id="x"), "transformers rejects this config"),
+        (small("cohere", num_attention_heads=7), "transformers cannot run the model"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(raw: dict[str, Any], problem: str) -> None:
@@ -91,7 +91,7 @@ def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
     def refuse(*_: object) -> None:
         raise AssertionError("a weight of 4 bits was read")
 
-    for kind, looks_ahead in (("olmo2", False), ("bert", True)):
+    for kind, looks_ahead in (("stablelm", False), ("bert", True)):
         model = build(spec_of(small(kind), where="config.json"), random=False)
         quantize_base(model)
         for parameter in model.parameters():
@@ -112,7 +112,7 @@ def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
 
 @pytest.mark.parametrize("prefix", ["", "model."], ids=["names in memory", "older names"])
 def test_a_head_of_its_own_is_refused_where_the_config_ties_it(prefix: str) -> None:
-    model = built(small("olmo2", tie_word_embeddings=True))
+    model = built(small("stablelm", tie_word_embeddings=True))
     tensors = model.hf_tensors()
     embedding = tensors["model.embed_tokens.weight"]
     tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
@@ -123,11 +123,11 @@ def test_a_head_of_its_own_is_refused_where_the_config_ties_it(prefix: str) -> N
 
 def test_a_router_that_samples_is_seeded_as_dropout_is() -> None:
     assert built(dict(CASES["phimoe"])).draws_masks()
-    assert not built(dict(CASES["olmo2"])).draws_masks()
+    assert not built(dict(CASES["stablelm"])).draws_masks()
 
 
 def test_code_in_the_models_folder_never_runs(tmp_path: Path) -> None:
-    make_folder(CASES["olmo2"], tmp_path)
+    make_folder(CASES["stablelm"], tmp_path)
     path, ran = tmp_path / "config.json", tmp_path / "ran"
     raw = json.loads(path.read_text())
     raw["auto_map"] = {"AutoModelForCausalLM": "modeling.M", "AutoConfig": "modeling.C"}
@@ -161,12 +161,12 @@ def test_a_config_with_infinity_as_transformers_writes_it_is_read_and_saved(
 
 
 def test_a_config_that_our_decoder_does_not_know_falls_back_and_says_so() -> None:
-    model = build(spec_of(CASES["llama, yarn rope"], where="config.json"))
+    model = build(spec_of(CASES["llama, dynamic rope"], where="config.json"))
     assert isinstance(model, TransformersLM)
-    assert "yarn" in model.speed_notes()[0]
+    assert "dynamic" in model.speed_notes()[0]
 
 
-@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe", "gpt_neox"])
+@pytest.mark.parametrize("name", ["stablelm", "qwen2_moe", "gpt_neox"])
 def test_what_is_saved_loads_in_transformers_and_here(name: str, tmp_path: Path) -> None:
     theirs = make_folder(CASES[name], tmp_path / "first")
     model = load(tmp_path / "first")
@@ -202,7 +202,7 @@ def test_codes_of_quantised_weights_are_not_taken_for_weights(name: str, tmp_pat
     ["attn_implementation", "_attn_implementation", "experts_implementation", "kernel_config"],
 )
 def test_no_key_of_config_json_chooses_code(key: str) -> None:
-    plain, raw = small("olmo2"), small("olmo2", **{key: "evil/kernel"})
+    plain, raw = small("stablelm"), small("stablelm", **{key: "evil/kernel"})
     config = module_config(raw, where="config.json", dropout=0.0)
     wanted = module_config(plain, where="config.json", dropout=0.0)
     assert config.to_dict() == wanted.to_dict()
@@ -211,7 +211,7 @@ def test_no_key_of_config_json_chooses_code(key: str) -> None:
     assert key not in saved and saved["text_config"] == {}
 
 
-@pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["stablelm", "qwen2_moe"])
 def test_a_missing_weight_is_refused_not_made_up(name: str, tmp_path: Path) -> None:
     make_folder(CASES[name], tmp_path)
     path = tmp_path / "model.safetensors"
@@ -225,11 +225,11 @@ def test_a_missing_weight_is_refused_not_made_up(name: str, tmp_path: Path) -> N
 
 def test_dropout_is_that_of_the_run_not_of_the_config() -> None:
     tokens, targets = random_tokens(1031)
-    raw = small("olmo2", attention_dropout=0.5)
+    raw = small("stablelm", attention_dropout=0.5)
     still = built(raw)
     assert still.training
     assert still(tokens, targets) == still(tokens, targets)
-    shaken = built(small("olmo2"), dropout=0.5)
+    shaken = built(small("stablelm"), dropout=0.5)
     assert shaken(tokens, targets) != shaken(tokens, targets)
 
 
@@ -253,7 +253,7 @@ def test_a_model_without_a_key_value_cache_generates_from_its_tokens() -> None:
 
 
 def test_muon_gets_the_layers_matrices_but_neither_embedding_nor_head() -> None:
-    model = built(small("olmo2", tie_word_embeddings=False))
+    model = built(small("stablelm", tie_word_embeddings=False))
     chosen = {name for name, _ in model.named_parameters() if model.is_hidden_matrix(name)}
     assert len(chosen) == 7 * 4
     assert all("_proj" in name for name in chosen)

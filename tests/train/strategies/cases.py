@@ -130,6 +130,10 @@ _DECODERS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("pipeline", "llama, untied, biases", ("memory.activation_checkpointing=on",), True),
     ("pipeline", "gemma3_text", ("engine.kernels=off",), False),
     ("pipeline", "qwen3", ("precision.dtype=bf16",), True),
+    ("tensor", "granite 4, dense", ("precision.dtype=bf16",), True),
+    ("pipeline", "granite", ("precision.dtype=bf16",), True),
+    ("pipeline", "olmo3", ("precision.dtype=bf16",), True),
+    ("pipeline x shard", "olmo3", (), True),
 )
 """Strategy, model, settings, and `Case.repeats`."""
 DECODERS = {

@@ -1,1 +1,1 @@
-"""The Llama family in torch: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi."""
+"""The Llama family in torch: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi, OLMo, Granite."""

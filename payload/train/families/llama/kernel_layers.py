@@ -46,11 +46,14 @@ def joined(spec: DecoderSpec) -> tuple[tuple[str, ...], ...]:
     """Return the linears of a layer, grouped by input: each group is computed as one matmul."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     wide: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down = "mlp.down_proj"
     if spec.mixture is not None:
         return qkv, ("self_attn.o_proj",)
     if spec.fused_projections:
         qkv, wide = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
-    return qkv, ("self_attn.o_proj",), wide, ("mlp.down_proj",)
+    if spec.fused_mlp:
+        wide, down = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
+    return qkv, ("self_attn.o_proj",), wide, (down,)
 
 
 def run_layers(
@@ -75,15 +78,23 @@ def run_layers(
     def layer_of(
         layer: Layer, settings: AttentionSettings, total: Tensor, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        total, normed = add_norm(total, added, _norm(layer.input_layernorm), context)
+        total, normed = add(total, added, layer.input_layernorm)
         mixed = _attention(normed, layer.self_attn, settings, context)
         before, behind = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-        if before is None or behind is None:
-            total, normed = add_norm(total, mixed, _norm(layer.post_attention_layernorm), context)
-            return total, _mlp(normed, layer.mlp, context)
+        if behind is None:
+            total, normed = add(total, mixed, layer.post_attention_layernorm)
+            return total, _mlp(normed, layer.gated(), context)
         mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
-        total, normed = add_norm(total, mixed, _norm(before), context)
-        return total, branch_norm(_mlp(normed, layer.mlp, context), _norm(behind), context)
+        total, normed = add(total, mixed, before)
+        return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
+
+    def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """Return the residual sum, and its norm (or itself without a norm) in bf16."""
+        if norm is None:
+            total = total if added is None else total + added
+            return total, total.bfloat16()
+        scale = spec.residual_scale
+        return add_norm(total, added, _norm(norm), context, added_scale=scale)
 
     with torch.autocast("cpu", enabled=False):
         attending = _attending(
@@ -102,8 +113,11 @@ def run_layers(
             assert isinstance(layer, Layer)
             total, added = run_layer(layer.computed_by, layer_of, attending[what], total, added)
         if stage is not None and not stage.is_last():
-            return (total if added is None else total + added).view(x.shape)
-        _, normed = add_norm(total, added, _norm(cast(RMSNorm, body.norm)), context)
+            if added is not None:
+                total = torch.add(total, added, alpha=spec.residual_scale)
+            return total.view(x.shape)
+        last = _norm(cast(RMSNorm, body.norm), divisor=spec.logits_divisor)
+        _, normed = add_norm(total, added, last, context, added_scale=spec.residual_scale)
         return normed.view(x.shape)
 
 
@@ -142,12 +156,15 @@ def _attending(
         if kind.window is not None and kind.window < length:
             first = (torch.arange(length) - kind.window + 1).clamp_min(0)
             starts = first.repeat(batch, 1) if starts is None else starts.maximum(first)
-        found[kind] = AttentionSettings(batch, sizes, spec.attention_scale, rotation, starts)
+        scale, joint = spec.attention_scale, spec.joint_qk_norm
+        found[kind] = AttentionSettings(batch, sizes, scale, rotation, starts, joint)
     return found
 
 
-def _norm(module: RMSNorm) -> Norm:
-    return Norm(module.weight, module.eps, 1.0 if module.offset else 0.0)
+def _norm(module: RMSNorm, *, divisor: float = 1.0) -> Norm:
+    """Return a module's norm, whose outputs are divided by `divisor`."""
+    weight = module.weight if divisor == 1 else module.weight / divisor
+    return Norm(weight, module.eps, 1.0 / divisor if module.offset else 0.0)
 
 
 def _attention(
@@ -172,7 +189,7 @@ def _mlp(x: Tensor, module: MLP | MixtureMLP, context: LayerContext) -> Tensor:
         return experts(x, weights, pairs, stacks, _GATES[module.experts.activation], context)
     gate = _GATES[module.activation]
     wide = tuple(map(projection, module.inputs()))
-    ranks, last = module.ranks, module.down_proj
+    ranks, last = module.ranks, module.output()
     down = projection(last, is_part=ranks is not None)
     result = gated_mlp(copy_to_ranks(x, ranks), wide, down, gate, context)
     return result if ranks is None else sum_with_bias(result, last.bias, ranks)

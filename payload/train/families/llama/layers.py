@@ -65,6 +65,9 @@ class Attention(SplitModule):
         if spec.qk_norm:
             self.q_norm = make_norm(spec, size=spec.head_dim)
             self.k_norm = make_norm(spec, size=spec.head_dim)
+        self.norms_jointly = spec.joint_qk_norm
+        if self.norms_jointly:
+            self.q_norm, self.k_norm = make_norm(spec, size=queries), make_norm(spec, size=keys)
         self.o_proj = Linear(queries, width, bias=spec.output_bias)
 
     def forward(
@@ -75,13 +78,17 @@ class Attention(SplitModule):
         With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
         """
         x = copy_to_ranks(x, self.ranks)
-        heads = [self._heads(each(x)) for each in self.inputs()]
+        made = [each(x) for each in self.inputs()]
         if self.is_fused:
-            keys = heads[0].shape[1] // (self.queries_per_key + 2)
-            heads = list(torch.split(heads[0], [self.queries_per_key * keys, keys, keys], dim=1))
-        query, key, value = heads
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            keys = made[0].shape[-1] // (self.queries_per_key + 2)
+            made = list(torch.split(made[0], [self.queries_per_key * keys, keys, keys], dim=-1))
+        norms = self.q_norm, self.k_norm
+        query, key, value = made
+        if self.norms_jointly:
+            query, key = _normed(query, key, norms)
+        query, key, value = map(self._heads, (query, key, value))
+        if not self.norms_jointly:
+            query, key = _normed(query, key, norms)
         if rope is not None and starts is not None:
             cos, sin = (each.view(*starts.shape, -1).unsqueeze(1) for each in rope)
             rope = cos, sin
@@ -117,6 +124,14 @@ class Attention(SplitModule):
         return x.view(x.shape[0], x.shape[1], -1, self.head_dim).transpose(1, 2)
 
 
+def _normed(
+    query: Tensor, key: Tensor, norms: tuple[RMSNorm | None, RMSNorm | None]
+) -> tuple[Tensor, Tensor]:
+    """Return the normed queries and keys, or the inputs without norms."""
+    first, second = norms
+    return (query, key) if first is None or second is None else (first(query), second(key))
+
+
 def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
     """Return which of `total` tokens each of the last `new` tokens attends to, (new, total).
 
@@ -139,7 +154,12 @@ class MLP(SplitModule):
         super().__init__()
         self.activation: Activation = spec.hidden_act
         width, inner = spec.hidden_size, spec.intermediate_size
-        self.is_fused = spec.fused_projections
+        self.is_shared = spec.fused_mlp
+        self.is_fused = spec.fused_projections or self.is_shared
+        if self.is_shared:
+            self.input_linear = Linear(width, 2 * inner, bias=spec.mlp_bias)
+            self.output_linear = Linear(inner, width, bias=spec.mlp_bias)
+            return
         if self.is_fused:
             self.gate_up_proj = Linear(width, 2 * inner, bias=spec.mlp_bias)
         else:
@@ -153,44 +173,68 @@ class MLP(SplitModule):
         wide = [each(x) for each in self.inputs()]
         gate, up = wide[0].chunk(2, dim=-1) if self.is_fused else wide
         inner = activated(gate, self.activation) * up
-        return reduce_from_ranks(inner, self.down_proj, self.ranks)
+        return reduce_from_ranks(inner, self.output(), self.ranks)
 
     def inputs(self) -> tuple[nn.Module, ...]:
         """Return the linears of gate and up: two, or one for both."""
-        return (self.gate_up_proj,) if self.is_fused else (self.gate_proj, self.up_proj)
+        if not self.is_fused:
+            return self.gate_proj, self.up_proj
+        return (self.input_linear if self.is_shared else self.gate_up_proj,)
+
+    def output(self) -> Linear:
+        """Return the linear back to the width."""
+        return self.output_linear if self.is_shared else self.down_proj
 
 
 class Layer(LayerModule):
-    """Attention and MLP, each with a norm before it and, in Gemma, one after it."""
+    """Attention and MLP, each with a norm before it, after it (OLMo), or both (Gemma)."""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, *, dropout: float) -> None:
         super().__init__()
         # In the order of the forward pass, as the gradient exchange requires.
-        self.input_layernorm = make_norm(spec, size=spec.hidden_size)
+        self.residual_scale = spec.residual_scale
+        self.input_layernorm: RMSNorm | None = None
+        if spec.input_norms:
+            self.input_layernorm = make_norm(spec, size=spec.hidden_size)
         self.self_attn = Attention(spec, layer, dropout=dropout)
-        # The norm before the MLP; in Gemma the one after the attention.
+        # The norm before the MLP; in Gemma and OLMo the one after the attention.
         self.post_attention_layernorm = make_norm(spec, size=spec.hidden_size)
         self.pre_feedforward_layernorm: RMSNorm | None = None
         self.post_feedforward_layernorm: RMSNorm | None = None
-        if spec.sandwich_norms:
+        if spec.input_norms and spec.output_norms:
             self.pre_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
-        self.mlp = MLP(spec) if spec.mixture is None else MixtureMLP(spec, spec.mixture)
-        if spec.sandwich_norms:
+        self.mlp: MLP | MixtureMLP | None = None
+        self.shared_mlp: MLP | None = None
+        if spec.fused_mlp:
+            self.shared_mlp = MLP(spec)
+        else:
+            self.mlp = MLP(spec) if spec.mixture is None else MixtureMLP(spec, spec.mixture)
+        if spec.output_norms:
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 
     def forward(
         self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        mixed = self.self_attn(self.input_layernorm(x), rope, cache, starts)
+        first = x if self.input_layernorm is None else self.input_layernorm(x)
+        mixed = self.self_attn(first, rope, cache, starts)
         before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-        if before is None or behind is None:
-            x = x + mixed
-            added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        if behind is None:
+            x = x + self._scaled(mixed)
+            added: Tensor = x + self._scaled(self.gated()(self.post_attention_layernorm(x)))
             return added
         x = x + self.post_attention_layernorm(mixed)
-        added = x + behind(self.mlp(before(x)))
+        added = x + behind(self.gated()(x if before is None else before(x)))
         return added
+
+    def gated(self) -> MLP | MixtureMLP:
+        """Return the MLP, whose name depends on the model."""
+        found = self.mlp if self.shared_mlp is None else self.shared_mlp
+        assert found is not None, "a layer has one of them"
+        return found
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1 else branch * self.residual_scale
 
 
 def make_norm(spec: DecoderSpec, *, size: int) -> RMSNorm:

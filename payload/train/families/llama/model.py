@@ -1,4 +1,5 @@
-"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi, with transformers' own names.
+"""The Llama family: Llama, SmolLM, Qwen, Mistral, Gemma 3, Phi, OLMo, Granite, with transformers'
+own names.
 
 The parameters have a checkpoint's names and shapes. A layer's computation is in `layers`, or with
 kernels in `kernel_layers`.
@@ -40,8 +41,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The head if it is the embedding, and a buffer saved by old releases.
 _UNUSED = (_HEAD, ".rotary_emb.inv_freq")
 _SPLIT_BY_OUTPUTS = (".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj")
-_SPLIT_BY_SECTIONS = (".qkv_proj", ".gate_up_proj")
-_SPLIT_BY_INPUTS = (".o_proj", ".down_proj")
+_SPLIT_BY_SECTIONS = (".qkv_proj", ".gate_up_proj", ".input_linear")
+_SPLIT_BY_INPUTS = (".o_proj", ".down_proj", ".output_linear")
 _ROUTER = ".mlp.gate.weight"
 _NORMS_OF_HEADS = (".q_norm", ".k_norm")
 _ARCHITECTURES = {
@@ -53,10 +54,16 @@ _ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
+_WITHOUT_CLASSIFIER = ("granite", "granitemoehybrid")
 _CLASSIFIERS = {
     kind: name.replace("ForCausalLM", "ForSequenceClassification")
     for kind, name in _ARCHITECTURES.items()
+    if kind not in _WITHOUT_CLASSIFIER
 } | {"gemma3_text": "Gemma3TextForSequenceClassification"}
 
 
@@ -134,7 +141,8 @@ class Decoder(CausalLM):
         if self.stage is not None and not self.stage.is_last():
             return x
         normed: Tensor = self.model.norm(x)
-        return normed
+        divisor = self.spec.logits_divisor
+        return normed / divisor if divisor != 1 else normed
 
     def _refusals(self) -> list[str]:
         return refusals(self.model, self.spec, dropout=self.dropout)
@@ -188,12 +196,21 @@ class Decoder(CausalLM):
         return self.head_weight() if self.lm_head is None else None
 
     def drop_head(self) -> None:
-        """Remove the output head; as in transformers, a classifier has no balancing loss."""
+        """Remove the output head; as in transformers, a classifier has no balancing loss.
+
+        Raises CheckpointError if transformers has no classifier.
+        """
+        self.classifier_architecture()
         self.lm_head = None
         self._balances = False
 
     def classifier_architecture(self) -> str:
-        """Return the name of transformers' classification class for this model."""
+        """Return the name of transformers' classification class for this model.
+
+        Raises CheckpointError if transformers lacks this class.
+        """
+        if self.spec.model_type not in _CLASSIFIERS:
+            return super().classifier_architecture()
         return _CLASSIFIERS[self.spec.model_type]
 
     def new_caches(self) -> list[LayerCache]:
@@ -214,7 +231,7 @@ class Decoder(CausalLM):
         """Return how tensor ranks split heads, the MLP and the vocabulary."""
         parts, partial = {_EMBEDDING: Split(0), _HEAD: Split(0)}, []
         keys = self.spec.num_key_value_heads
-        sections = (self.spec.num_attention_heads, keys, keys), (1, 1)
+        sections = (self.spec.num_attention_heads, keys, keys), (1, 1), (1, 1)
         fused = dict(zip(_SPLIT_BY_SECTIONS, sections, strict=True))
         for name, _ in self.named_parameters():
             linear, kind = name.rpartition(".")[::2]

@@ -33,6 +33,8 @@ def frequencies(rope: Rope, *, head_dim: int, is_long: bool = False) -> Tensor:
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(plain, rope)
     return plain
 
 
@@ -69,3 +71,15 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
     scaled = torch.where(wavelengths > longest, slowed, plain)
     is_between = (wavelengths <= longest) & (wavelengths >= shortest)
     return torch.where(is_between, between, scaled)
+
+
+def _yarn(plain: Tensor, rope: Rope) -> Tensor:
+    """Divide the low frequencies by `rope.factor`, keep the high ones and blend on the ramp.
+
+    Source: https://arxiv.org/abs/2309.00071, section 3.2.
+    """
+    first, last = rope.ramp
+    last += 0.001 if first == last else 0.0
+    numbers = torch.arange(len(plain), dtype=torch.float32)
+    kept = 1 - ((numbers - first) / (last - first)).clamp(0, 1)
+    return plain / rope.factor * (1 - kept) + plain * kept
