@@ -138,7 +138,7 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
         )
     content = given.get(content_key)
     if len(given) == 2 and isinstance(content, str) and role != "function_call":
-        # Most messages have nothing else to convert.
+        # Most messages have only a role and a text.
         plain = {"role": role, "content": require_text(content, f"{where} {content_key}")}
         return plain, role == ASSISTANT
     found: dict[str, Any] = {"role": role, "content": _content(content, f"{where} {content_key}")}
