@@ -52,8 +52,9 @@ def cluster_labels(
 def mark(labels: dict[str, str], text: str = "") -> str:
     """Return a description with `text` and the labels, for a resource that cannot have labels.
 
-    Pass IGNORED as the resource's `ignore_changes`: the expiry differs on each run, and a changed
-    description would make Pulumi replace some resources, such as the network with all machines.
+    Pass IGNORED as the resource's `ignore_changes`, because the expiry differs on each run, and a
+    changed description would make Pulumi replace some resources, such as the network with all
+    machines.
     """
     own = " ".join(
         f"{name}={labels[name]}" for name in (CLUSTER_LABEL, IDENTITY_LABEL, EXPIRES_LABEL)

@@ -43,7 +43,7 @@ class DistributedSection:
     """
     shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
     """`shard`: number of ranks that together hold one copy of the model. With tensor or pipeline
-    parallelism, they hold one copy of the same part of the model. Gradients are averaged over all
+    parallelism, they hold one copy of one part of the model. Gradients are averaged over all
     copies. none = all ranks share one copy."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
     """Number of ranks that compute each layer together on the same data. Each rank has a part of
@@ -141,9 +141,9 @@ class LimitsSection:
     """[limits]; the supervisor on the head enforces them; docs/guides/recovery.md"""
 
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
-    """If no rank makes progress for this time, the run counts as hung. The run waits at least ten
-    times the median step, but never longer than nine tenths of distributed.timeout_s. While ranks
-    load, compile or save, it always waits this longest time."""
+    """If no rank makes progress for this time, the supervisor treats the run as hung. It waits at
+    least ten times the median step, but at most nine tenths of distributed.timeout_s. While ranks
+    load, compile or save, it waits nine tenths of distributed.timeout_s."""
     max_restarts: int = checked(3, low=0, unit="restarts")
     """Limit on restarts from the last checkpoint after a lost rank, a lost node or a hang; 0 = no
     restarts. A run is not restarted after an attempt that completed no further step."""

@@ -160,8 +160,8 @@ class AdapterSection:
     adapter. `new`: the tokens that `prepare --add-special-tokens` added; `none`; or token ids
     separated by commas: `32000,32001`."""
     rslora: bool = False
-    """True multiplies the adapter's output by alpha / sqrt(rank) instead, which keeps its scale at
-    high ranks."""
+    """True: the adapter's output is multiplied by alpha / sqrt(rank) instead of alpha / rank, so
+    that the output keeps its scale at high ranks."""
     dora: bool = False
     """DoRA: also train the norm of each output's weights. Runs without the project's kernels."""
 

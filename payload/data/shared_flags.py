@@ -82,7 +82,7 @@ def add_special_tokens_flag(more: AddFlag) -> None:
 
 
 def add_val_fraction_flag(more: AddFlag) -> None:
-    """Declare the option for the share of the validation data."""
+    """Declare the option for the fraction of the rows that is used for validation."""
     more(
         "--val-fraction",
         type=fraction,

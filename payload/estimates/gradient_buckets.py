@@ -25,7 +25,7 @@ class Bucket:
 
     elements: int
     ready: float
-    """Share of the backward pass after which the gradients are complete."""
+    """Fraction of the backward pass that is done when this bucket's gradients are complete."""
 
 
 def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:

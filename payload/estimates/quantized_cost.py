@@ -25,8 +25,8 @@ class QuantizedCost:
 
     whole_dtype: Dtype
     """Dtype of the unquantised base and its matmuls: the dtype of the run or, if only bf16 fits
-    into memory, bf16. The run's dtype also counts if a 4-bit base fits with it and takes less time
-    than bf16."""
+    into memory, bf16. It is the dtype of the run in one more case: a 4-bit base fits into memory
+    and is faster than an unquantised base in bf16."""
     whole_bytes: int
     """Estimate of a rank's peak memory with the unquantised base and one sequence per
     micro-batch."""
@@ -37,7 +37,8 @@ class QuantizedCost:
     """Predicted compute time of a step with the unquantised base, and with kernels if the run uses
     them."""
     nf4_step_s: float
-    """Predicted compute time of a step with 4 bits, without kernels and with dequantising."""
+    """Predicted compute time of a step with a 4-bit base: it includes dequantising, and no kernels
+    are used."""
     dequantize_s: float
     """The part of `nf4_step_s` in which weights are dequantised."""
     is_measured: bool

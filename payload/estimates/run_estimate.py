@@ -50,10 +50,11 @@ class RunEstimate:
     sync_s: float
     """Predicted time of a step's gradient exchange without overlap."""
     compute_s: float | None = None
-    """Predicted time of a step's forward and backward passes, at `mfu` of a measured peak; None
-    without a measurement."""
+    """Predicted time of a step's forward and backward passes at the MFU `mfu`; None if the peak was
+    not measured."""
     mfu: float | None = None
-    """Share of the peak that `compute_s` assumes; None without a measurement."""
+    """The MFU that `compute_s` assumes: a fraction of the peak FLOP/s; None without a
+    measurement."""
     step_s: float | None = None
     """Predicted time of a step, with the update and the part of the exchange that does not overlap;
     None without a measurement."""

@@ -17,11 +17,12 @@ class SentBytes:
     """The bytes that a rank sends in a step, over each dimension of the mesh."""
 
     replicate: float
-    """Bytes sent to the ranks with the same part of the model, or with the same full model."""
+    """Bytes sent to the other ranks that hold the same weights as this rank: the full model, or the
+    same part of it."""
     shard: float
-    """Bytes sent to the ranks with the other shards."""
+    """Bytes sent to the ranks that hold the other shards."""
     tensor: float = 0.0
-    """Bytes sent to the ranks that split each layer with this rank."""
+    """Bytes sent to the ranks that compute each layer together with this rank."""
     pipeline: float = 0.0
     """Bytes sent to the adjacent stages."""
 

@@ -36,7 +36,7 @@ class StrategyPrediction:
     sync_s: float
     """Predicted time of a step's exchange without overlap."""
     step_s: float | None
-    """Predicted time of a step; None if the peak was not measured."""
+    """Predicted time of a step; None if the nodes' peak FLOP/s were not measured."""
     splits_model: bool = False
     """True if several ranks compute each micro-batch together."""
     fits: bool | None

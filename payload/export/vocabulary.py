@@ -329,7 +329,8 @@ def _adds_special_tokens(
 ) -> tuple[bool, bool]:
     """Return whether bos precedes a text, and whether eos follows it.
 
-    Raises CheckpointError for any different tokens around a text: a GGUF file cannot express these.
+    Raises CheckpointError for any other tokens around a text, because a GGUF file cannot express
+    these.
     """
     places = (("bos", "before"), ("eos", "after"))
     for (name, place), found in zip(places, around, strict=True):

@@ -83,7 +83,7 @@ class FinetunePlan:
     prepare: tuple[str, ...]
     """Arguments of `python -m payload.data`."""
     unprinted: tuple[str, ...]
-    """Further arguments of `prepare`, which change its notes and no data."""
+    """Further arguments of `prepare` that change only its notes, not the data."""
     run: tuple[str, ...]
     """Arguments of `python -m payload.orchestrate`."""
     run_toml: str

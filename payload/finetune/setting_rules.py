@@ -197,8 +197,8 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
 def render(choices: Iterable[Choice], *, head: Sequence[str]) -> str:
     """Render run.toml: sections in order of appearance, each setting with its reason.
 
-    Raises ConfigError for a control character in `head`: after a line break in a name, TOML would
-    read the rest as settings.
+    Raises ConfigError for a control character in `head`, because after a line break in a name, TOML
+    would read the rest as settings.
     """
     for line in head:
         if not PLAIN_TEXT.fullmatch(line):

@@ -1,6 +1,6 @@
 """CONTRACT: the contents of a data folder, recorded in its meta.json.
 
-meta.json is written last, so a folder without it is incomplete.
+meta.json is written last, so a folder without meta.json is incomplete.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class InputRecord:
     duplicates: int = checked(low=0)
     """Rows that --dedup removed."""
     also_in_validation: int = checked(low=0)
-    """Training rows that were removed because they also stand in validation."""
+    """Training rows that were removed because they are also in the validation data."""
     val_rows: int = checked(low=0)
     train_rows: int = checked(low=0)
     """Training rows that remain, each counted once."""

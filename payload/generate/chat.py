@@ -69,7 +69,7 @@ class Conversation:
         stream, stop = TextStream(self.codec.decode_marked, prompt=()), StopText(self.stops)
         self.num_tokens, text = 0, ""
         for (token,) in sampler.tokens():
-            assert token is not None, "one row with one prompt is always drawn"
+            assert token is not None, "the sampler returned no token for its only prompt"
             self.num_tokens += 1
             text += stop.add(stream.add(token))
             yield text
@@ -121,8 +121,9 @@ def run_chat(
     """Answer the messages that `read` returns, until it raises EOFError.
 
     `show` receives the growing answer. After each answer, `end` is called with the question.
-    `read_result` returns the result of a call; without it, calls get no result. An interrupt ends
-    only the current answer; if no answer is in progress, KeyboardInterrupt is raised.
+    `read_result` returns the result of a call; without `read_result`, calls get no result. An
+    interrupt ends only the current answer; if no answer is in progress, KeyboardInterrupt is
+    raised.
     """
     while True:
         try:

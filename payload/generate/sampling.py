@@ -23,7 +23,7 @@ class SamplingOptions:
     top_k: int | None = 200
     """Number of likeliest tokens to sample from; None = all tokens."""
     top_p: float = 1.0
-    """Sampled are the likeliest tokens whose probabilities sum to this; 1 = all tokens.
+    """Sample only from the likeliest tokens whose probabilities sum to this value; 1 = all tokens.
 
     Source: nucleus sampling, arXiv:1904.09751.
     """

@@ -24,7 +24,7 @@ class Pairs:
     """The pairs of a token and one of its experts, sorted by expert."""
 
     order: Tensor
-    """(M,) index of each pair among the pairs in the order of the tokens."""
+    """(M,) for each pair, its index in the list of pairs that is sorted by token."""
     tokens: Tensor
     """(M,) token of each pair."""
     counts: Sequence[int]

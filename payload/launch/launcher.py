@@ -91,7 +91,7 @@ class Report:
     killed: KilledRank | None = None
     lost: LostNode | None = None
     not_started: str | None = None
-    """Why no rank could be started, with the fix; None if the output does not show it."""
+    """The reason why no rank could be started, with the fix; None if the output gives no reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class NodeHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long a run may go without progress before it counts as hung."""
+    """How long a run may go without progress before the supervisor treats it as hung."""
 
     hang_timeout_s: float
     longest_s: float

@@ -48,8 +48,8 @@ class Evidence:
     """When the supervisor began to kill the run's processes, by the head's monotonic clock (as the
     times in exit records). A signal after this time is from the supervisor."""
     launcher_killed_s: float | None = None
-    """When the launcher was last seen alive, if a signal from outside killed it; otherwise None.
-    Signals that ranks receive after this time come from the launcher's helpers."""
+    """If a signal from outside killed the launcher: when the launcher was last seen alive.
+    Otherwise None. Signals that ranks receive after this time come from the launcher's helpers."""
     trouble: Verdict | None = None
     """The verdict from the heartbeats: a hang, a frozen node or a lost node."""
     begun: bool = False

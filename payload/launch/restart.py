@@ -43,8 +43,8 @@ class Decision:
 def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
     """Decide to retry after a lost rank, a lost node or a hang, while attempts make progress.
 
-    An attempt that did not complete a step after its checkpoint is not retried: the next attempt
-    would fail the same way.
+    An attempt that did not complete a step after its checkpoint is not retried, because the next
+    attempt would fail the same way.
     """
     if end.stop_requested or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
         return Decision(pause_s=None)

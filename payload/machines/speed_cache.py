@@ -55,7 +55,7 @@ class SpeedKey:
     torch: str
     """Version of torch."""
     masks: tuple[tuple[str, str], ...] = ()
-    """The set variables among `ISA_VARIABLES`, with their values."""
+    """The variables of `ISA_VARIABLES` that are set, with their values."""
 
     @classmethod
     def of_this_machine(

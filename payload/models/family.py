@@ -2,8 +2,8 @@
 
 A family is a folder of this package with a `family.py` and a line in `registry.py`. `family.py` has
 a subclass of `Family` and its instance `FAMILY`. `read` returns the family's `ModelSpec`
-(`spec.py`). The layers use torch, which this package does not import: `tensors` names the module
-with the layers.
+(`spec.py`). The layers use torch, which this package does not import. So the family only names the
+module that has its layers, in the attribute `tensors`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Family(ABC):
     model_types: ClassVar[tuple[str, ...]] = ()
     """The values of `model_type` in config.json that only this family reads."""
     tensors: ClassVar[str]
-    """The module with `build(spec, dropout=..., random=...)`, which returns the CausalLM."""
+    """Name of the module with `build(spec, dropout=..., random=...)`, which returns the
+    CausalLM."""
     presets: ClassVar[Mapping[str, ModelSpec]] = {}
     """Specs by name, for training from scratch and for models with these names on the hub."""
     hub_configs: ClassVar[Mapping[str, Mapping[str, object]]] = {}
@@ -44,7 +45,7 @@ class Family(ABC):
         """
 
     def read_folder(self, raw: Mapping[str, Any], *, folder: Path, where: str) -> ModelSpec:
-        """Return the spec of the model in `folder`, completed by its weights' headers if needed.
+        """Return the spec of the model in `folder`; read the headers of its weights if necessary.
 
         Raises CheckpointError.
         """

@@ -19,7 +19,7 @@ from payload.models.spec import ModelSpec
 
 
 def gguf_file(source: Path) -> Path | None:
-    """Return the GGUF file at or in `source`, or None for a folder without one.
+    """Return the GGUF file at or in `source`, or None for a folder without a GGUF file.
 
     Raises CheckpointError for a folder with several GGUF files, or if the file is a link that leads
     outside the folder.

@@ -32,8 +32,7 @@ class GgufPlan:
     rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Additional tensors of divisors of the rotary frequencies, by llama.cpp's name."""
     stacks: re.Pattern[str] | None = None
-    """Finds, as group 1, the part of a tensor's name that gives the number of an expert. The
-    matrices of all experts of a layer are one tensor in the file; None = the model has no experts.
-    """
+    """Pattern whose group 1 matches the number of an expert in a tensor's name. The file has the
+    matrices of all experts of a layer as one tensor. None = the model has no experts."""
     notes: tuple[str, ...] = ()
     """Differences in how other programs read the file, one sentence each."""

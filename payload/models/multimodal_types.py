@@ -23,7 +23,7 @@ class WholeType:
     is_flat: bool = False
     """True if the text model's keys are at the top of config.json, not in text_config."""
     was_flat: bool = False
-    """True if old checkpoints are flat."""
+    """True if config.json of old checkpoints has the text model's keys at its top."""
     text_type: str | None = None
     """The model_type of the text model if config.json does not name it."""
 

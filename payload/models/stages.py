@@ -44,7 +44,7 @@ def stage_layers(spec: Layered, stages: int) -> tuple[range, ...]:
 
 
 def slowest_share(spec: Layered, stages: int) -> float:
-    """Return the slowest stage's share of the model's FLOPs."""
+    """Return the fraction of the model's FLOPs that the slowest stage computes."""
     head = 6 * spec.head_rows() * spec.width()
     of_layer = (spec.flops_per_token() - head) / spec.num_layers()
     costs = [len(each) * of_layer for each in stage_layers(spec, stages)]
@@ -53,7 +53,7 @@ def slowest_share(spec: Layered, stages: int) -> float:
 
 
 def largest_stage(spec: Layered, stages: int) -> float:
-    """Return the largest stage's share of all weights.
+    """Return the fraction of all weights that the largest stage holds.
 
     The last stage has the head; if the head is the token embedding, the first stage also has a
     copy.

@@ -38,7 +38,8 @@ class ManifestHash:
     checkpoint: str = checked(pattern=FOLDER_NAME, wanted="a checkpoint's name")
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     time_unix: float = checked(low=0, high=MAX_SECONDS)
-    """Start of the upload by the head's clock. If the step is trained again, the time is later."""
+    """Start of the upload by the head's clock. If the step was trained again, this is the later
+    upload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

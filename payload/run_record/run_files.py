@@ -259,7 +259,8 @@ class Summary:
     final_val_step: int | None = checked(None, low=0)
     """Step of the last evaluation; None in older summaries."""
     best_checkpoint: str | None = None
-    """Name of the checkpoint with the lowest validation loss; None if none was evaluated."""
+    """Name of the checkpoint with the lowest validation loss; None if no checkpoint was
+    evaluated."""
     val_metrics: dict[str, float] = field(default_factory=dict)
     """The task's metrics in the last evaluation, such as `accuracy`; empty in older summaries."""
     val_confusion: tuple[tuple[int, ...], ...] = checked((), low=0)
@@ -303,7 +304,7 @@ class RunEvent:
 
     kind: EventKind
     """Kind of the event. A command causes `start` and `resume`; the supervisor causes `restart`
-    after a `failure`. The last three kinds end the run."""
+    after a `failure`. `finished`, `stopped` and `failed` end the run."""
     time_unix: float = _seconds()
     attempt: int = checked(1, low=1)
     text: str = ""
@@ -425,7 +426,7 @@ Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | Ran
 
 
 def latest_folder(runs_dir: Path) -> Path | None:
-    """Return the run folder in `runs_dir` that the symlink `latest` names; None without one.
+    """Return the run folder in `runs_dir` that the symlink `latest` names, or None.
 
     Only the last part of the link's target is used: in a cloned project, the link could lead to any
     folder.
@@ -482,7 +483,7 @@ def read_json(cls: type[_T], path: Path) -> _T | None:
 def last_record(cls: type[_T], path: Path) -> _T | None:
     """Read a file that `write_json` wrote; return None if it is absent, damaged or not readable.
 
-    This is for callers that do not depend on the record: a damaged file must not stop a run.
+    This is for callers that do not depend on the record, as a damaged file must not stop a run.
     """
     try:
         return read_json(cls, path)

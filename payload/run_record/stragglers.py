@@ -43,8 +43,9 @@ class Straggler:
     last_step: int | None = checked(None, low=0)
     """Last step of the episode; None if the rank is still slow, or was slow until the run ended."""
     work_s: float = checked(low=0)
-    """Work time of the rank per step: `others_s` times the median ratio over its slow steps. The
-    ratio is thus never below the threshold, even if steps differ much in length."""
+    """Work time of the rank per step: `others_s` times a ratio. The ratio is the median, over the
+    slow steps, of the rank's work time divided by that of the other ranks. So the ratio is never
+    below the threshold, even if steps differ much in length."""
     others_s: float = checked(low=0)
     """Median work time of the other ranks in the same steps."""
 

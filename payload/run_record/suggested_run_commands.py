@@ -19,7 +19,7 @@ def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
 
 
 def no_runs(runs_dir: Path) -> str:
-    """Return the sentences of every command that needs a run, in a folder without one."""
+    """Return the sentences that a command prints if it needs a run and the folder is empty."""
     return f"no runs in {runs_dir} yet. Start one with: {command('orchestrate', 'run')}"
 
 

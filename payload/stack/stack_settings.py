@@ -1,4 +1,5 @@
-"""CONTRACT: all settings of a stack, as in Pulumi.yaml, with default, limits and message."""
+"""CONTRACT: all settings of a stack, the same as in Pulumi.yaml. Each setting has its default, its
+limits and its error message."""
 
 from __future__ import annotations
 

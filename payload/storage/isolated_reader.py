@@ -1,8 +1,8 @@
 """Read a store through a helper process, so that a hanging store cannot hang the caller.
 
-A read of a mount whose server is gone can be uninterruptible: the reading process cannot be killed.
-The helper is `python -m payload.storage serve`. It answers each request on its stdin with frames on
-its stdout: a line of JSON, followed by n bytes of content after `{"bytes": n}`.
+A process that reads a mount whose server is gone may be impossible to kill. The helper is `python
+-m payload.storage serve`. It answers each request on its stdin with frames on its stdout: a line of
+JSON, followed by n bytes of content after `{"bytes": n}`.
 """
 
 from __future__ import annotations

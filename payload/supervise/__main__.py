@@ -90,8 +90,8 @@ def _parser() -> CommandParser:
         prog=command("supervise"),
         description="Start the ranks of a planned run, restart them after failures, and wait until "
         "the run ends. Ctrl-C stops it with a checkpoint; SIGUSR1 or a second Ctrl-C stops it "
-        "immediately. SIGTERM or SIGHUP from another program also saves a checkpoint, but the run "
-        "then counts as lost.",
+        "immediately. After SIGTERM or SIGHUP from another program, the run also saves, "
+        "but ends with exit code 41 (rank_lost).",
         example=command("supervise", "--run-dir", "runs/latest"),
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="run folder")

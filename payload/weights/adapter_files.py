@@ -75,8 +75,9 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     """Modules of the base that are trained and saved in full: a classifier's `score`."""
     token_modules: tuple[str, ...] = ()
-    """The embedding and perhaps a separate output head with trained rows of tokens; empty if PEFT
-    finds the embedding."""
+    """Names of the modules with trained token rows: the embedding and, if its rows are trained too,
+    the separate output head. Empty if adapter_config.json names no module; PEFT then trains the
+    embedding."""
 
     def source(self) -> str:
         """Return the base in the form of model.init."""
@@ -197,7 +198,8 @@ def render_adapter_config(
 
     `modules` are the names of the target linears, and `parameters` those of other targets.
     `transposed` is True if transformers stores the weights of these linears as (in, out).
-    `token_modules` are the embedding and the head with trained rows of tokens.
+    `token_modules` are the names of the modules with trained token rows: the embedding, and perhaps
+    a separate output head.
     """
     settings = config.settings
     tokens = list(token_ids(settings.train_tokens))

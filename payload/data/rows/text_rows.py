@@ -84,7 +84,7 @@ class TextRows:
 
 
 def _text(row: Row, column: str) -> bytes:
-    """Return the text of a row; empty without one."""
+    """Return the text of a row; empty if the row has no text."""
     value = row.values.get(column)
     return value.encode("utf-8", "replace") if isinstance(value, str) else b""
 

@@ -44,7 +44,7 @@ class Sketcher:
         self._empty = MinHash(num_perm=SKETCH_VALUES, seed=1, hashfunc=zlib.crc32)
 
     def sketch(self, texts: Iterable[str]) -> Sketches:
-        """Return the sketch of texts that follow each other."""
+        """Return the sketch of several texts, as if they were one text."""
         found = self._empty.copy()
         shingles = _shingles(word for text in texts for word in _WORDS.findall(text.casefold()))
         while some := list(islice(shingles, _AT_ONCE)):

@@ -32,7 +32,7 @@ class Mixing:
     """The options that decide how often a row is trained."""
 
     inputs: tuple[str, ...]
-    """The paths of --input; without it, the kind of the source."""
+    """The paths of --input; without --input, the kind of the source."""
     weights: tuple[Fraction, ...] = ()
     """How often each row of each input is in an epoch; empty if all weights are 1."""
     dedup: Dedup | None = None
@@ -46,13 +46,13 @@ class RowSelection:
     split: Split
     is_val: Mask
     copies: Numbers
-    """Number of times that the row is in its file; 0 for a row that was removed."""
+    """For each row, how often it is in its file; 0 for a row that was removed."""
     record: SelectionRecord | None
-    """None if every row is in its file once."""
+    """The record for meta.json; None if every row is in its file once."""
     left_in_both: int
-    """Training rows that also stand in validation, and were not removed."""
+    """Number of training rows that are also in the validation data and were not removed."""
     repeated: int
-    """Number of rows whose content is in an earlier row, before any is removed."""
+    """Number of rows with the content of an earlier row, counted before any row is removed."""
     dedup: Dedup | None
 
     def numbers(self, *, is_val: bool) -> Numbers:
@@ -167,7 +167,7 @@ def select_rows(
 
 
 def describe_selection(record: SelectionRecord) -> list[str]:
-    """Return a line for each input: its rows, those that were removed, and its share."""
+    """Return a line for each input: its rows, the removed rows, and its fraction of an epoch."""
     total = sum(each.rows_an_epoch for each in record.inputs) or 1
     lines = []
     for each in record.inputs:

@@ -115,7 +115,8 @@ class HubSource:
         return join_notes(missing, self._splits_note(valid))
 
     def valid_split(self) -> str | None:
-        """Return the dataset's split for validation; None without one or with --split.
+        """Return the dataset's split for validation; None for a dataset without a split for
+        validation, or with --split.
 
         Raises DataError.
         """

@@ -103,7 +103,7 @@ def _walk(root: Path, *globs: str, leave_out: frozenset[str] = frozenset()) -> l
 def missing_shards(files: Sequence[Path | str]) -> str | None:
     """Return a note if files numbered like train-00000-of-00003 are incomplete, otherwise None.
 
-    Their names contain the number of shards: a download may be unfinished.
+    Their names contain the number of shards, so missing files show that a download is unfinished.
     """
     found: dict[tuple[str, int], set[int]] = {}
     for file in map(str, files):

@@ -58,7 +58,8 @@ class _Sample:
 
     row: Row
     group: int
-    """Key of the split: the group's number or, without groups, the row's number."""
+    """Number that decides whether the sample is for validation: its group's or, without groups, its
+    row's."""
     rendered: RenderedSample
     is_added: bool
     """False for one sample of each row, True for the row's other samples."""
@@ -83,7 +84,7 @@ class ChatReader:
     report: Callable[[], None] = field(default=lambda: None)
     """Shows the progress."""
     _num_read: int = 0
-    """Number of rows read so far, without bad rows of the source."""
+    """Number of rows read so far, not counting bad rows of the source."""
     _fault: Exception | None = None
     """Error that the source raised after the last row that was read; None without an error."""
     _is_early_checked: bool = False

@@ -105,7 +105,8 @@ class _Pair:
     row: int
     """Number of the row."""
     group: int
-    """Key of the split: the group's number or, without groups, the row's number."""
+    """Number that decides whether the pair is for validation: its group's or, without groups, its
+    row's."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
     trained: tuple[npt.NDArray[np.bool_], ...]
 

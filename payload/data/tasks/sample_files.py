@@ -45,7 +45,8 @@ class Documents:
     rows: npt.NDArray[np.int64]
     """Number of each sample's row."""
     groups: npt.NDArray[np.int64]
-    """Key of each sample's split: the group's number or, without groups, the row's number."""
+    """Number that decides whether each sample is for validation: its group's or, without groups,
+    its row's."""
     lengths: npt.NDArray[np.int64]
     """Number of tokens of each sample."""
     tokens: npt.NDArray[np.uint32]

@@ -1,4 +1,4 @@
-"""Finds the system message that a template adds to conversations without one."""
+"""Finds the system message that a template adds if a conversation has no system message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOWN_CHARS = 200
 
 
 def default_system_lines(template: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
-    """Return a line with the template's own system message, or no line without one."""
+    """Return a line with the template's own system message, or no line."""
     text = default_system(template, variables)
     if text is None:
         return []
@@ -26,7 +26,7 @@ def default_system_lines(template: ChatTemplate, variables: Mapping[str, Any]) -
 
 
 def default_system(template: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
-    """Return the system message that the template adds to a conversation without one, or None.
+    """Return the system message that the template adds if a conversation lacks one, or None.
 
     A given system message shows which text surrounds a system message. Text that the template adds
     also to a given system message, such as a date, is not part of the default.

@@ -140,7 +140,8 @@ def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the tools' descriptions; for a tool without one, a text that occurs nowhere."""
+    """Return the tools' descriptions; for a tool without description, a text that occurs
+    nowhere."""
     functions = [each.get("function", each) for each in tools]
     found = [each.get("description") for each in functions if isinstance(each, Mapping)]
     return [str(each) if each else "\0" for each in found]

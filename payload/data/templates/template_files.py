@@ -28,7 +28,7 @@ NO_TEMPLATE_FIX = (
 
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str] | None:
-    """Return the file and the text of the template in a tokenizer's folder; None without one.
+    """Return the file and the text of the template in a tokenizer's folder, or None.
 
     `config` is tokenizer_config.json. Of several named templates, `tool_use` is for conversations
     with tools, and `default` for the others; the result chooses between these two. Raises DataError

@@ -39,7 +39,8 @@ class PromptTail:
     text: str
     """The marks with the white space after them."""
     closing: str | None
-    """The mark that closes the block in which the prompt ends; None if it ends outside of one."""
+    """The mark that closes the block in which the prompt ends; None if the prompt ends outside of a
+    block."""
 
 
 def prompt_tail(prompt: str) -> PromptTail | None:
@@ -64,7 +65,7 @@ def _may_end(end: str) -> bool:
 
 
 def end_of_empty_thought(text: str, start: int) -> int:
-    """Return the index after an empty block of thoughts at `start`, or `start` without one."""
+    """Return the index after an empty block of thoughts at `start`, or `start`."""
     found = _EMPTY.match(text, start)
     return start if found is None else found.end()
 
@@ -80,7 +81,7 @@ def _closing(mark: str) -> str:
 
 
 def thought_of(message: Message) -> str | None:
-    """Return the message's thought, or None without one."""
+    """Return the message's thought, or None."""
     for key in KEYS:
         given = message.get(key)
         if given is not None:

@@ -37,8 +37,8 @@ class RenderedSample:
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
     has_unmarked: bool = False
-    """True if `literal` lacks special tokens of the row: marking them would change the rendered
-    text."""
+    """True if `literal` lacks special tokens of the row, because marking them would change the
+    rendered text."""
 
 
 def render_samples(

@@ -210,7 +210,7 @@ def build_backend(
 def named_end(
     folder: Path, files: Mapping[str, bytes], backend: Tokenizer
 ) -> tuple[int, str] | None:
-    """Return the token that ends a document, and the file that defines it; None without one.
+    """Return the token that ends a document, and the file that defines the token; or None.
 
     `files` are the tokenizer's files by name; the model's files are read from `folder`. Raises
     DataError.

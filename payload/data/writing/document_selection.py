@@ -2,7 +2,7 @@
 
 The first reading hashes the documents. Then each round reads the source again and yields the
 documents that occur in this round: in the first one all, in the next ones those with higher
-weights. So a document does not follow its own copy.
+weights. So the copies of a document are not adjacent.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Mixture:
 
     experts: int
     active: int
-    """Experts of a token."""
+    """Number of experts that process a token."""
     inner: int
     """Width of an expert's gate."""
     normalises: bool

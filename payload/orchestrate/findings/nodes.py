@@ -52,10 +52,10 @@ class SharedFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """The answer of the probe on one node; None means that a value is unknown."""
+    """The facts that one node reported; None means that a value is unknown."""
 
     time_unix: float = checked(low=0, high=1e11)
-    """The node's clock when the probe began."""
+    """Time on the node's clock when the node began to answer the query."""
     took_s: float = checked(low=0, high=3600)
     hostname: str = checked(max_chars=255)
     hostname_addresses: tuple[str, ...] = checked(max_items=1000, max_chars=255)

@@ -184,7 +184,8 @@ def upload_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the weights, which rank 0 reads, to a head without them; return their folder."""
+    """Upload the weights to the head, unless they are already there; return their folder on the
+    head. Only rank 0 reads the weights, and it runs on the head."""
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:

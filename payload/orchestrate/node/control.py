@@ -52,9 +52,9 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
 def claim(run_dir: Path, name: str) -> dict[str, Any]:
     """Claim this node, so that only the caller can start a run or trial on it.
 
-    On success `claim` is true, and the program holds the claim until its stdout is closed, for
-    example because the caller was killed. Otherwise `running` names the run in progress, or `held`
-    has the description that the current holder wrote.
+    The claim is a lock. On success `claim` is true, and the program holds the lock until its stdout
+    is closed, for example because the caller was killed. Otherwise `running` names the run in
+    progress, or `held` has the description that the current holder wrote.
     """
     runs = run_dir.parent
     runs.mkdir(parents=True, exist_ok=True)

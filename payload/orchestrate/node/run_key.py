@@ -79,7 +79,7 @@ def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dic
 def revoke(home: Path, revoked: list[str], *, keeps_names: bool) -> None:
     """Remove these keys from authorized_keys, and delete the key files that this node created.
 
-    With `keeps_names`, keep an empty folder with the name of each key that this node created: a
+    With `keeps_names`, keep an empty folder with the name of each key that this node created. A
     worker may still accept the key, so the revocation must be retried.
     """
     with authorized_keys(home) as lines:

@@ -1,1 +1,2 @@
-"""Checks that every node is fit for a run: probes, a trial of the launcher, findings."""
+"""Checks that every node is fit for a run: queries the nodes, tries the launcher, and reports
+findings."""

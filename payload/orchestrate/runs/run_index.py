@@ -194,7 +194,7 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
 def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> RunView:
     """Read the state of a run, ignoring unreadable files.
 
-    `alive` is the state that the run's site reports; without it, the run's lock decides.
+    `alive` is the state that the run's site reports; without a report, the run's lock decides.
     """
     state = known_state(paths)
     config, config_errors = _config(paths)

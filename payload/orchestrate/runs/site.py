@@ -64,8 +64,8 @@ class SiteRun(ABC):
     every_s: ClassVar[float] = 1.0
     """Interval of polling."""
     outlives_us: bool = True
-    """True if the run continues after the command that shows its output ends: Ctrl-C first
-    detaches."""
+    """True if the run continues when the command that shows its output has ended. In this case, the
+    first Ctrl-C only detaches the command."""
     was_running: bool = False
     """True if `start` found the run active. In this case even `run --detach` shows the run's
     output."""

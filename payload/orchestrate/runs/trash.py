@@ -21,7 +21,7 @@ class TrashedRun:
     """A run in the trash."""
 
     holder: Path
-    """The folder in the trash that has only this run and its record."""
+    """The folder inside the trash for this run; it has only the run and its record."""
     record: HeldRun
 
     @property

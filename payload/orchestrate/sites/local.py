@@ -264,7 +264,7 @@ class LocalRun(SiteRun):
         return status or ExitCode.TRAINING, f"{message}\nlog: {paths.supervisor_log}"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
-        """Kill the run's processes if a forced stop had no effect: its supervisor may be frozen."""
+        """Kill the run's processes if a forced stop had no effect, as with a frozen supervisor."""
         paths = self.paths
         if not force:
             raise RankLostError(

@@ -337,7 +337,7 @@ class Ssh(InventorySite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """A run whose files are on the nodes, unless the claim names another active run."""
+    """A run whose files are on the nodes, unless another run is active there."""
 
     run: RemoteRun
     home: PurePosixPath

@@ -50,7 +50,8 @@ _RETRY_S = 5.0
 
 
 class ClusterRun(SiteRun):
-    """A run on a cluster over SSH, followed through broken connections."""
+    """A run on a cluster over SSH. If the connection breaks, it is opened again, and the output
+    continues."""
 
     has_job = False
     is_copied = True

@@ -123,8 +123,8 @@ class Connection:
     ) -> Iterator[bytes]:
         """Start a command, yield its first line of JSON, and keep it running within the context.
 
-        The line is empty if the command ended without one. Raises ConnectionLostError if the
-        connection breaks before this line, and SshUnreachableError after `timeout_s`.
+        The line is empty if the command ended before it printed a line. Raises ConnectionLostError
+        if the connection breaks before this line, and SshUnreachableError after `timeout_s`.
         """
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s):
             channel = self._transport.open_session(timeout=_MARGIN_S)

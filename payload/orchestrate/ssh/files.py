@@ -58,10 +58,10 @@ def put(
 ) -> None:
     """Copy a file to `target` on the node: an absolute path, or relative to the login's home.
 
-    `sha256` is the expected checksum of `source`: the file can have been replaced by a link to a
-    private file. Raises ConfigError if the checksum differs, SshUnreachableError if the connection
-    breaks (the next call resumes the transfer), and PreflightError if the node cannot store the
-    file.
+    `sha256` is the expected checksum of `source`, because the file can have been replaced by a link
+    to a private file. Raises ConfigError if the checksum differs, SshUnreachableError if the
+    connection breaks (the next call resumes the transfer), and PreflightError if the node cannot
+    store the file.
     """
     digest = sha256_of(source)
     if sha256 not in (None, digest):

@@ -34,12 +34,13 @@ class HeadBusyError(PreflightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Result of a claim on the head."""
+    """Result of a claim: of an attempt to get the lock on the head."""
 
     name: str
     """The unique name of the attempt, which is also the name of its SSH key."""
     running: str | None
-    """The run in progress, which prevents the claim; None if the claim is held."""
+    """The run in progress that keeps this command from getting the claim; None if this command
+    holds the claim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class _Claimed:
     claim: bool
     running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
     held: str | None = None
-    """The text in which the holder describes itself."""
+    """The text in which the current holder of the claim describes itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

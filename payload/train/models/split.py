@@ -52,7 +52,8 @@ class Split:
 
     dim: int
     sections: tuple[int, ...] = (1,)
-    """Relative sizes of the sections along `dim`: a matrix can hold queries, keys and values."""
+    """Relative sizes of the sections along `dim`, for a matrix that holds several, such as queries,
+    keys and values."""
 
     def part(self, whole: Tensor, *, index: int, size: int) -> Tensor:
         """Return a contiguous copy of a rank's part."""

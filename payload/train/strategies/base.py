@@ -33,10 +33,12 @@ class Strategy(ABC):
         self.world = world
         self.mesh = settings.mesh(world.world_size)
         self.data_rank = self.mesh.data_rank(world.rank)
-        """Index of this rank's share of each batch; the mesh has `data_ranks` shares."""
+        """Index of this rank's part of each batch; a batch is divided into `mesh.data_ranks`
+        parts."""
 
     def has_results(self) -> bool:
-        """Return whether this rank's losses count; of ranks with the same data, only one counts."""
+        """Return whether this rank's losses are used; of the ranks with the same data, one is
+        used."""
         return True
 
     def stage(self) -> Stage | None:

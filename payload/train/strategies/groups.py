@@ -14,7 +14,8 @@ def group_along(
 ) -> dist.ProcessGroup:
     """Return the group of the ranks that differ from `rank` only in these dimensions.
 
-    Creating a group is collective: all ranks must make these calls in the same order.
+    Creating a group is a collective operation, so all ranks must make these calls in the same
+    order.
     """
     every = [mesh.along(each, *dimensions) for each in range(mesh.world_size)]
     found = _own_group(every, rank, timeout_s=timeout_s)
@@ -25,7 +26,8 @@ def group_along(
 def group_of_ends(mesh: Mesh, rank: int, *, timeout_s: float) -> dist.ProcessGroup | None:
     """Return the group of a pipeline's first and last rank, or None on a rank in between.
 
-    Creating a group is collective: all ranks must make these calls in the same order.
+    Creating a group is a collective operation, so all ranks must make these calls in the same
+    order.
     """
     lines = [mesh.along(each, "pipeline") for each in range(mesh.world_size)]
     return _own_group([(line[0], line[-1]) for line in lines], rank, timeout_s=timeout_s)

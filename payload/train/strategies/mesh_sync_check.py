@@ -26,13 +26,14 @@ class _MeshState:
     """
 
     own: RankState
-    """Digests of all weights and optimizer state of the rank. Replicas agree in both, shards in the
-    weights."""
+    """Digests of all weights and optimizer state of the rank. Both must be equal on replicas; on
+    the shards of one model, only the weights must be equal."""
     whole: RankState
-    """Digests of the parameters that tensor ranks do not split. All tensor ranks agree in these."""
+    """Digests of the parameters that tensor ranks do not split. They must be equal on all tensor
+    ranks."""
     tied: RankState
-    """Digests of the tied embedding and output head. The first and the last pipeline stage agree in
-    these."""
+    """Digests of the tied embedding and output head. They must be equal on the first and the last
+    pipeline stage."""
 
 
 def require_one_mesh(

@@ -80,6 +80,6 @@ class ShardSnapshot(Snapshot):
 
 
 def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of a tensor, as FSDP2 divides it: the last ranks may have fewer."""
+    """Return a rank's rows of a tensor, as FSDP2 divides it; the last ranks may have fewer rows."""
     start, end = bounds(whole.shape[0], index=rank, size=ranks)
     return whole[start:end]

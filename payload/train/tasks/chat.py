@@ -68,5 +68,6 @@ class Chat(Task):
         return all(blocks.is_checked() for blocks in self._blocks)
 
     def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
-        """Return the loss of the trained validation tokens; None after a request to stop."""
+        """Return the loss over the marked tokens of the validation data; None after a stop
+        request."""
         return evaluate(model, self._blocks[1], eval_pass, self.loss)

@@ -39,12 +39,15 @@ class EvalPass:
     A rank without a batch then repeats a batch and drops the result.
     """
     share: tuple[int, int] | None = None
-    """(index, count): this rank evaluates share `index` of `count`; None = one share per rank."""
+    """(index, count): the samples are divided into `count` parts, and this rank evaluates part
+    `index`. None = one part per rank."""
     has_results: bool = True
-    """True on exactly one of the ranks that evaluate the same samples; only its losses count."""
+    """True if this rank's losses are used. Of the ranks that evaluate the same samples, it is True
+    on one."""
 
     def own_share(self) -> tuple[int, int]:
-        """Return (index, count) of this rank's share of the samples."""
+        """Return (index, count): this rank evaluates part `index` of `count` parts of the
+        samples."""
         return (self.world.rank, self.world.world_size) if self.share is None else self.share
 
     def sum(self, values: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The parts of a multimodal checkpoint that training leaves as they are, copied byte for byte.
 
-The bytes go from file to file in chunks, so no part is ever in memory. The source files stay open:
-a checkpoint can be written after its source was removed.
+The bytes go from file to file in chunks, so no part is ever in memory. The source files stay open,
+so a checkpoint can be written after the source was removed.
 """
 
 from __future__ import annotations

@@ -248,12 +248,12 @@ def files_identity(path: Path) -> str:
 
 
 def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """Return the shape of a tensor, without reading it if possible."""
+    """Return the shape of a tensor; read the tensor only if necessary."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
 
 
 def kind_in(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return the file format's name of a tensor's dtype, without reading it if possible."""
+    """Return a tensor's dtype as the file format names it; read the tensor only if necessary."""
     if isinstance(tensors, LazyTensors):
         return tensors.kind(name)
     return _KINDS.get(tensors[name].dtype, str(tensors[name].dtype))

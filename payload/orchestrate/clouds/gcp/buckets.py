@@ -63,8 +63,8 @@ class _BucketPage:
 def bucket_in(google: Google, name: str, *, what: str) -> FoundBucket | None:
     """Return the bucket of this name in the project, or None.
 
-    A bucket of this name in another project is ignored: any project can reuse the name of a deleted
-    bucket. Raises as Google.call does.
+    A bucket of this name in another project is ignored, because any project can reuse the name of a
+    deleted bucket. Raises as Google.call does.
     """
     path = f"/storage/v1/b?project={google.project}&prefix={quote(name)}&maxResults=100"
     pages = google.get_pages("storage", path, what=what, shape=_BucketPage)

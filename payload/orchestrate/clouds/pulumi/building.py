@@ -41,8 +41,8 @@ class Builder:
     google: Callable[[], Google]
     """Creates the client on demand, because its libraries take a second to import."""
     identity: str
-    """The cluster's identity. A resource with this identity that is missing in the stack was left
-    by a failed `up`."""
+    """The cluster's identity. If a resource has this identity but is not in the stack's state, a
+    failed `up` left it behind."""
     zones: Sequence[str]
     """Zones in the configuration, tried in order; empty without --next-zone."""
     spot: Spot

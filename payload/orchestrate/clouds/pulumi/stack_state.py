@@ -52,7 +52,8 @@ class StackState:
     """URN and ID (or None) of each resource; the ID changes if a resource is rebuilt."""
     identities: tuple[str, ...] = ()
     """The cluster's identities, from labels and descriptions; empty if an older version built the
-    cluster. Descriptions keep the first identity, so after the folder was lost there can be two."""
+    cluster. If identity.json is lost, `pulumi up` changes the identity in labels, but not in
+    descriptions. So there can be two identities."""
 
     @property
     def projects(self) -> tuple[str, ...]:
