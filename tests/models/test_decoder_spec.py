@@ -49,6 +49,7 @@ MULTIPLIERS = {
 GRANITE_4 = {
     "layer_types": ["attention"] * 3,
     "num_local_experts": 0,
+    "num_experts_per_tok": 0,
     "shared_intermediate_size": 80,
     "position_embedding_type": "rope",
 }

@@ -259,7 +259,7 @@ class DecoderConfig:
     num_experts: int | None = checked(None, low=0, high=2**16)
     num_local_experts: int | None = checked(None, low=0, high=2**16)
     """Another name of num_experts."""
-    num_experts_per_tok: int = checked(8, low=1, high=2**16)
+    num_experts_per_tok: int = checked(8, low=0, high=2**16)
     moe_intermediate_size: int = checked(EXPERT_WIDTH, low=1, high=2**22)
     norm_topk_prob: bool = False
     decoder_sparse_step: int = checked(1, low=1, high=_MOST_LAYERS)
