@@ -384,8 +384,8 @@ CASES = {
     ),
     "vision model": Case(
         config(model_type="mllama", vision_config={}),
-        "{model}/config.json: vision_config: model_type 'mllama' reads more than text. Use the "
-        "model's text-only version.",
+        "{model}/config.json: vision_config: model_type 'mllama' reads more than text. Use a "
+        "text-only model, or a type in docs/guides/multimodal.md.",
     ),
     "vision beside no text": Case(
         config(model_type="gemma3"),

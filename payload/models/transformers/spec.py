@@ -351,8 +351,8 @@ def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
     parts = [key for key in ("vision_config", "audio_config") if raw.get(key) is not None]
     if parts:
         raise CheckpointError(
-            f"{where}: {parts[0]}: model_type {shown(kind)} reads more than text. Use the model's "
-            "text-only version."
+            f"{where}: {parts[0]}: model_type {shown(kind)} reads more than text. Use a "
+            "text-only model, or a type in docs/guides/multimodal.md."
         )
     if raw.get("is_encoder_decoder") is True:
         raise CheckpointError(

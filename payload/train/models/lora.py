@@ -477,7 +477,10 @@ def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str],
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether the module is a linear that returns one tensor; some routers return more."""
+    """Return whether the module maps each row of its input to one tensor.
+
+    Some subclasses, such as routers, return more. Grouped linears reshape their input.
+    """
     if isinstance(module, QuantizedLinear):
         return True
     if not isinstance(module, nn.Linear):
@@ -487,7 +490,10 @@ def is_plain_linear(module: nn.Module) -> bool:
     with torch.no_grad():
         weight = module.weight
         zeros = torch.zeros(1, module.in_features, dtype=weight.dtype, device=weight.device)
-        return isinstance(module(zeros), Tensor)
+        try:
+            return isinstance(module(zeros), Tensor)
+        except RuntimeError:  # of another shape than a linear takes
+            return False
 
 
 def _module_names(model: CausalLM) -> list[str]:
