@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from payload.config.run_config import parse_run_config
@@ -24,7 +24,13 @@ from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import trainable
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import load
-from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
+from payload.train.models.lora import (
+    add_adapter,
+    is_plain_linear,
+    load_adapter,
+    merge_adapter,
+    save_adapter,
+)
 from payload.weights.adapter_files import read_adapter_config
 from tests.support.launching import losses, summary
 from tests.support.slow_imports import peft
@@ -379,3 +385,15 @@ def test_peft_computes_the_same_beside_other_families(tmp_path: Path, kind: str)
     if kind == "native":
         count = sum(parameter.numel() for _, parameter in trainable(model))
         assert model.trained_spec().num_trainable_params() == count
+
+
+class GroupedLinear(nn.Linear):
+    """A linear of DeepSeek V4's kind: it takes groups of inputs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.view(-1, 2, self.in_features)
+
+
+def test_a_linear_that_reshapes_its_input_is_not_plain() -> None:
+    assert is_plain_linear(nn.Linear(4, 4))
+    assert not is_plain_linear(GroupedLinear(4, 4))
