@@ -208,7 +208,8 @@
         hover: { prox: (plot, order) => (order > 0 && series[order - 1].spec.points ? null : 30) },
         sync: { key: "charts", setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         drag: { setScale: false, dist: 8 },
-        bind: { dblclick: () => () => zoom(null) },
+        // By default, a drag that begins on a mark does nothing.
+        bind: { dblclick: () => () => zoom(null), mousedown: (plot, target, handle) => (event) => { if (event.button === 0) handle(event); } },
       },
       hooks: {
         ready: [addMarks, placeMarks, makeLegendOperable, (plot) => plot.setScale("x", { min, max })],

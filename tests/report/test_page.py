@@ -219,6 +219,21 @@ def test_curves_zoom_together_and_have_a_log_scale(
     require_quiet(browser, page)
 
 
+def test_a_drag_that_begins_on_a_mark_zooms(
+    runs: Path, browser: Browser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browser.open(write(capsys, runs / "resumed"))
+    browser.resize(1280, 900)
+    whole = shown_ranges(browser)
+    start = browser.run(
+        "const [plot, mark] = ['.u-over', '.u-over .mark'].map(each =>"
+        " document.querySelector(`[data-chart=lr] ${each}`).getBoundingClientRect());"
+        "return (mark.left + mark.width / 2 - plot.left) / plot.width;"
+    )
+    browser.drag("[data-chart=lr] .u-over", start=start, end=0.9 if start < 0.5 else 0.1)
+    assert shown_ranges(browser) != whole
+
+
 def shown_ranges(browser: Browser) -> set[str]:
     """Return the ranges of the charts' horizontal axes, as assistive technology reads them."""
     found = browser.run(

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import subprocess
+import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,7 +150,15 @@ class Browser:
         """Double-click the middle of an element."""
         x, y = self._point(selector, 0.5, 0.5)
         press = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
-        self._point_at({"type": "pointerMove", "duration": 0, "x": x, "y": y}, *press, *press)
+        self.run(
+            "window.isDoubled = false; document.addEventListener('dblclick',"
+            " () => { window.isDoubled = true; }, {capture: true, once: true});"
+        )
+        ends = time.monotonic() + DEADLINE_S
+        # On a busy machine, the clicks can be too far apart for the browser.
+        while not self.run("return window.isDoubled"):
+            assert time.monotonic() < ends, f"no double click on {selector} in {DEADLINE_S:g} s"
+            self._point_at({"type": "pointerMove", "duration": 0, "x": x, "y": y}, *press, *press)
 
     def _point(self, selector: str, across: float, down: float) -> tuple[int, int]:
         self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
