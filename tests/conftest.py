@@ -19,6 +19,7 @@ from tests.support import fork_server, groups, started_processes, stress, timed_
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
+from tests.support.machine_speed import use_table_of_speeds
 from tests.support.memory_folder import use_memory, use_own_state
 from tests.support.prometheus import leave_out_without_prometheus
 from tests.support.small_disk import SmallDisk
@@ -106,6 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(plugin)
     use_memory()
     use_own_state()
+    use_table_of_speeds()
     # Containers set it. Each of the thousands of processes would compile the payload itself: half
     # of the 0.5 s of processor time in which a command of the operator starts.
     sys.dont_write_bytecode = False

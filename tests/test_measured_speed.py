@@ -28,7 +28,7 @@ from payload.machines.speed_cache import (
     speed_path,
     write_speed,
 )
-from payload.machines.speed_process import MODULE, cached_speed, measured_speed
+from payload.machines.speed_process import MODULE, SOURCE, cached_speed, measured_speed
 from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from tests.support.formats import assert_format
@@ -37,6 +37,22 @@ from tests.support.machine_speed import SPEED_KEY, make_speed, plant_speed
 from tests.support.waiting import DEADLINE_S
 
 CPUINFO = "model name\t: {}\nflags\t\t: fpu {}\n"
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure, unlike the other tests."""
+    monkeypatch.delenv(SOURCE)
+
+
+def test_a_variable_selects_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_speed(tmp_path, monkeypatch)
+    said: list[str] = []
+    assert cached_speed(os.environ) is not None
+    monkeypatch.setenv(SOURCE, "table")
+    assert cached_speed(os.environ) is None
+    assert measured_speed(os.environ, now_unix=time.time(), say=said.append) is None
+    assert said == []
 
 
 def key_of(folder: Path, *, name: str = "X", flags: str = "avx2", **env: str) -> SpeedKey:

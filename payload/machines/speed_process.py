@@ -22,13 +22,15 @@ from payload.machines.speed_cache import (
 )
 
 MODULE = "payload.train.measure_machine"
+SOURCE = "TILEFORGE_MACHINE_SPEED"
+"""Environment variable; with `table`, plans use the table of typical speeds."""
 _NOT_MEASURED = "note: the speed of this machine is not measured"
 _TIMEOUT_S = 120.0
 
 
 def cached_speed(env: Mapping[str, str]) -> MachineSpeed | None:
     """Return this machine's cached measurement; None if it is missing or the cores were busy."""
-    return _usable(_cached(env))
+    return None if _uses_table(env) else _usable(_cached(env))
 
 
 def measured_speed(
@@ -36,9 +38,12 @@ def measured_speed(
 ) -> MachineSpeed | None:
     """Return this machine's speed from the cache, or measure it in a child process.
 
-    Return None if torch is not installed, if other programs use the cores, or if the measurement
-    fails. `say` gets a line before a measurement, and the reason why one is not used.
+    Return None if torch is not installed, if other programs use the cores, if the measurement
+    fails, or if `SOURCE` selects the table. `say` gets a line before a measurement, and the reason
+    why one is not used.
     """
+    if _uses_table(env):
+        return None
     found = _cached(env)
     if not _is_current(found, now_unix) and torch_version() is not None:
         # Two measurements at the same time would each see half of the machine.
@@ -54,6 +59,10 @@ def _cached(env: Mapping[str, str]) -> MachineSpeed | None:
     with suppress(RuntimeError):  # without a home
         return read_speed(speed_folder(env), key) if key else None
     return None
+
+
+def _uses_table(env: Mapping[str, str]) -> bool:
+    return env.get(SOURCE) == "table"
 
 
 def _is_current(found: MachineSpeed | None, now_unix: float) -> bool:

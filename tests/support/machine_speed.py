@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from payload.machines.speed_cache import MachineSpeed, SpeedKey, speed_folder, write_speed
+from payload.machines.speed_process import SOURCE
 
 SPEED_KEY = SpeedKey(
     cpu="Some CPU", flags=("avx2", "avx512f"), cores=2, torch="2.13.0", masks=(("A", "b"),)
@@ -26,6 +27,11 @@ def make_speed(key: SpeedKey = SPEED_KEY, **changes: Any) -> MachineSpeed:
     return MachineSpeed(**{**values, **changes})
 
 
+def use_table_of_speeds() -> None:
+    """Plan with the table of typical speeds: a measurement would depend on the tests beside it."""
+    os.environ[SOURCE] = "table"
+
+
 def plant_speed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> tuple[Path, SpeedKey]:
@@ -34,6 +40,7 @@ def plant_speed(
     Return the folder of the measurements, and this machine's key.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.delenv(SOURCE, raising=False)
     key = SpeedKey.of_this_machine(os.environ)
     assert key is not None
     speeds = speed_folder(os.environ)
