@@ -167,6 +167,16 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
+def peak_of_run(command: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Train a run with its output on stderr; return its largest process's peak memory in bytes."""
+    process = subprocess.Popen(command, cwd=REPO, env=env, stdout=sys.stderr)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"error: the run ended with status {process.returncode}.")
+    return usage.ru_maxrss * 1024
+
+
 def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the median of each contender's results."""
     return {name: statistics.median(values) for name, values in found.items()}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import contenders
-from benchmarks.harness import REPO, Benchmark
+from benchmarks.harness import Benchmark, peak_of_run
 from benchmarks.step_model import model_argument
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
@@ -167,17 +166,10 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
         paths = RunPaths(Path(folder) / "run")
         paths.root.mkdir()
         paths.config.write_text(config.to_toml(), encoding="utf-8")
-        process = subprocess.Popen(
+        return peak_of_run(
             [sys.executable, "-m", *launcher, "payload.train", "--run-dir", str(paths.root), *data],
-            cwd=REPO,
             env=os.environ | environment | {"OMP_NUM_THREADS": str(threads)},
-            stdout=sys.stderr,
         )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"error: the run ended with status {process.returncode}.")
-    return usage.ru_maxrss * 1024
 
 
 def summarise(peaks: Sequence[Peak]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import docstrings
-from benchmarks.harness import REPO, Benchmark
+from benchmarks.harness import REPO, Benchmark, peak_of_run
 from payload.core.python_processes import code_environment, module_command
 from payload.first_run.packaged_model import cache_folder, model_folder
 from payload.machines.machine import discover
@@ -183,7 +183,8 @@ def _measure(root: Path, name: str, *, data: Path, ranks: int, steps: int) -> Ro
     planned = json.loads(_run(module_command("payload.orchestrate", "plan", "--json", *words)))
     numbers, run_id = planned["plan"]["arithmetic"], f"run-{name.replace(' ', '-')}-{ranks}".lower()
     estimate = planned["estimate"]
-    actual_bytes = _train([*words, "--run-id", run_id])
+    command = module_command("payload.orchestrate", "run", *words, "--run-id", run_id)
+    actual_bytes = peak_of_run(command, env=code_environment(os.environ))
     paths = RunPaths(root / "runs" / run_id)
     took_s = [row["step_time_s"] for row in read_metrics(paths.metrics) if "step_time_s" in row]
     return Row(
@@ -196,21 +197,6 @@ def _measure(root: Path, name: str, *, data: Path, ranks: int, steps: int) -> Ro
         predicted_bytes=numbers["memory_bytes_per_rank"],
         actual_bytes=actual_bytes,
     )
-
-
-def _train(words: Sequence[str]) -> int:
-    """Train a run, and return the peak memory of its largest process in bytes."""
-    process = subprocess.Popen(
-        module_command("payload.orchestrate", "run", *words),
-        cwd=REPO,
-        env=code_environment(os.environ),
-        stdout=sys.stderr,
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"error: the run ended with status {process.returncode}.")
-    return usage.ru_maxrss * 1024
 
 
 def _run(command: Sequence[str]) -> str:

@@ -151,7 +151,7 @@ def test_a_measurement_that_fails_is_reported_and_not_used(
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "broken")}
     assert measured_speed(env, now_unix=time.time(), say=said.append) is None
     begins, failed = said
-    assert begins == "measuring the speed of this machine, once: about 3 s"
+    assert begins == "measuring the speed of this machine, once: a few seconds"
     assert failed.startswith("note: the speed of this machine is not measured: ")
     assert failed.endswith("no libgomp.")
 
@@ -288,12 +288,14 @@ def test_the_measurement_is_printed_and_cached(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 def test_domains_are_measured_at_the_same_time() -> None:
+    # Both domains have the same core where only one is usable.
+    cores = sorted(os.sched_getaffinity(0))
+    pair = (cores[0], cores[-1])
     program = (
         "from payload.machines.machine import Domain\n"
         "from payload.train.measure_machine import measure\n"
-        "found = measure([Domain(id=i, cores=(i,)) for i in range(2)])\n"
+        f"found = measure([Domain(id=i, cores=(core,)) for i, core in enumerate({pair})])\n"
         "assert len(found) == 2 and all(each.bf16 > 0 < each.updates_per_s for each in found)\n"
         "try: measure([Domain(id=0, cores=(0,)), Domain(id=1, cores=(10**6,))])\n"
         "except Exception as error: print(error)"

@@ -91,7 +91,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRecord:
-    """How documents were selected for validation."""
+    """The selection of documents for validation."""
 
     method: Literal["permutation", "hash", "stratified", "files"]
     """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
@@ -109,8 +109,8 @@ class ChatRecord:
     sequence_length: int = checked(low=2, high=2**20)
     """Tokens of a block; training must use the same length."""
     packing: Literal["best-fit", "none"]
-    """How conversations share blocks. `best-fit`: several in a block. `none`: one in each block,
-    with padding."""
+    """`best-fit` puts several conversations into a block. `none` puts one into each block, with
+    padding."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=1)
     """Number of tokens that the loss covers."""
@@ -192,7 +192,7 @@ class InputRecord:
     input: str = checked(pattern=PLAIN_TEXT, wanted="one line without control characters")
     """Path, as in --input."""
     weight: float = checked(low=0)
-    """How often each training row is in an epoch."""
+    """Number of times that each training row is in an epoch."""
     rows: int = checked(low=0)
     """Rows with trained content, before duplicates were removed."""
     duplicates: int = checked(low=0)
@@ -208,7 +208,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionRecord:
-    """How the rows were chosen: duplicates, and the weights of the inputs."""
+    """The treatment of duplicates, and the weights of the inputs."""
 
     dedup: Dedup | None
     inputs: tuple[InputRecord, ...]

@@ -51,7 +51,7 @@ class NodeHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long a run may go without progress before the supervisor treats it as hung."""
+    """Times without progress after which the supervisor treats a run as hung."""
 
     hang_timeout_s: float
     longest_s: float

@@ -16,7 +16,7 @@ from payload.run_record.run_files import RankExit, RunStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a run ended, and why."""
+    """The end of a run, and its reason."""
 
     status: RunStatus
     exit_code: ExitCode

@@ -74,7 +74,7 @@ def _usable(found: MachineSpeed | None) -> MachineSpeed | None:
 
 
 def _measure(env: Mapping[str, str], say: Callable[[str], None]) -> MachineSpeed | None:
-    say("measuring the speed of this machine, once: about 3 s")
+    say("measuring the speed of this machine, once: a few seconds")
     try:
         done = subprocess.run(
             module_command(MODULE),

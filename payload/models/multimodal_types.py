@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeType:
-    """How a multimodal model of transformers contains its text model."""
+    """The place of the text model in a multimodal model of transformers."""
 
     body: str = "model.language_model."
     """Path of the text model's layers in the whole model; `model.` in the text model alone."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["matrices", "model"]
-"""How ranks split a model. `matrices`: each rank has a shard of each matrix. `model`: tensor or
-pipeline parallelism."""
+"""The split of a model over the ranks. `matrices`: each rank has a shard of each matrix. `model`:
+tensor or pipeline parallelism."""
 
 
 class Hyperparameters(Protocol):

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
+from payload.core.tasks import TaskKind
 from payload.data.detect import DataOptions, detect_data
 from tests.data.running import contents, run_here
 from tests.support.chat_data import make_tokenizer
 
 Row = Mapping[str, str]
-TASKS = {
+TASKS: dict[TaskKind, list[dict[str, str]]] = {
     "text": [{"text": f"a text {number}"} for number in range(30)],
     "classify": [{"text": f"text {number}", "label": "ab"[number % 2]} for number in range(40)],
     "chat": [{"question": f"ask {number}", "answer": f"yes {number}"} for number in range(30)],
@@ -50,7 +51,7 @@ def write(path: Path, rows: Sequence[Row]) -> Path:
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("task", TASKS)
 def test_columns_in_another_case_give_the_same_tokens_as_the_known_names(
-    task: str, suffix: str, tmp_path: Path
+    task: TaskKind, suffix: str, tmp_path: Path
 ) -> None:
     rows = TASKS[task]
     names = OTHER_NAMES[task]
@@ -68,7 +69,7 @@ def test_columns_in_another_case_give_the_same_tokens_as_the_known_names(
     for path in made["known"].keys() - {"meta.json"}:
         assert made["known"][path] == made["other"][path], path
     # finetune chooses the same columns.
-    found = detect_data(str(tmp_path / f"other{suffix}"), DataOptions(task=task))  # type: ignore[arg-type]
+    found = detect_data(str(tmp_path / f"other{suffix}"), DataOptions(task=task))
     out = tmp_path / "detected"
     more = ("--tokenizer", tokenizer, "--val-fraction", "0.2", "--out", out)
     assert run_here("prepare", *found.arguments(), *more).returncode == ExitCode.OK

@@ -30,7 +30,8 @@ from payload.train.models.hf_weights import config_folder
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.weights.source import BASE_VARIABLE, base_name, find_source
-from tests.export.test_export import DAMAGES, change_config, complaint, damage, make
+from tests.export.models import change_config, complaint, make
+from tests.export.test_export import DAMAGES, damage
 from tests.support.chat_data import (
     conversations,
     make_model,

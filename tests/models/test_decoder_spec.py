@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from payload.core.errors import CheckpointError
-from payload.models.llama.config import DEFAULTS, Rope
+from payload.models.llama.rope import Rope
 from payload.models.llama.spec import DecoderSpec, read
+from payload.models.llama.type_defaults import DEFAULTS
 from payload.models.registry import family_name, spec_of
 from payload.models.spec import RankSetting
 from payload.train.families.llama.rope import frequencies

@@ -23,7 +23,7 @@ from payload.orchestrate.machine_profiles.code_and_data_uploads import local_wei
 from payload.train.models.loading import load
 from payload.train.tensors.gguf_to_hf_folder import folder_of_gguf
 from payload.weights.source import find_source
-from tests.export.test_export import change_config, export, make, make_llama
+from tests.export.models import change_config, export, make, make_llama
 
 KINDS = [
     "Llama",

@@ -12,7 +12,7 @@ from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.tokenizer_identity import folder_identity
-from tests.export.test_export import VOCAB, export, make_llama
+from tests.export.models import VOCAB, export, make_llama
 from tests.models.fake_model_hub import FIRST, NAME, SECOND, model_hub
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import losses, mpirun, rank_env, run, train_program

@@ -14,7 +14,7 @@ import pytest
 
 from payload.core.tasks import TaskKind
 from payload.data.__main__ import main
-from payload.data.tokenizers import load_tokenizer
+from payload.data.tokenizers import load_hf_tokenizer
 from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, load_meta
 from tests.support.chat_data import turn, write_rows
 
@@ -65,7 +65,7 @@ def prepared(
 def found(tokenizer: Path, out: Path) -> tuple[Counter[str], Counter[str]]:
     """Return how often each name is in the training file and in the validation file."""
     meta = load_meta(out)
-    backend = load_tokenizer(str(tokenizer)).backend  # type: ignore[attr-defined]
+    backend = load_hf_tokenizer(str(tokenizer))[0].backend
     counts = []
     for name in (TRAIN_NAME, VAL_NAME):
         tokens = np.fromfile(out / name, dtype=meta.dtype).tolist()

@@ -34,14 +34,14 @@ class Mixing:
     inputs: tuple[str, ...]
     """The paths of --input; without --input, the kind of the source."""
     weights: tuple[Fraction, ...] = ()
-    """How often each row of each input is in an epoch; empty if all weights are 1."""
+    """Number of times that an epoch has each row of each input; empty if all are 1."""
     dedup: Dedup | None = None
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """How often each row is in the training file or in the validation file."""
+    """Number of copies of each row in the training file or in the validation file."""
 
     split: Split
     is_val: Mask

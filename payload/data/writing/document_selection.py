@@ -24,7 +24,7 @@ from payload.formats.data_folder import SplitRecord
 
 @dataclass(frozen=True, slots=True)
 class DocumentSelection:
-    """How often each document is in the training file or in the validation file."""
+    """Number of copies of each document in the training file or in the validation file."""
 
     rows: RowSelection
     copies: Numbers

@@ -15,8 +15,7 @@ CONFIG_FIX = "Use the model in bf16 or fp32."
 INT32_BITS = 32
 
 Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
-"""How a weight is computed from its parts: the name of a module in
-`payload.train.tensors.dequantize`."""
+"""Name of the module in `payload.train.tensors.dequantize` that computes the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,13 @@ from payload.models.gguf_export_plan import GgufPlan
 from payload.models.llama import yarn
 from payload.models.llama.config import (
     EXPERT_WIDTH,
-    GEMMA_LOCAL_THETA,
-    HYBRID,
     DecoderConfig,
     Layer,
-    Rope,
     read_decoder_config,
     supported_activation,
 )
+from payload.models.llama.rope import Rope
+from payload.models.llama.type_defaults import GEMMA_LOCAL_THETA, HYBRID
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",

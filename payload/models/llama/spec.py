@@ -12,15 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from payload.models.llama.config import (
-    DEFAULTS,
-    HYBRID,
-    Activation,
-    Layer,
-    read_decoder_config,
-    supported_activation,
-)
+from payload.models.llama.config import Activation, Layer, read_decoder_config, supported_activation
 from payload.models.llama.mixture import Mixture
+from payload.models.llama.type_defaults import DEFAULTS, HYBRID
 from payload.models.spec import (
     PROCESS_BYTES,
     GradientSize,

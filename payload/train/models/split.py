@@ -48,7 +48,7 @@ class SplitModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tensor ranks split a parameter: each rank has a part of each section."""
+    """The split of a parameter over the tensor ranks: each rank has a part of each section."""
 
     dim: int
     sections: tuple[int, ...] = (1,)
@@ -90,7 +90,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """How tensor ranks split parameters. Every rank holds the unsplit parameters in full."""
+    """The split of the parameters over the tensor ranks. Each rank holds the others in full."""
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()

@@ -92,7 +92,7 @@ class Classify(Task):
         self.folder, self.meta, self.loss = folder, meta, loss
         self._labels = meta.classify
         self._start_note: str | None = None
-        """How a new classifier's `score` was initialised, for the log; None for a loaded one."""
+        """Line of the log about the initialisation of a new `score`; None for a loaded one."""
         texts, self._val = (
             open_labelled(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)

@@ -23,7 +23,7 @@ from payload.kernels.decoder_pointwise import LONGEST_HEAD, Gate, HeadSizes, Rot
 from payload.kernels.experts import Pairs, experts
 from payload.kernels.linears import LayerContext
 from payload.models.llama.config import Layer as LayerSpec
-from payload.models.llama.config import Rope
+from payload.models.llama.rope import Rope
 from payload.models.llama.spec import DecoderSpec
 from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
 from payload.train.families.llama.mixture import Experts, MixtureMLP, Router, by_expert

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.models.llama.config import DEFAULTS, Rope
+from payload.models.llama.rope import Rope
 from payload.models.llama.spec import DecoderSpec
+from payload.models.llama.type_defaults import DEFAULTS
 from payload.models.spec import ModelSpec
 from payload.models.transformers.spec import OtherSpec
 from payload.train.families.llama.kernel_layers import joined, refusals, run_layers

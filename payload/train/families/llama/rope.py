@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from payload.models.llama.config import Rope
+from payload.models.llama.rope import Rope
 
 Table = tuple[Tensor, Tensor]
 """Cosines and sines, (T, R / 2) fp32 each."""
