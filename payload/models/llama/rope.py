@@ -76,7 +76,7 @@ class RopeConfig:
         return self.rope_type or self.type or "default"
 
     def is_longrope(self) -> bool:
-        """Return whether this is LongRoPE, in a model whose type has it (Phi)."""
+        """Return whether this is LongRoPE, in a model whose type supports it (Phi)."""
         return self.kind() in ("longrope", *_OLD_LONGROPE)
 
     def is_supported(self, *, is_phi: bool) -> bool:
@@ -98,8 +98,9 @@ def scaled_rope(
 ) -> Rope:
     """Return the rotary embedding with the base `theta` and the scaling of `found`.
 
-    `context` is the context in tokens, `original_context` that of the pre-training, if config.json
-    has it. `is_truncated` rounds the ramp of YaRN to whole pairs. Raises CheckpointError.
+    `context` is the context in tokens, `original_context` that of the pre-training, or None where
+    config.json names none. `is_truncated` rounds the ramp of YaRN to whole pairs. Raises
+    CheckpointError.
     """
     if found.kind() == "linear":
         _require(where, found, ("factor",))
