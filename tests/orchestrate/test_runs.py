@@ -149,7 +149,7 @@ def make_data(folder: Path, **changes: object) -> Path:
 
 
 def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
-    assert check_data(make_data(tmp_path / "d"), sequence_length=99) == 50257
+    assert check_data(make_data(tmp_path / "d"), sequence_length=99).vocab_size == 50257
 
 
 @pytest.mark.parametrize(

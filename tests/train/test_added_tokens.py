@@ -174,11 +174,12 @@ def test_a_run_that_starts_from_a_checkpoint_with_the_tokens_keeps_their_rows(
 def test_the_plan_counts_the_new_rows_and_the_adapters(tmp_path: Path) -> None:
     base = base_of(tmp_path)
     data = data_of(base, tmp_path)
-    size, said, sizes = load_meta(data).vocab_size, list[str](), {}
+    meta, said, sizes = load_meta(data), list[str](), {}
+    size = meta.vocab_size
     for name, more in (("all", ()), ("adapter", LORA)):
         overrides = [*CHAT, *SIZES, f"model.init={base}", f"data.dir={data}", *more]
         config = parse_run_config("", overrides=overrides, where="test")
-        config = settle_initial(config, vocab_size=size, say=said.append, download=False)
+        config = settle_initial(config, meta=meta, say=said.append, download=False)
         spec, _ = initial_spec(config, vocab_size=size)
         sizes[name] = config.adapted(spec).num_trainable_params()
     assert config.adapter.train_tokens == f"{size - 2},{size - 1}"
