@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -152,6 +153,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
         require_same_data(state, task.meta)
+        _keep_router_loss(model, state)
     copied = None
     if folder is not None and not config.adapter.is_on():  # an adapter's checkpoints lack the base
         copied = CopiedParts.open(config_folder(folder))
@@ -380,6 +382,20 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
         raise CheckpointError(
             f"{name} = {new!r}, but the run's checkpoint was trained with {old!r}. Restore the "
             "old value, or start a new run with model.init set to the checkpoint."
+        )
+
+
+def _keep_router_loss(model: CausalLM, state: TrainerState) -> None:
+    """Leave out the routers' balancing loss if the run has been trained without this loss."""
+    was_on = state.router_loss
+    if was_on is None:
+        # The release that added the loss also added `model.router` to the recorded settings.
+        was_on = "router" in tomllib.loads(state.config_toml).get("model", {})
+    if model.has_router_loss() and not was_on:
+        model.without_router_loss = True
+        log.info(
+            "note: the run continues without the routers' balancing loss, because an older release "
+            "began the run without this loss"
         )
 
 

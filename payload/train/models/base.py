@@ -21,6 +21,7 @@ from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, ParameterSize, RankSetting
 from payload.train.models import chunked_loss
 from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, SplitHead
+from payload.train.models.padding import padding_tokens
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
@@ -111,6 +112,8 @@ class CausalLM(SplitModule, ABC):
         """Rows of the embedding that are trained beside an adapter; set by `train_tokens`."""
         self.objective: Objective | None = None
         """Reduction of the token losses in `forward`; None = the mean over the targets."""
+        self.without_router_loss = False
+        """True for a run that an older release began without the routers' balancing loss."""
 
     @abstractmethod
     def hidden(
@@ -332,8 +335,16 @@ class CausalLM(SplitModule, ABC):
     def head_changed(self) -> None:
         """Adjust to an output head that got or lost an adapter."""
 
-    def router_loss(self) -> Tensor | None:
-        """Return the balancing loss of a mixture's routers in the last forward pass, or None."""
+    def has_router_loss(self) -> bool:
+        """Return whether training adds the balancing loss of a mixture's routers."""
+        return False
+
+    def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
+        """Return the balancing loss of a mixture's routers in the last forward pass, or None.
+
+        The loss leaves out the tokens at which `padding` (B, T) is True.
+        """
+        del padding
         return None
 
     def take_expert_tokens(self) -> Tensor:
@@ -442,7 +453,7 @@ class CausalLM(SplitModule, ABC):
         """
         if self.objective is not None:
             losses = self._token_losses(tokens, targets, starts)
-            return self._balanced(self.objective(losses, targets, *more))
+            return self._balanced(self.objective(losses, targets, *more), starts)
         hidden = self.hidden(tokens, starts=starts)
         if self.stage is not None and not self.stage.is_last():
             return hidden
@@ -450,10 +461,12 @@ class CausalLM(SplitModule, ABC):
             # Only the answers have targets: the head computes only those positions.
             chosen = targets != IGNORED_TARGET
             hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
-        return self._balanced(self._head_loss().mean_loss(hidden, targets))
+        return self._balanced(self._head_loss().mean_loss(hidden, targets), starts)
 
-    def _balanced(self, loss: Tensor) -> Tensor:
-        balance = self.router_loss()
+    def _balanced(self, loss: Tensor, starts: Tensor | None) -> Tensor:
+        if not self.has_router_loss():
+            return loss
+        balance = self.router_loss(padding_tokens(starts))
         return loss if balance is None else loss + balance
 
 
