@@ -29,7 +29,7 @@ from payload.formats.checkpoint_listing import (
     manifest_problems,
 )
 from payload.formats.data_folder import TRAIN_NAME, DataMeta, describe_new_rows
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import CONFIG_FILE, read_config, read_generation_file
 from payload.formats.quantized.weight_headers import stored_format
 from payload.formats.tokenizer_identity import folder_identity, is_tokenizer_of
 from payload.models.registry import read_spec, spec_of
@@ -45,6 +45,7 @@ from payload.train.checkpoints.checkpoint import (
 )
 from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
+from payload.train.models.classifier import Classifier
 from payload.train.models.hf_weights import config_folder, model_folder
 from payload.train.models.loading import build, load, require_enough_weights
 from payload.train.models.lora import (
@@ -73,7 +74,8 @@ class Start:
     checkpoint: Path | None
     """The checkpoint to resume from, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
-    """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
+    """The tokenizer's files and generation_config.json for the checkpoints, by name; on rank 0
+    only."""
     copied: CopiedParts | None = None
     """The untrained parts of a multimodal model for the checkpoints; on rank 0 only."""
     base: BaseModel | None = None
@@ -157,6 +159,8 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     copied = None
     if folder is not None and not config.adapter.is_on():  # an adapter's checkpoints lack the base
         copied = CopiedParts.open(config_folder(folder))
+        if not isinstance(model, Classifier):
+            tokenizer = {**tokenizer, **read_generation_file(folder)}
     return Start(
         model=model,
         state=state,
