@@ -9,8 +9,8 @@ from torch import Tensor
 def padding_tokens(starts: Tensor | None) -> Tensor | None:
     """Return which tokens (B, T) are padding, or None for a batch without padding.
 
-    `starts` are as in `CausalLM.hidden`. Padding is at the end of a row, and each of its tokens is
-    a document of its own; any other document has two tokens or more.
+    `starts` are as in `CausalLM.hidden`. Padding is at the end of a row, and each padding token is
+    a separate document. Other documents have two tokens or more.
     """
     if starts is None:
         return None
