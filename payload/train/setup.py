@@ -310,7 +310,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     model = None
     described = config_folder(folder) if folder else None
     new = task.meta.added_ids() if _lacks_new_tokens(folder, task.meta, world=world) else ()
-    in_parts = None if new else _read_in_parts(config, folder, world=world)
+    in_parts = _read_in_parts(config, folder, world=world)
     if folder is not None and described is not None:
         spec, meta = read_spec(described), task.meta
         require_fit(
@@ -348,6 +348,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             model.load_tensors(LazyTensors(in_parts), where=str(in_parts))
     if new:
         model.add_tokens(new[0], new[-1] + 1)
+        model.new_rows = new[0], new[-1] + 1
     return model
 
 

@@ -26,6 +26,8 @@ from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
 from payload.train.models.trained_tokens import TrainedTokens, TrainedTokensHead
+from payload.train.tensors.lazy_tensors import LazyTensors
+from payload.train.tensors.new_rows import TensorsWithNewRows
 
 
 class Cache(Protocol):
@@ -98,6 +100,8 @@ class CausalLM(SplitModule, ABC):
         """True once `enable_checkpointing` was called."""
         self.deferred_weights: Path | None = None
         """The folder with this rank's part of the weights, which a strategy has yet to read."""
+        self.new_rows: tuple[int, int] | None = None
+        """First and end of the vocabulary rows that `deferred_weights` lacks; None = none."""
         self.chunks_loss = False
         """True if head and loss are computed in chunks of tokens, without kernels."""
         self.takes_inference_mode = True
@@ -298,6 +302,17 @@ class CausalLM(SplitModule, ABC):
         if self.trained_tokens is not None:
             self.trained_tokens.merge(*self._vocabulary_modules())
             self.trained_tokens = None
+
+    def deferred_tensors(self) -> LazyTensors:
+        """Open `deferred_weights`, with the rows of new tokens."""
+        assert self.deferred_weights is not None
+        if self.new_rows is None:
+            return LazyTensors(self.deferred_weights)
+        first, rows = self.new_rows
+        # Files can also store a head that is the embedding.
+        paths = (self.embedding_module(), self.head_module() or "", "lm_head")
+        names = {path.rpartition(".")[2] for path in paths}
+        return TensorsWithNewRows(self.deferred_weights, modules=names, first=first, rows=rows)
 
     def add_tokens(self, first: int, rows: int) -> None:
         """Set the rows from `first` to `rows` of embedding and head to the mean of those before.
