@@ -145,8 +145,10 @@ def test_ranks_that_read_their_own_parts_get_the_same_new_rows(
     data = data_of(base, tmp_path)
     one = run(tmp_path / "one", tiny_config, base, data, *FROZEN)
     forget_accelerate()
-    settings = (*CHAT, *SIZES, f"model.init={base}", f"data.dir={data}", *FROZEN)
-    settings += ("schedule.kind=constant", "train.steps=4")
+    settings = (
+        *("schedule.kind=constant", "train.steps=4"),
+        *(*CHAT, *SIZES, f"model.init={base}", f"data.dir={data}", *FROZEN),
+    )
     runs = {tmp_path / name: (*settings, *more) for name, more in MESHES.items()}
     logs = train_several(runs, tiny_config, num_ranks=2)
     assert "each rank reads its own part" in str(logs)
