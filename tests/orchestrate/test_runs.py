@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_a_hostile_value_in_meta_json_is_one_short_line(
     (folder / "meta.json").write_text(json.dumps(raw).replace('"HERE"', value))
     if field == "source":
         (folder / "val.bin").write_bytes(b"1")
-    for check in (lambda: check_data(folder, sequence_length=10), lambda: load_meta(folder)):
+    for check in (partial(check_data, folder, sequence_length=10), partial(load_meta, folder)):
         with pytest.raises(DataError) as raised:
             check()
         said = str(raised.value)
