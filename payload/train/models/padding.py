@@ -1,4 +1,4 @@
-"""Which tokens of a batch are padding."""
+"""Finds the padding tokens of a batch."""
 
 from __future__ import annotations
 
