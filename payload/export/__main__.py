@@ -10,7 +10,7 @@ if __name__ == "__main__":
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.elapsed_line import elapsed_line
@@ -24,7 +24,7 @@ from payload.export.hf_weight_reader import WeightFiles, weights_of
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.checkpoint_listing import CHECKPOINTS_NAME, checkpoint_dtype
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import CONFIG_FILE, read_config, read_generation_file
 from payload.formats.hub_names import local_name
 from payload.models.adapter import token_ids
 from payload.models.gguf import plan_gguf
@@ -92,7 +92,13 @@ def _export(arguments: argparse.Namespace) -> Path:
             config, copied = dict(whole.config), CopiedParts.open(config_folder(folder))
         with elapsed_line(f"writing {shown_name(str(out))}"):
             write_hf(
-                out, weights, config=config, source=tokenizer, dtype=arguments.dtype, copied=copied
+                out,
+                weights,
+                config=config,
+                source=tokenizer,
+                generation=_generation_file(folder, weights),
+                dtype=arguments.dtype,
+                copied=copied,
             )
     if arguments.dtype != "fp32" and checkpoint_dtype(folder) and weights_at == folder:
         print(
@@ -103,6 +109,14 @@ def _export(arguments: argparse.Namespace) -> Path:
     if weights_at != folder:
         print(f"note: the base model is {printable(str(weights_at))}", file=sys.stderr)
     return out
+
+
+def _generation_file(folder: Path, weights: WeightFiles) -> Mapping[str, bytes]:
+    """Return the model's generation_config.json; empty for a classifier, which generates nothing.
+
+    An adapter's is in the folder of its base.
+    """
+    return {} if "id2label" in weights.labels else read_generation_file(config_folder(folder))
 
 
 def _weights_folder(folder: Path, *, merges: bool) -> Path:

@@ -16,7 +16,6 @@ from payload.formats.quantized.weight_headers import without_quantization
 if TYPE_CHECKING:
     from payload.train.tensors.copied_parts import CopiedParts
 
-_COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}
 
 
@@ -26,14 +25,16 @@ def write_hf(
     *,
     config: Mapping[str, Any],
     source: Path,
+    generation: Mapping[str, bytes],
     dtype: Literal["bf16", "f16", "fp32"],
     copied: CopiedParts | None = None,
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write a folder that transformers loads, atomically.
 
-    The tokenizer files are copied from `source`. `copied` are the parts of a multimodal model that
-    are written unchanged. Raises CheckpointError.
+    The tokenizer files are copied from `source`. `generation` maps generation_config.json to its
+    content; it is empty for a model without the file. `copied` are the parts of a multimodal model
+    that are written unchanged. Raises CheckpointError.
     """
     from payload.train.tensors.tensor_file import write_tensors
 
@@ -47,9 +48,10 @@ def write_hf(
         write_tensors(partial / WEIGHTS_FILE, tensors, metadata={"format": "pt"}, copied=copied)
         changed = _with_dtype(config, _NAMES[dtype], is_whole=copied is not None)
         (partial / CONFIG_FILE).write_text(changed, encoding="utf-8")
-        for name, content in ({} if copied is None else copied.files).items():
+        processor = {} if copied is None else copied.files
+        for name, content in {**processor, **generation}.items():
             (partial / name).write_bytes(content)
-        for name in _COPIED:
+        for name in TOKENIZER_FILES:
             try:
                 (partial / name).write_bytes(read_bytes(own_file(source, name)))
             except FileNotFoundError:

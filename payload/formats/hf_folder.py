@@ -34,12 +34,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 """All files that a tokenizer can consist of; a folder has only some of them."""
+GENERATION_FILE = "generation_config.json"
+"""A model's stop tokens and sampling settings."""
 PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION_FILE,
 )
 """Files of a multimodal model's processor, in addition to its tokenizer's."""
 FLOAT_TAG = "__float__"
@@ -149,6 +151,20 @@ def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[s
         if path.suffix == ".json":
             parse_json(files[name], where=str(path), fix=_REPAIR, error=error, huge_integers=True)
     return files
+
+
+def read_generation_file(folder: Path) -> dict[str, bytes]:
+    """Return the content of generation_config.json by its name; empty without the file.
+
+    Raises CheckpointError.
+    """
+    try:
+        return {GENERATION_FILE: read_bytes(own_file(folder, GENERATION_FILE))}
+    except FileNotFoundError:
+        return {}
+    except OSError as problem:
+        path = folder / GENERATION_FILE
+        raise CheckpointError(f"{path}: {problem.strerror}. {_REPAIR}") from None
 
 
 def _read_json(path: Path, *, constants: Callable[[str], object] | None = None) -> object:

@@ -14,7 +14,7 @@ from payload.core.symlink_safety import inside_folder
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, TOKENIZER_NAME, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import convert_errors
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import CONFIG_FILE, GENERATION_FILE, read_config
 from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import (
     GPT2_END,
@@ -26,8 +26,6 @@ from payload.formats.tokenizer_identity import (
 )
 from payload.models.registry import named_family
 from payload.train.models.hf_weights import config_folder, tokenizer_folder
-
-_GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +154,7 @@ def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:
     """Return a model's generation_config.json; empty without the file. Raises CheckpointError."""
-    path = folder / _GENERATION_CONFIG
+    path = folder / GENERATION_FILE
     fix = f"Repair the file (compare with {CONFIG_FILE}), or remove it."
     try:
         raw = parse_json(

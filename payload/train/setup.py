@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from payload.formats.checkpoint_listing import (
     manifest_problems,
 )
 from payload.formats.data_folder import TRAIN_NAME, DataMeta, describe_new_rows
-from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.hf_folder import CONFIG_FILE, read_config, read_generation_file
 from payload.formats.quantized.weight_headers import stored_format
 from payload.formats.tokenizer_identity import folder_identity, is_tokenizer_of
 from payload.models.registry import read_spec, spec_of
@@ -44,6 +45,7 @@ from payload.train.checkpoints.checkpoint import (
 )
 from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
+from payload.train.models.classifier import Classifier
 from payload.train.models.hf_weights import config_folder, model_folder
 from payload.train.models.loading import build, load, require_enough_weights
 from payload.train.models.lora import (
@@ -72,7 +74,8 @@ class Start:
     checkpoint: Path | None
     """The checkpoint to resume from, on rank 0 only; None for a new run."""
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
-    """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
+    """The tokenizer's files and generation_config.json for the checkpoints, by name; on rank 0
+    only."""
     copied: CopiedParts | None = None
     """The untrained parts of a multimodal model for the checkpoints; on rank 0 only."""
     base: BaseModel | None = None
@@ -152,9 +155,12 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
         require_same_data(state, task.meta)
+        _keep_router_loss(model, state)
     copied = None
     if folder is not None and not config.adapter.is_on():  # an adapter's checkpoints lack the base
         copied = CopiedParts.open(config_folder(folder))
+        if not isinstance(model, Classifier):
+            tokenizer = {**tokenizer, **read_generation_file(folder)}
     return Start(
         model=model,
         state=state,
@@ -304,7 +310,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     model = None
     described = config_folder(folder) if folder else None
     new = task.meta.added_ids() if _lacks_new_tokens(folder, task.meta, world=world) else ()
-    in_parts = None if new else _read_in_parts(config, folder, world=world)
+    in_parts = _read_in_parts(config, folder, world=world)
     if folder is not None and described is not None:
         spec, meta = read_spec(described), task.meta
         require_fit(
@@ -342,6 +348,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             model.load_tensors(LazyTensors(in_parts), where=str(in_parts))
     if new:
         model.add_tokens(new[0], new[-1] + 1)
+        model.new_rows = new[0], new[-1] + 1
     return model
 
 
@@ -380,6 +387,20 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
         raise CheckpointError(
             f"{name} = {new!r}, but the run's checkpoint was trained with {old!r}. Restore the "
             "old value, or start a new run with model.init set to the checkpoint."
+        )
+
+
+def _keep_router_loss(model: CausalLM, state: TrainerState) -> None:
+    """Leave out the routers' balancing loss if the run has been trained without this loss."""
+    was_on = state.router_loss
+    if was_on is None:
+        # The release that added the loss also added `model.router` to the recorded settings.
+        was_on = "router" in tomllib.loads(state.config_toml).get("model", {})
+    if model.has_router_loss() and not was_on:
+        model.without_router_loss = True
+        log.info(
+            "note: the run continues without the routers' balancing loss, because an older release "
+            "began the run without this loss"
         )
 
 

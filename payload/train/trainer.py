@@ -469,6 +469,7 @@ class Trainer:
                 tokenizer={"name": meta.tokenizer, "sha256": meta.tokenizer_sha256},
                 base=context.base,
                 identity=context.identity,
+                router_loss=context.model.has_router_loss(),
                 config_toml=context.config.to_toml(),
                 versions=versions(),
             ),

@@ -132,7 +132,7 @@ def test_a_plan_refuses_data_of_another_task_or_length(
     task: Task, folders: Mapping[str, Path]
 ) -> None:
     folder = folders[task.name]
-    vocab_size = check_data(folder, sequence_length=task.length, task=task.name)
+    vocab_size = check_data(folder, sequence_length=task.length, task=task.name).vocab_size
     assert vocab_size == load_meta(folder).vocab_size == 300
     problem = rf"task\.kind = '{task.other}', but .* with --task {task.name}"
     with pytest.raises(ConfigError, match=problem):

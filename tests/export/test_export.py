@@ -42,7 +42,9 @@ def test_a_folder_for_transformers_has_the_rounded_weights_and_the_tokenizer(
     from transformers import AutoTokenizer
 
     source, out = make_gpt2(tmp_path / "model"), tmp_path / "out"
+    (source / "generation_config.json").write_text('{"top_k": 7}')
     assert export(source, out, "--dtype", dtype, format_="hf") == ExitCode.OK
+    assert (out / "generation_config.json").read_text() == '{"top_k": 7}'
     assert capsys.readouterr().out == f"{out}\n"
     kind = torch.bfloat16 if dtype == "bf16" else torch.float16
     found = load(out).state_dict()

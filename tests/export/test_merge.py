@@ -68,7 +68,9 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(
 ) -> None:
     base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
     make(base, kind)
+    (base / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     model = adapted(load(base), base, folder, **changes)
+    add_tokenizer(folder)
     assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
     merged: Any = AutoModelForCausalLM.from_pretrained(out)
     found = merged.eval()(TOKENS).logits
@@ -79,7 +81,8 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(
     wanted = theirs.eval().merge_and_unload().state_dict()
     for name, value in merged.state_dict().items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
-    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [3, 4]}
 
 
 def test_a_merged_adapter_is_written_as_gguf(tmp_path: Path) -> None:
@@ -99,6 +102,7 @@ def test_a_merged_adapter_is_written_as_gguf(tmp_path: Path) -> None:
 def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> None:
     base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
     make(base, "Llama")
+    (base / "generation_config.json").write_text('{"eos_token_id": 3}')
     model = Classifier(load(base), labels=("bad", "good"), pad_token=0)
     adapted(model, base, folder)
     add_tokenizer(folder)
@@ -111,6 +115,7 @@ def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> Non
     found, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
     assert found.config.id2label == {0: "bad", 1: "good"}
+    assert not (out / "generation_config.json").exists()
     torch.testing.assert_close(
         found.eval()(TOKENS).logits, model.class_logits(TOKENS), rtol=1e-4, atol=1e-5
     )

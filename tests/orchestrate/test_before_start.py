@@ -15,6 +15,7 @@ from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.core.file_hash import sha256_of
 from payload.estimates import disk_room
 from payload.estimates.run_estimate import estimate_run
+from payload.formats.data_folder import load_meta
 from payload.models.gpt2.spec import Gpt2Spec
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
@@ -141,13 +142,16 @@ def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
     said: list[str] = []
     data = f"data.dir={workplace.data}"
     config = settings(f"model.init={run.root}", data)
-    settled = settle_initial(config, vocab_size=50257, say=said.append, download=False)
+    meta = load_meta(workplace.data)
+    # The caller has read it, and no second read may find other data.
+    (workplace.data / "meta.json").unlink()
+    settled = settle_initial(config, meta=meta, say=said.append, download=False)
     assert settled.model.init == str(run.checkpoint(5))
     assert len(said) == 1 and "step_00000010 is skipped: model.safetensors: its" in said[0]
     with pytest.raises(ConfigError, match="the checkpoint is damaged: model"):
         settle_initial(
             settings(f"model.init={run.checkpoint(10)}", data),
-            vocab_size=50257,
+            meta=meta,
             say=said.append,
             download=False,
         )

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def make_data(folder: Path, **changes: object) -> Path:
 
 
 def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
-    assert check_data(make_data(tmp_path / "d"), sequence_length=99) == 50257
+    assert check_data(make_data(tmp_path / "d"), sequence_length=99).vocab_size == 50257
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_a_hostile_value_in_meta_json_is_one_short_line(
     (folder / "meta.json").write_text(json.dumps(raw).replace('"HERE"', value))
     if field == "source":
         (folder / "val.bin").write_bytes(b"1")
-    for check in (lambda: check_data(folder, sequence_length=10), lambda: load_meta(folder)):
+    for check in (partial(check_data, folder, sequence_length=10), partial(load_meta, folder)):
         with pytest.raises(DataError) as raised:
             check()
         said = str(raised.value)

@@ -31,9 +31,9 @@ from tests.support.chat_data import (
     prepare_words,
     write_rows,
 )
-from tests.support.launching import losses
+from tests.support.launching import losses, train_several
 from tests.support.slow_imports import peft
-from tests.train.alone import train_alone
+from tests.train.alone import forget_accelerate, train_alone
 from tests.train.task_runs import LORA
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "own_bases"), pytest.mark.processes]
@@ -127,6 +127,39 @@ def test_a_run_with_new_tokens_resumes_bitwise_and_its_checkpoint_is_whole(
     assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
+MESHES = {
+    "shard": ("distributed.strategy=shard",),
+    "tensor": ("distributed.tensor_parallel=2",),
+    "pipeline": ("distributed.pipeline_parallel=2",),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case", ["llama, untied, biases", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
+def test_ranks_that_read_their_own_parts_get_the_same_new_rows(
+    case: str, tmp_path: Path, tiny_config: Path
+) -> None:
+    base = base_of(tmp_path, case=case)
+    data = data_of(base, tmp_path)
+    one = run(tmp_path / "one", tiny_config, base, data, *FROZEN)
+    forget_accelerate()
+    settings = (
+        *("schedule.kind=constant", "train.steps=4"),
+        *(*CHAT, *SIZES, f"model.init={base}", f"data.dir={data}", *FROZEN),
+    )
+    runs = {tmp_path / name: (*settings, *more) for name, more in MESHES.items()}
+    logs = train_several(runs, tiny_config, num_ranks=2)
+    assert "each rank reads its own part" in str(logs)
+    wanted = load_file(one / "model.safetensors")
+    for each in runs:
+        found = load_file(each / "checkpoints" / "step_00000004" / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_an_adapter_of_new_tokens_is_exported_as_gguf(tmp_path: Path, tiny_config: Path) -> None:
     base = base_of(tmp_path)
     data = data_of(base, tmp_path)
@@ -174,11 +207,12 @@ def test_a_run_that_starts_from_a_checkpoint_with_the_tokens_keeps_their_rows(
 def test_the_plan_counts_the_new_rows_and_the_adapters(tmp_path: Path) -> None:
     base = base_of(tmp_path)
     data = data_of(base, tmp_path)
-    size, said, sizes = load_meta(data).vocab_size, list[str](), {}
+    meta, said, sizes = load_meta(data), list[str](), {}
+    size = meta.vocab_size
     for name, more in (("all", ()), ("adapter", LORA)):
         overrides = [*CHAT, *SIZES, f"model.init={base}", f"data.dir={data}", *more]
         config = parse_run_config("", overrides=overrides, where="test")
-        config = settle_initial(config, vocab_size=size, say=said.append, download=False)
+        config = settle_initial(config, meta=meta, say=said.append, download=False)
         spec, _ = initial_spec(config, vocab_size=size)
         sizes[name] = config.adapted(spec).num_trainable_params()
     assert config.adapter.train_tokens == f"{size - 2},{size - 1}"

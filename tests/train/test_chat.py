@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from payload.data.reading.blocks import BlockOrder
 from payload.data.reading.packed_blocks import open_packed
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import IGNORED_TARGET, load_meta
+from payload.generate.__main__ import main as generate
 from payload.run_record.run_files import RunPaths
 from payload.train.models.loading import load
 from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare
@@ -196,3 +198,19 @@ def test_a_checkpoint_carries_the_template_of_its_data(packed: Path, tmp_path: P
     train_alone(tmp_path / "run", packed, "train.steps=1")
     checkpoint = RunPaths(tmp_path / "run").checkpoint(1)
     assert (checkpoint / "chat_template.jinja").read_text() == MARKED_TEMPLATE
+
+
+def test_a_chat_with_a_run_samples_as_its_base_would(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    (base / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    rows = [{"messages": each} for each in conversations(8)]
+    train_alone(tmp_path / "run", chat_config(tmp_path, base, rows), "train.steps=1")
+    words = ["--chat", "--prompt", "open", "--max-new-tokens", "2"]
+    notes = []
+    for each in (base, tmp_path / "run"):
+        assert generate([str(each), *words]) == ExitCode.OK
+        notes += [line for line in capsys.readouterr().err.splitlines() if "sampling:" in line]
+    assert notes == ["sampling: temperature 0.6, from the model's generation_config.json"] * 2

@@ -57,7 +57,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return classify_base(tmp_path_factory.mktemp("base"))
+    folder = classify_base(tmp_path_factory.mktemp("base"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 50256}')
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,7 @@ def test_transformers_gives_the_checkpoints_labels_from_its_folder_alone(
             scores = {each["label"]: each["score"] for each in wanted}
             assert found["scores"] == pytest.approx(scores, abs=1e-5)
     assert AutoTokenizer.from_pretrained(folder).pad_token_id == theirs.model.config.pad_token_id
+    assert not (folder / "generation_config.json").exists()  # a classifier generates nothing
 
 
 def test_an_adapters_checkpoint_gives_labels_too(

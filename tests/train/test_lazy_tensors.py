@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from payload.core.errors import CheckpointError
-from payload.train.tensors.lazy_tensors import LazyTensors, copy_in, shape_in
+from payload.train.tensors.lazy_tensors import LazyTensors, Part, copy_in, shape_in
+from payload.train.tensors.new_rows import TensorsWithNewRows
 
 TENSORS = {
     "matrix": torch.randn(37, 11, generator=torch.Generator().manual_seed(0)),
@@ -40,6 +41,22 @@ def test_every_tensor_is_what_was_saved(folder: Path) -> None:
         assert tensors[name].dtype == value.dtype
         assert torch.equal(tensors[name], value)
         assert shape_in(tensors, name) == tuple(value.shape)
+
+
+def test_new_rows_are_the_mean_of_the_rows_before_them_in_every_part(tmp_path: Path) -> None:
+    saved = {"a.wte.weight": TENSORS["matrix"], "a.ln.weight": TENSORS["bf16"]}
+    save_file(saved, tmp_path / "model.safetensors")
+    for first, rows in ((37, 40), (30, 33)):  # more rows than the file has, and rows within it
+        tensors = TensorsWithNewRows(tmp_path, modules={"wte"}, first=first, rows=rows)
+        wanted = torch.cat([TENSORS["matrix"], torch.zeros(max(0, rows - 37), 11)])
+        wanted[first:rows] = TENSORS["matrix"][:first].mean(0)
+        assert shape_in(tensors, "a.wte.weight") == tuple(wanted.shape)
+        torch.testing.assert_close(tensors["a.wte.weight"], wanted)
+        assert torch.equal(tensors["a.ln.weight"], TENSORS["bf16"])
+        for start in (0, 20, 29, 36):
+            part = torch.empty(4, 3)[: len(wanted) - start]
+            tensors.copy_to("a.wte.weight", part, Part(0, start), Part(1, 5))
+            torch.testing.assert_close(part, wanted[start : start + 4, 5:8])
 
 
 def test_a_tensor_is_converted_and_transposed_on_its_way_in_parts(

@@ -100,8 +100,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_recipe_trains_a_small_model(trained: Path, name: str) -> None:
     config = load_run_config(CONFIGS / f"{name}.toml")
-    if config.model.quantize != "none":
-        pytest.importorskip("bitsandbytes")
     run = trained / name / "run"
     assert len(losses(run)) == 4
     assert "val_loss" in metrics(run)[-1]

@@ -112,7 +112,7 @@ def test_the_tokenizer_s_files_are_in_the_manifest(checkpoint: Path) -> None:
     (checkpoint / "away").rename(checkpoint / "tokenizer.json")
 
 
-def test_a_model_s_own_tokenizer_is_copied_and_a_resume_keeps_it(
+def test_a_model_s_own_tokenizer_and_sampling_are_copied_and_a_resume_keeps_it(
     tmp_path: Path, checkpoint: Path, gpt2_data: Path
 ) -> None:
     init, config = tmp_path / "init", config_for(tmp_path, gpt2_data)
@@ -121,6 +121,8 @@ def test_a_model_s_own_tokenizer_is_copied_and_a_resume_keeps_it(
     (init / "chat_template.jinja").write_text("{{ messages }}")
     own = json.loads((init / "tokenizer_config.json").read_text()) | {"model_max_length": 17}
     (init / "tokenizer_config.json").write_text(json.dumps(own))
+    sampling = {"do_sample": True, "temperature": 0.6, "eos_token_id": [50256, 11]}
+    (init / "generation_config.json").write_text(json.dumps(sampling))
     run = tmp_path / "run"
     train_alone(run, config, f"model.init={init}", *ONE_STEP)
     shutil.rmtree(init)
@@ -129,6 +131,7 @@ def test_a_model_s_own_tokenizer_is_copied_and_a_resume_keeps_it(
         written = RunPaths(run).checkpoint(step)
         assert (written / "chat_template.jinja").read_text() == "{{ messages }}"
         assert json.loads((written / "tokenizer_config.json").read_text()) == own
+        assert json.loads((written / "generation_config.json").read_text()) == sampling
         assert (written / "tokenizer.json").read_bytes() == (
             checkpoint / "tokenizer.json"
         ).read_bytes()

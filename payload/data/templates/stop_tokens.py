@@ -12,10 +12,8 @@ from typing import Any
 from payload.core.regular_files import read_bytes
 from payload.core.symlink_safety import inside_folder
 from payload.data.tokenizers.special_tokens import class_tokens, named_tokens, read_tokenizer_config
-from payload.formats.hf_folder import CONFIG_FILE
+from payload.formats.hf_folder import CONFIG_FILE, GENERATION_FILE
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
-
-_GENERATION_FILE = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ def known_tokens(folder: Path) -> KnownTokens:
     entries = [each for each in raw.get("added_tokens") or () if isinstance(each, Mapping)]
     texts = {each.get("id"): str(each.get("content")) for each in entries}
     stops = [eos] if eos else []
-    for name in (_GENERATION_FILE, CONFIG_FILE):
+    for name in (GENERATION_FILE, CONFIG_FILE):
         for number in _eos_ids(_read(folder / name)):
             text = texts.get(number) or _in_vocabulary(raw, number)
             stops += [text] if text else []

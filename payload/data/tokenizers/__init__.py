@@ -101,14 +101,14 @@ def _download(hub: HubName) -> tuple[Path, str]:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # loaded lazily
 
-    from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES
+    from payload.formats.hf_folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES
 
     disable_progress_bars()
     try:
         folder = snapshot_download(
             hub.name,
             revision=hub.revision,
-            allow_patterns=[*TOKENIZER_FILES, CONFIG_FILE, "generation_config.json"],
+            allow_patterns=[*TOKENIZER_FILES, CONFIG_FILE, GENERATION_FILE],
         )
     except (OSError, HTTPError, ValueError) as error:
         raise DataError(_explain(error, hub)) from None

@@ -33,14 +33,14 @@ from payload.data.tokenizers.special_tokens import (
     tokenizer_config,
 )
 from payload.formats.data_folder import AddedTokens
-from payload.formats.hf_folder import CONFIG_FILE, read_tokenizer_files
+from payload.formats.hf_folder import CONFIG_FILE, GENERATION_FILE, read_tokenizer_files
 from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-_CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
+_CONFIG_FILES = ("tokenizer_config.json", GENERATION_FILE, CONFIG_FILE)
 _FIX = "Repair the folder, or use another folder."
 _BATCH_BYTES = 2**20
 """Batch limit: a result needs about 150 bytes a token until it is converted."""

@@ -79,9 +79,9 @@ class Gpt2Spec(ModelSpec):
         }
 
     def linears(self) -> tuple[LinearSize, ...]:
-        """Return the layers' linears in the order of the forward pass."""
+        """Return the layers' linears in the order of the forward pass, by transformers' paths."""
         return tuple(
-            LinearSize(f"h.{layer}.{name}", inputs, outputs)
+            LinearSize(f"transformer.h.{layer}.{name}", inputs, outputs)
             for layer in range(self.n_layer)
             for name, inputs, outputs in self._layer_linears()
         )

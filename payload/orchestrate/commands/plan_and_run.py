@@ -18,6 +18,7 @@ from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.printable_text import printable
 from payload.estimates.batch_size import with_auto_size
 from payload.formats.checkpoint_listing import newest_valid
+from payload.formats.data_folder import DataMeta
 from payload.launch.plan_record import auto_batch_size
 from payload.machines.speed_process import measured_speed
 from payload.orchestrate.commands.config_choice import load_config, require_choice
@@ -91,17 +92,18 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         _warn_without_store(chosen, config, talk=talk)
     try:
         require_choice(options, config)
-        vocab_size: int | None = _check_data(config)
+        meta: DataMeta | None = _check_data(config)
     except DataError as error:
-        vocab_size = None
+        meta = None
         print_message(talk, f"note: a run would fail: {error}")
     placed = site.check(config, access.environment())
     try:
-        config = _settle(config, site, vocab_size=vocab_size, talk=talk)
+        config = _settle(config, site, meta=meta, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)
         print_message(talk, f"note: a run would fail: {error}")
     paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
+    vocab_size = None if meta is None else meta.vocab_size
     planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
     if site.uses_this_environment:
         try:
@@ -317,13 +319,13 @@ def _request(
     require_choice(options, config, resumed=resumed is not None)
     placed = site.check(with_auto_size(config, auto_size=auto_size), env)
     fetch_data_to_cache(config, env=code_env, say=talk.print)
-    vocab_size = _check_data(config)
+    meta = _check_data(config)
     if resumed is None:
-        config = _settle(config, site, vocab_size=vocab_size, talk=talk)
+        config = _settle(config, site, meta=meta, talk=talk)
     return RunRequest(
         paths=resumed or RunPaths(options.runs_dir / (options.run_id or _new_id(config))),
         config=config,
-        vocab_size=vocab_size,
+        vocab_size=meta.vocab_size,
         resumes=resumed is not None,
         detach=options.detach,
         grace_s=options.grace,
@@ -360,7 +362,7 @@ def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
         )
 
 
-def _check_data(config: RunConfig) -> int:
+def _check_data(config: RunConfig) -> DataMeta:
     return check_data(
         config.data.folder(),
         sequence_length=config.data.sequence_length,
@@ -368,11 +370,9 @@ def _check_data(config: RunConfig) -> int:
     )
 
 
-def _settle(config: RunConfig, site: Site, *, vocab_size: int | None, talk: Console) -> RunConfig:
+def _settle(config: RunConfig, site: Site, *, meta: DataMeta | None, talk: Console) -> RunConfig:
     """Return the config with model.init resolved. Raises ConfigError."""
-    return settle_initial(
-        config, vocab_size=vocab_size, say=talk.print, download=site.uses_this_environment
-    )
+    return settle_initial(config, meta=meta, say=talk.print, download=site.uses_this_environment)
 
 
 def _new_id(config: RunConfig) -> str:

@@ -39,7 +39,7 @@ def plan_export(
     try:
         vocab_size: int | None = check_data(
             data, sequence_length=config.data.sequence_length, task=config.task.data()
-        )
+        ).vocab_size
     except DataError as error:
         vocab_size = None
         notes.append(f"the data is not on this machine ({error})")

@@ -18,6 +18,7 @@ from payload.estimates.run_estimate import RunEstimate
 from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.formats.data_folder import (
     TRAIN_NAME,
+    DataMeta,
     describe_new_rows,
     load_meta,
     require_prepared_length,
@@ -43,8 +44,8 @@ _MOST_FINE_TUNING_RATE = 3e-4
 _GIB = 2**30
 
 
-def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
-    """Return the vocabulary size of a data folder whose files have the recorded sizes.
+def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> DataMeta:
+    """Return meta.json of a data folder whose files have the recorded sizes.
 
     Raises DataError with the command that prepares the folder, and ConfigError if the folder was
     prepared for a different task or sequence length.
@@ -59,7 +60,7 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
             f"data.sequence_length = {sequence_length}. Lower sequence_length, or prepare more "
             "text."
         )
-    return meta.vocab_size
+    return meta
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
@@ -92,11 +93,12 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
 
 
 def settle_initial(
-    config: RunConfig, *, vocab_size: int | None, say: Callable[[str], None], download: bool
+    config: RunConfig, *, meta: DataMeta | None, say: Callable[[str], None], download: bool
 ) -> RunConfig:
     """Return the config with `model.init` resolved, for example to a run's newest checkpoint.
 
-    The weights must exist, be complete, and match the data and settings. With `download`,
+    The weights must exist, be complete, and match the settings and the data. `meta` is the data's
+    meta.json, or None if the data is missing or damaged. With `download`,
     config.json is fetched, and the name of a hub model is pinned to the model's current commit for
     the whole run. `say` gets messages about damaged checkpoints and about quantised weights. Raises
     ConfigError.
@@ -115,18 +117,21 @@ def settle_initial(
         init = pinned_name_of(source.name, setting="model.init")
         known = _spec_on_hub(init)
     new_tokens = 0
-    if vocab_size is not None:
-        data = config.data.folder()
-        meta = load_meta(data)
+    if meta is not None:
         config = with_new_tokens(config, meta)
         new_tokens = len(meta.added_ids())
         if source.folder is not None and _has_tokenizer(source.folder):
             require_same_tokenizer(
-                meta, data=data, folder=source.folder, init=source.name, error=ConfigError
+                meta,
+                data=config.data.folder(),
+                folder=source.folder,
+                init=source.name,
+                error=ConfigError,
             )
         if known is not None and known.vocab_size < meta.vocab_size and new_tokens:
             say(f"vocabulary {describe_new_rows(meta, known.vocab_size)}")
     if known is not None:
+        vocab_size = None if meta is None else meta.vocab_size
         require_fit(known, config, vocab_size=vocab_size, new_tokens=new_tokens)
         if source.folder is not None:
             _require_sound(source.folder, known)

@@ -418,12 +418,12 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
         return ExitCode.OK  # requeued after it finished
     data = config.data.folder()
     found = allocation(env, why="run --site slurm", folders=(paths.root, data))
-    vocab_size = check_data(
-        data, sequence_length=config.data.sequence_length, task=config.task.data()
-    )
+    meta = check_data(data, sequence_length=config.data.sequence_length, task=config.task.data())
     with found.access.reserve_port() as holder:
         planned = resolve(
-            PlanRequest.of_run(paths, config, vocab_size=vocab_size, resumes=paths.state.exists()),
+            PlanRequest.of_run(
+                paths, config, vocab_size=meta.vocab_size, resumes=paths.state.exists()
+            ),
             PlanTarget(
                 chosen=found.chosen,
                 profile=found.access,

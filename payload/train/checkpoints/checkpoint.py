@@ -92,6 +92,8 @@ class TrainerState:
     """The base that an adapter was trained on; None without an adapter."""
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
     """Identity of the run, which distinguishes runs of the same name; None in older records."""
+    router_loss: bool | None = None
+    """True if training adds the balancing loss of a mixture's routers; None in older records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION

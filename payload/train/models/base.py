@@ -21,10 +21,13 @@ from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, ParameterSize, RankSetting
 from payload.train.models import chunked_loss
 from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, SplitHead
+from payload.train.models.padding import padding_tokens
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
 from payload.train.models.trained_tokens import TrainedTokens, TrainedTokensHead
+from payload.train.tensors.lazy_tensors import LazyTensors
+from payload.train.tensors.new_rows import TensorsWithNewRows
 
 
 class Cache(Protocol):
@@ -97,6 +100,8 @@ class CausalLM(SplitModule, ABC):
         """True once `enable_checkpointing` was called."""
         self.deferred_weights: Path | None = None
         """The folder with this rank's part of the weights, which a strategy has yet to read."""
+        self.new_rows: tuple[int, int] | None = None
+        """First and end of the vocabulary rows that `deferred_weights` lacks; None = none."""
         self.chunks_loss = False
         """True if head and loss are computed in chunks of tokens, without kernels."""
         self.takes_inference_mode = True
@@ -111,6 +116,8 @@ class CausalLM(SplitModule, ABC):
         """Rows of the embedding that are trained beside an adapter; set by `train_tokens`."""
         self.objective: Objective | None = None
         """Reduction of the token losses in `forward`; None = the mean over the targets."""
+        self.without_router_loss = False
+        """True for a run that an older release began without the routers' balancing loss."""
 
     @abstractmethod
     def hidden(
@@ -296,6 +303,17 @@ class CausalLM(SplitModule, ABC):
             self.trained_tokens.merge(*self._vocabulary_modules())
             self.trained_tokens = None
 
+    def deferred_tensors(self) -> LazyTensors:
+        """Open `deferred_weights`, with the rows of new tokens."""
+        assert self.deferred_weights is not None
+        if self.new_rows is None:
+            return LazyTensors(self.deferred_weights)
+        first, rows = self.new_rows
+        # Files can also store a head that is the embedding.
+        paths = (self.embedding_module(), self.head_module() or "", "lm_head")
+        names = {path.rpartition(".")[2] for path in paths}
+        return TensorsWithNewRows(self.deferred_weights, modules=names, first=first, rows=rows)
+
     def add_tokens(self, first: int, rows: int) -> None:
         """Set the rows from `first` to `rows` of embedding and head to the mean of those before.
 
@@ -332,8 +350,16 @@ class CausalLM(SplitModule, ABC):
     def head_changed(self) -> None:
         """Adjust to an output head that got or lost an adapter."""
 
-    def router_loss(self) -> Tensor | None:
-        """Return the balancing loss of a mixture's routers in the last forward pass, or None."""
+    def has_router_loss(self) -> bool:
+        """Return whether training adds the balancing loss of a mixture's routers."""
+        return False
+
+    def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
+        """Return the balancing loss of a mixture's routers in the last forward pass, or None.
+
+        The loss leaves out the tokens at which `padding` (B, T) is True.
+        """
+        del padding
         return None
 
     def take_expert_tokens(self) -> Tensor:
@@ -442,7 +468,7 @@ class CausalLM(SplitModule, ABC):
         """
         if self.objective is not None:
             losses = self._token_losses(tokens, targets, starts)
-            return self._balanced(self.objective(losses, targets, *more))
+            return self._balanced(self.objective(losses, targets, *more), starts)
         hidden = self.hidden(tokens, starts=starts)
         if self.stage is not None and not self.stage.is_last():
             return hidden
@@ -450,10 +476,12 @@ class CausalLM(SplitModule, ABC):
             # Only the answers have targets: the head computes only those positions.
             chosen = targets != IGNORED_TARGET
             hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
-        return self._balanced(self._head_loss().mean_loss(hidden, targets))
+        return self._balanced(self._head_loss().mean_loss(hidden, targets), starts)
 
-    def _balanced(self, loss: Tensor) -> Tensor:
-        balance = self.router_loss()
+    def _balanced(self, loss: Tensor, starts: Tensor | None) -> Tensor:
+        if not self.has_router_loss():
+            return loss
+        balance = self.router_loss(padding_tokens(starts))
         return loss if balance is None else loss + balance
 
 

@@ -246,7 +246,8 @@ def add_adapter(
     torch.manual_seed(seed)
     linears = _layer_linears(model)
     for path in linears:
-        if is_target(path, names):
+        # PEFT can list full paths, as for all linears of a small GPT-2.
+        if is_target(model.hf_name(path), names):
             linear = model.get_submodule(path)
             assert isinstance(linear, nn.Linear | QuantizedLinear)
             is_quantized = isinstance(linear, QuantizedLinear)
@@ -254,7 +255,8 @@ def add_adapter(
             adapted = (QuantizedLoraLinear if is_quantized else plain)(linear, settings)
             model.set_submodule(path, adapted)
     others = model.parameters_beside_linears()
-    chosen = parameter_names(names, linears, (each.name for each in others))
+    linears_in_hf = map(model.hf_name, linears)
+    chosen = parameter_names(names, linears_in_hf, (each.name for each in others))
     for each in others:
         if is_parameter_target(each.name, chosen):
             path, _, name = each.name.rpartition(".")
@@ -458,7 +460,7 @@ def _peft_targets(model: CausalLM, settings: AdapterSection) -> tuple[list[str],
     names = target_names(settings.target)
     others = tuple(each.name for each in model.parameters_beside_linears())
     linears = [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]
-    parameters = list(parameter_names(names, linears, others))
+    parameters = list(parameter_names(names, map(model.hf_name, linears), others))
     modules = [each for each in names or () if each not in (ALL_LINEAR, *parameters)]
     if model.spec.whole is not None:
         # A linear of another tower can have the same name.

@@ -25,10 +25,10 @@ class PartsReader:
 
         Raises CheckpointError if the files in `folder` do not fit the model.
         """
-        planned = PlannedTensors(folder)
+        self._tensors = model.deferred_tensors()
+        planned = PlannedTensors(folder, like=self._tensors)
         model.load_tensors(planned, where=str(folder))
         stored = {each.data_ptr(): (name, each) for name, each in planned.targets.items()}
-        self._tensors = LazyTensors(folder)
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         self._stored: dict[str, tuple[str, bool]] = {}
         """Each parameter's name in the files, and whether the files store it transposed."""

@@ -36,7 +36,6 @@ from payload.train.strategies.base import Strategy
 from payload.train.strategies.shard_comms import Buffers, CollectiveTimer, Gather, SumOfParts
 from payload.train.strategies.shard_snapshot import ShardSnapshot
 from payload.train.strategies.sync_check import RankState, inspect_each, require_one_model
-from payload.train.tensors.lazy_tensors import LazyTensors
 
 # Methods of a model that run a forward pass, in addition to `forward`.
 _ENTRIES = ("token_losses", "class_logits")
@@ -73,9 +72,7 @@ class Shard(Strategy):
                     dist.broadcast(parameter.detach(), src=0)
             self._shard_module(module)
         if model.deferred_weights is not None:
-            model.load_tensors(
-                LazyTensors(model.deferred_weights), where=str(model.deferred_weights)
-            )
+            model.load_tensors(model.deferred_tensors(), where=str(model.deferred_weights))
             model.deferred_weights = None
         self._enter_by_hooks(model)
 

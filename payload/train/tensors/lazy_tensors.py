@@ -207,11 +207,17 @@ class DeferredTensor:
 class PlannedTensors(LazyTensors):
     """Tensors that are not read: `copy_in` only records where each would be copied."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, like: LazyTensors | None = None) -> None:
+        """Read the headers of `folder`; the shapes are those of `like`, if it is given."""
         super().__init__(folder)
+        self._like = like
         self.targets: dict[str, Tensor] = {}
         """The model's tensors that would be set, each by the name of the file's tensor that would
         be copied into it."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return super().shape(name) if self._like is None else self._like.shape(name)
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:

@@ -73,12 +73,36 @@ def test_the_plan_counts_the_dequantised_model(method: str, tmp_path: Path) -> N
     }
 
 
+_LINEAR = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("method", "scales"),
+    [
+        ("fp8", "weight_scale_inv"),
+        ("gptq", "scales"),
+        ("awq", "scales"),
+        ("compressed-tensors", "weight_scale"),
+    ],
+)
+def test_a_scale_of_zero_is_the_scale_of_zeros(method: str, scales: str, tmp_path: Path) -> None:
+    wanted = make_checkpoint(method, tmp_path)[f"{_LINEAR}.weight"]
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{_LINEAR}.{scales}"][1, 0] = 0.0
+    save_file(stored, tmp_path / "model.safetensors")
+    found = LazyTensors(tmp_path)[f"{_LINEAR}.weight"].float()
+    changed = found != wanted
+    assert bool(changed.any()) and not bool(found[changed].any())
+    # A block of 32 x 32, or a group of 32 inputs of one output.
+    assert int((found == 0).sum() - (wanted == 0).sum()) == int(changed.sum()) <= 32 * 32
+
+
 def test_the_plan_reports_the_format(tmp_path: Path) -> None:
     make_checkpoint("gptq", tmp_path)
     text = f'[data]\nsequence_length = 32\n[model]\ninit = "{tmp_path}"\n'
     lines: list[str] = []
     config = parse_run_config(text, where="run.toml")
-    settle_initial(config, vocab_size=None, say=lines.append, download=False)
+    settle_initial(config, meta=None, say=lines.append, download=False)
     assert lines == ["weights   GPTQ (4 bits, groups of 32), dequantised to bf16 while loading"]
 
 

@@ -4,6 +4,7 @@ are counted."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.architecture_cases import make_folder, random_tokens
 from payload.core.errors import ConfigError
+from payload.core.file_hash import sha256_of
+from payload.formats.data_folder import IGNORED_TARGET
 from payload.run_record.metrics_log import StepMetrics, to_json_line
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.loading import load
@@ -70,6 +73,30 @@ def test_the_loss_and_its_gradients_are_those_of_transformers(name: str, tmp_pat
     for key, each in theirs.named_parameters():
         torch.testing.assert_close(found[key].grad, each.grad, rtol=1e-4, atol=1e-6, msg=key)
     assert "times router_aux_loss_coef = 0.5" in " ".join(ours.speed_notes())
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_padding_is_left_out_of_the_balancing_loss_as_by_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    ours = load(tmp_path).train()
+    tokens, _ = random_tokens(97)
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    ends = torch.tensor([tokens.shape[1], *[5 + row for row in range(1, len(tokens))]])
+    padding = places >= ends[:, None]
+    assert bool(padding.any()) and not bool(padding.all(1).any())
+    labels = tokens.masked_fill(padding, IGNORED_TARGET)
+    wanted = theirs(input_ids=tokens, attention_mask=(~padding).long(), labels=labels)
+    targets = torch.full_like(labels, IGNORED_TARGET)
+    targets[:, :-1] = labels[:, 1:]
+    # As the readers of conversations and pairs give them: each padding token is a document.
+    starts = torch.where(padding, places, 0)
+    loss = ours(tokens, targets, starts)
+    torch.testing.assert_close(loss, wanted.loss, rtol=1e-6, atol=1e-6)
+    unmasked = theirs(input_ids=tokens).aux_loss
+    assert abs(float(unmasked - wanted.aux_loss)) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -187,6 +214,37 @@ def test_ten_steps_and_ten_after_a_resume_of_a_mixture_are_twenty(
     ]
     idle = [row["idle_experts"] for row in rows if "loss" in row]
     assert len(idle) == 20 and all(0 <= each <= 2 * 16 for each in idle)
+
+
+def as_of_a_release_without_the_loss(checkpoint: Path) -> None:
+    """Write trainer.json as the releases before the balancing loss wrote it."""
+    path, manifest = checkpoint / "trainer.json", checkpoint / "manifest.json"
+    raw, listed = json.loads(path.read_text()), json.loads(manifest.read_text())
+    assert raw.pop("router_loss") is True
+    raw["config_toml"], count = re.subn("(?m)^router = .*\n", "", raw["config_toml"])
+    assert count == 1
+    path.write_text(json.dumps(raw))
+    listed["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    manifest.write_text(json.dumps(listed))
+
+
+def test_a_run_of_a_release_without_the_balancing_loss_continues_without_it(
+    run_config: tuple[Path, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config, small = run_config
+    run = tmp_path / "run"
+    train_alone(run, config, small, "train.steps=1")
+    as_of_a_release_without_the_loss(run / "checkpoints/step_00000001")
+    for steps in (2, 3):  # the second resume reads the new key of the first
+        caplog.clear()
+        train_alone(run, config, small, f"train.steps={steps}")
+        assert "continues without the routers' balancing loss" in caplog.text
+        assert "the loss includes the routers'" not in caplog.text
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, second, third = [row["loss"] for row in rows if "loss" in row]
+    # The loss is at least the factor 0.5 if the experts get equally many tokens.
+    assert first > 0.4 + second and first > 0.4 + third
 
 
 def test_a_run_with_frozen_routers_leaves_them_as_they_are(

@@ -121,8 +121,10 @@ def mixtures(body: nn.Module) -> list[MixtureMLP]:
     return [each for each in body.modules() if isinstance(each, MixtureMLP)]
 
 
-def balancing_loss(body: nn.Module, mixture: Mixture) -> Tensor | None:
+def balancing_loss(body: nn.Module, mixture: Mixture, padding: Tensor | None) -> Tensor | None:
     """Return the weighted balancing loss of the last forward pass's routers, or None.
+
+    The tokens at which `padding` (B, T) is True do not count.
 
     Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961, equations 4 to 6.
     """
@@ -135,7 +137,8 @@ def balancing_loss(body: nn.Module, mixture: Mixture) -> Tensor | None:
 
     # Its annotation is for a single layer.
     function: Any = load_balancing_loss_func
-    found: Tensor = function(tuple(scores), mixture.experts, mixture.active, None)
+    mask = None if padding is None else ~padding
+    found: Tensor = function(tuple(scores), mixture.experts, mixture.active, mask)
     return mixture.balance * found
 
 

@@ -126,7 +126,7 @@ class Decoder(CausalLM):
         else:
             x = self.stage.receive(tokens)
         for mixture in mixtures(self.model):
-            mixture.keeps_scores = self._balances and torch.is_grad_enabled()
+            mixture.keeps_scores = self.has_router_loss() and torch.is_grad_enabled()
         start = caches[0].num_tokens() if caches else 0
         ropes = self.rope_tables(start=start, length=tokens.shape[1], starts=starts)
         if self.kernels is not None and caches is None and not self._refusals():
@@ -247,10 +247,14 @@ class Decoder(CausalLM):
                 partial.append(name)
         return Splits(parts, frozenset(partial))
 
-    def router_loss(self) -> Tensor | None:
+    def has_router_loss(self) -> bool:
+        """Return whether training adds the routers' balancing loss."""
+        return self._balances and not self.without_router_loss
+
+    def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
         """Return the weighted balancing loss of the last forward pass's routers, or None."""
         mixture = self.spec.mixture
-        return None if mixture is None else balancing_loss(self.model, mixture)
+        return None if mixture is None else balancing_loss(self.model, mixture, padding)
 
     def take_expert_tokens(self) -> Tensor:
         """Return the number of tokens of each expert in training since the last call."""
@@ -306,7 +310,7 @@ class Decoder(CausalLM):
     def speed_notes(self) -> list[str]:
         """Return one line for each part that runs without the requested kernels, and why."""
         notes = [f"layers without kernels: {reason}" for reason in self._refusals()]
-        if self._balances and self.spec.mixture is not None:
+        if self.has_router_loss() and self.spec.mixture is not None:
             notes.append(balance_note(self.spec.mixture.balance))
         return notes
 

@@ -165,7 +165,7 @@ class TransformersLM(CausalLM):
 
     def _run(self, tokens: Tensor, **options: Any) -> Tensor:
         is_plain = self._not_plain is None or bool(self._dropped)
-        balances = self._router_loss.is_on() and torch.is_grad_enabled() and not self._dropped
+        balances = self.has_router_loss() and torch.is_grad_enabled()
         if balances:
             options["output_router_logits"] = True
         called = self.module.base_model if is_plain else self.module
@@ -178,9 +178,13 @@ class TransformersLM(CausalLM):
         self._router_loss = RouterLoss(self.module)
         self._token_counts = TokenCounts(self.module, experts=_experts(self.spec))
 
-    def router_loss(self) -> Tensor | None:
+    def has_router_loss(self) -> bool:
+        """Return whether training adds the routers' balancing loss; a classifier's does not."""
+        return self._router_loss.is_on() and not self._dropped and not self.without_router_loss
+
+    def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
         """Return the weighted balancing loss of the last forward pass's routers, or None."""
-        return self._router_loss.take()
+        return self._router_loss.take(padding)
 
     def take_expert_tokens(self) -> Tensor:
         """Return the number of tokens of each expert in training since the last call."""
@@ -392,7 +396,7 @@ class TransformersLM(CausalLM):
             notes.append(f"the loss keeps all logits in memory: {self._not_plain}")
         if self._draws and not self.dropout:
             notes.append("training draws random numbers (a sampling router); run.seed seeds them")
-        if self._router_loss.is_on():
+        if self.has_router_loss():
             notes.append(balance_note(self._router_loss.coefficient()))
         if self._keeps_tokens:
             notes.append("generation recomputes every token: the model has no key-value cache")

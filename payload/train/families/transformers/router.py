@@ -60,8 +60,11 @@ class RouterLoss:
         """Keep the router's logits of a forward pass for `take`."""
         self._logits = made.router_logits
 
-    def take(self) -> Tensor | None:
-        """Return the weighted loss of the last forward pass; a second call returns None."""
+    def take(self, padding: Tensor | None) -> Tensor | None:
+        """Return the weighted loss of the last forward pass; a second call returns None.
+
+        The tokens at which `padding` (B, T) is True do not count.
+        """
         logits, self._logits = self._logits, None
         if logits is None or self._function is None:
             return None
@@ -69,7 +72,8 @@ class RouterLoss:
         # The attributes that each model's own forward pass reads; DBRX has other names.
         experts = getattr(owner, "num_experts", None) or owner.moe_num_experts
         active = getattr(owner, "num_experts_per_tok", None) or owner.moe_top_k
-        return self.coefficient() * cast(Tensor, self._function(logits, experts, active, None))
+        mask = None if padding is None else (~padding).long()
+        return self.coefficient() * cast(Tensor, self._function(logits, experts, active, mask))
 
 
 class TokenCounts:

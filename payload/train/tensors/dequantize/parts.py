@@ -36,8 +36,8 @@ def read_scales(
 ) -> Tensor:
     """Return rows of a weight's scales in fp32.
 
-    A scale in a byte is 2 ** (byte - 127), and 255 is NaN. Raises CheckpointError for a scale that
-    is zero, infinite or NaN.
+    A scale in a byte is 2 ** (byte - 127), and 255 is NaN. Zero is the scale of a block of zeros.
+    Raises CheckpointError for a scale that is infinite or NaN.
     """
     value = read(weight.parts[role], first, count)
     if value.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -46,8 +46,8 @@ def read_scales(
         found[bits == 2 * _EXPONENT_BIAS + 1] = torch.nan
     else:
         found = value.float()
-    if not bool((found.isfinite() & (found != 0)).all()):
-        bad = found[~(found.isfinite() & (found != 0))].flatten()[0].item()
+    if not bool(found.isfinite().all()):
+        bad = found[~found.isfinite()].flatten()[0].item()
         refuse(weight.parts[role], name, f"has a scale of {bad:g}")
     return found
 

@@ -47,8 +47,8 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
         scales = read_scales(name, weight, read, *part).reshape(shape)
         if total is not None:
             scales = scales / total
-            if not bool((scales.isfinite() & (scales != 0)).all()):
-                refuse(weight.parts["total"], name, "makes a scale zero or infinite")
+            if not bool(scales.isfinite().all()):
+                refuse(weight.parts["total"], name, "makes a scale infinite or NaN")
         if "zeros" in weight.parts:
             zeros = read(weight.parts["zeros"], *part).float().reshape(shape)
             value = value - spread(zeros, first, count)
