@@ -111,6 +111,19 @@ def test_new_tokens_get_rows_in_both_embeddings(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), wanted, rtol=0, atol=1e-4)
 
 
+def test_recomputed_layers_have_the_same_gradients_bit_by_bit() -> None:
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(1)
+        model = build(spec_of(CASES[SMALL], where="config.json"))
+        if checkpoints:
+            model.enable_checkpointing()
+        torch.autograd.backward(model(TOKENS, TARGETS))
+        found.append([each.grad for each in model.parameters()])
+    for plain, again in zip(*found, strict=True):
+        assert plain is not None and again is not None and torch.equal(plain, again)
+
+
 def test_the_capped_loss_in_chunks_equals_that_of_all_logits() -> None:
     torch.manual_seed(1)
     model = build(spec_of(CASES[LARGE], where="config.json"))

@@ -7,6 +7,7 @@ of the second token embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,7 +118,8 @@ class Gemma4(CausalLM):
         if padding is not None:
             rows = len(module.weight)
             padding = padding % rows if -rows <= padding < rows else None
-        return without_padding_gradient(module(tokens), tokens, padding) * width**0.5
+        found = without_padding_gradient(module(tokens), tokens, padding)
+        return found * math.sqrt(width)
 
     def _parts(self, tokens: Tensor, x: Tensor) -> Tensor | None:
         """Return each layer's part of the second embedding, (B, T, L, P), or None without it.
