@@ -68,7 +68,8 @@ def computes_the_same(ours: Path, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Gemma3", *(pytest.param(each, marks=pytest.mark.seeds) for each in ("Qwen3_5", "Gemma4"))]
+    "name",
+    ["Gemma3", *(pytest.param(each, marks=pytest.mark.seeds) for each in ("Qwen3_5", "Gemma4"))],
 )
 def test_ten_steps_and_a_resume_equal_twenty_and_save_the_whole_model(
     name: str, tmp_path: Path, tiny_config: Path, caplog: pytest.LogCaptureFixture

@@ -113,22 +113,28 @@ class Gemma4Spec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        Weights, gradients and two AdamW moments are fp32. Autocast keeps a bf16 copy of the
-        matrices of the forward pass until the backward pass has ended.
+        Weights, gradients and two AdamW moments are fp32. Without kernels, autocast keeps a bf16
+        copy of the matrices of the forward pass until the backward pass has ended.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
-        copies = self.matmul_size() * 2 if setting.dtype == "bf16" else 0
+        has_kernels = setting.kernels and setting.dtype == "bf16"
+        copies = self.matmul_size() * 2 if setting.dtype == "bf16" and not has_kernels else 0
         held = self.num_params() * setting.trained_bytes() + copies + PROCESS_BYTES
-        kept = sum(self._kept_bytes(each, size) for each in self.layers)
+        kept = sum(self._kept_bytes(each, size, kernels=has_kernels) for each in self.layers)
         # The second embedding, its projection, the norm of the projection, and their sum.
         kept += self.num_layers() * self.ple_width * 20
         return held + tokens * kept + self._logits_bytes(setting)
 
-    def _kept_bytes(self, layer: Layer, size: int) -> int:
+    def _kept_bytes(self, layer: Layer, size: int, *, kernels: bool) -> int:
         """Return the bytes that a layer keeps of one token for its backward pass."""
         width, queries = self.hidden_size, self.num_attention_heads * layer.head_dim
-        keys = 2 * layer.key_heads * layer.head_dim if layer.keys_from is None else 0
+        keys = 2 * layer.key_heads * layer.head_dim
+        if kernels:
+            # The residual stream twice in fp32; the inputs of norms and matmuls.
+            inner = 2 * layer.inner + 5 * self.ple_width
+            return 8 * width + size * (7 * width + 3 * queries + 2 * keys + inner)
+        keys = keys if layer.keys_from is None else 0
         norms = 4 + bool(self.ple_width)
         # A norm keeps its input and its output in fp32. A norm of heads does so, too.
         heads = (queries + keys) * (10 + 4 * size)

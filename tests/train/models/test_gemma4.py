@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
+from payload.config.training_sections import AdapterSection
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.registry import read_spec, spec_of
+from payload.train.families.gemma4 import kernel_layers
 from payload.train.families.gemma4.capped_head import CappedHead
 from payload.train.families.gemma4.model import Gemma4
 from payload.train.families.transformers.model import TransformersLM
-from payload.train.models.base import CausalLM
+from payload.train.models.base import CausalLM, trainable
 from payload.train.models.head_loss import PlainHead
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import build, load
+from payload.train.models.lora import add_adapter
+from tests.train.test_kernels import bf16, error
 
 SMALL, LARGE = "gemma4_text, small", "gemma4_text, large"
 WEIGHTS = "model.safetensors"
@@ -35,6 +43,56 @@ def logits_of_theirs(folder: Path) -> Tensor:
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         found: Tensor = theirs(input_ids=TOKENS).logits
+    return found
+
+
+@pytest.mark.bf16
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize(
+    ("name", "widest", "adapted"),
+    [(SMALL, 256, False), (LARGE, 256, False), (SMALL, 16, False), (LARGE, 16, True)],
+)
+def test_the_kernels_are_as_near_to_fp32_as_the_reference(
+    library: Library, monkeypatch: pytest.MonkeyPatch, name: str, widest: int, adapted: bool
+) -> None:
+    """With `widest` = 16, the layers without a window have torch's attention."""
+    monkeypatch.setattr(kernel_layers, "_WIDEST_HEAD", widest)
+    torch.manual_seed(1)
+    model = build(spec_of(CASES[name], where="config.json"))
+    with torch.no_grad():
+        for key, each in model.named_parameters():
+            each.add_(torch.randn_like(each) * 0.05)
+            # As in trained models. With a scale of 1, bf16 changes which token gets all attention.
+            each.mul_(0.2 if key.endswith("q_norm.weight") else 1.0)
+    if adapted:
+        add_adapter(model, AdapterSection(kind="lora", rank=4), seed=1)
+        with torch.no_grad():
+            for _, each in trainable(model):
+                each.add_(torch.randn_like(each) * 0.05)
+    exact = gradients(model, nullcontext)
+    reference = gradients(model, bf16)
+    model.kernels = Kernels(library)
+    assert model.speed_notes() == []
+    ours = gradients(model, bf16)
+    assert ours.keys() == exact.keys()
+    for key, true in exact.items():
+        near = error(reference[key], true)
+        assert error(ours[key], true) < 1.5 * near + 2e-3, key
+    model.enable_checkpointing()
+    again = gradients(model, bf16)
+    assert all(torch.equal(again[key], each) for key, each in ours.items())
+
+
+def gradients(model: CausalLM, precision: Callable[[], Any]) -> dict[str, Tensor]:
+    """Return the loss and all gradients by name."""
+    model.zero_grad()
+    with precision():
+        loss = model(TOKENS, TARGETS)
+    torch.autograd.backward(loss)
+    found = {"loss": loss.detach().float()}
+    for name, each in trainable(model):
+        assert each.grad is not None
+        found[name] = each.grad.clone()
     return found
 
 

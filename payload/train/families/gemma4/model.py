@@ -19,6 +19,7 @@ from payload.models.gemma4.spec import Gemma4Spec
 from payload.models.spec import ModelSpec
 from payload.models.transformers.spec import OtherSpec
 from payload.train.families.gemma4.capped_head import CappedHead
+from payload.train.families.gemma4.kernel_layers import joined, refusals, run_layers
 from payload.train.families.gemma4.layers import Keys, Layer, frequencies
 from payload.train.families.llama.layers import RMSNorm
 from payload.train.families.llama.model import without_padding_gradient
@@ -34,7 +35,6 @@ from payload.train.models.uninitialised import Embedding, Linear
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OF_KEYS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight")
 _ARCHITECTURE = "Gemma4ForCausalLM"
-_WITHOUT_KERNELS = "the kernels have no norm of values, and no heads wider than 256"
 
 
 class Body(nn.Module):
@@ -95,6 +95,11 @@ class Gemma4(CausalLM):
         parts = self._parts(tokens, x)
         start = caches[0].num_tokens() if caches else 0
         ropes = self._rope_tables(start=start, length=tokens.shape[1], starts=starts)
+        if self.kernels is not None and caches is None and not self._refusals():
+            context = self.kernels.layer_context()
+            if context is not None:
+                where = (self.model, x, parts, self.spec, ropes, starts)
+                return run_layers(*where, context, self.run_layer)
         shared = {each.keys_from for each in self.spec.layers}
         made: dict[int, Keys] = {}
         for number, what in enumerate(self.spec.layers):
@@ -205,6 +210,14 @@ class Gemma4(CausalLM):
         module.weight = nn.Parameter(new, requires_grad=module.weight.requires_grad)
         module.num_embeddings = rows
 
+    def joined_linears(self) -> list[tuple[str, ...]]:
+        """Return the paths of the layers' linears, grouped by equal input."""
+        return [
+            tuple(f"model.layers.{number}.{name}" for name in names)
+            for number, each in enumerate(self.spec.layers)
+            for names in joined(each, has_part=bool(self.spec.ple_width))
+        ]
+
     def hf_config(self) -> dict[str, Any]:
         """Return the contents of the config.json that was read, changed for fp32 weights."""
         return saved_config(self.spec.config, architecture=_ARCHITECTURE)
@@ -234,7 +247,10 @@ class Gemma4(CausalLM):
 
     def speed_notes(self) -> list[str]:
         """Return one line for each part that runs without the requested kernels, and why."""
-        return [f"layers without kernels: {_WITHOUT_KERNELS}"]
+        return [f"layers without kernels: {reason}" for reason in self._refusals()]
+
+    def _refusals(self) -> list[str]:
+        return list(refusals(self.model, dropout=self.dropout))
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
