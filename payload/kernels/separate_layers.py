@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
         starts: Tensor | None,
         library: Library,
     ) -> Tensor:
-        options = {"key_heads": key_heads, "scale": scale, "starts": starts}
+        options: dict[str, Any] = {"key_heads": key_heads, "scale": scale, "starts": starts}
         mixed, log_sums = library.grouped_attention_forward(qkv, **options)
         ctx.save_for_backward(qkv, mixed, log_sums)
         ctx.library, ctx.options = library, options

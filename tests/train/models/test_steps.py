@@ -54,8 +54,8 @@ checkpoint_every = 10
 dtype = "fp32"
 """
 
-SLOWER = ("qwen3", "gemma3_text", "olmo3", "granite")
-FAMILIES = ("gpt2", "llama", "qwen3", "gemma3_text", "olmo3", "granite", "qwen2_moe")
+SLOWER = ("qwen3", "gemma3_text", "gemma4_text, small", "olmo3", "granite")
+FAMILIES = ("gpt2", "llama", *SLOWER, "qwen2_moe")
 SHORT = "train.steps=5"
 Prepared = Callable[[str], Path]
 

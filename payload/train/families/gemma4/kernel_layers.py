@@ -20,6 +20,7 @@ from payload.kernels.separate_layers import contiguous_gradient, grouped_attenti
 from payload.models.gemma4.config import Layer as LayerSpec
 from payload.models.gemma4.config import Rope
 from payload.models.gemma4.spec import Gemma4Spec
+from payload.models.llama.config import Activation
 from payload.train.families.gemma4.layers import MLP, Attention, Keys, Layer
 from payload.train.families.llama.activations import activated
 from payload.train.families.llama.layers import RMSNorm, visible
@@ -31,7 +32,7 @@ from payload.train.models.uninitialised import Embedding, Linear
 _KNOWN = (Attention, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _WIDEST_HEAD = 256
 """Limited by the block of keys that the kernels keep in a core's cache."""
-_GATE = "gelu_pytorch_tanh"
+_GATE: Activation = "gelu_pytorch_tanh"
 
 
 def joined(layer: LayerSpec, *, has_part: bool) -> tuple[tuple[str, ...], ...]:
@@ -137,15 +138,17 @@ def _mixed(
     """Return the attention (N, H x D) of queries (N, H, D) to keys and values (N, K, D)."""
     length = len(query) // batch
     if what.head_dim > _WIDEST_HEAD:
-        heads = [
+        first, key, value = (
             each.view(batch, length, -1, what.head_dim).transpose(1, 2) for each in (query, *keys)
-        ]
+        )
         if documents is None:
             mask = visible(length, length, window=what.window, device=query.device)
         else:
             mask = documents_mask(documents, window=what.window)
         mixed = functional.scaled_dot_product_attention(
-            *heads,
+            first,
+            key,
+            value,
             attn_mask=mask,
             is_causal=mask is None and length > 1,
             scale=1.0,
@@ -154,11 +157,13 @@ def _mixed(
         return mixed.transpose(1, 2).reshape(len(query), -1)
     starts = documents
     if what.window is not None and what.window < length:
-        first = (torch.arange(length) - what.window + 1).clamp_min(0)
-        starts = first.repeat(batch, 1) if starts is None else starts.maximum(first)
+        reach = (torch.arange(length) - what.window + 1).clamp_min(0)
+        starts = reach.repeat(batch, 1) if starts is None else starts.maximum(reach)
     qkv = torch.cat((query, *keys), dim=1).view(batch, length, -1, what.head_dim)
-    options: Any = {"key_heads": what.key_heads, "scale": 1.0, "starts": starts}
-    return grouped_attention(qkv, **options, context=context).view(len(query), -1)
+    mixed = grouped_attention(
+        qkv, key_heads=what.key_heads, scale=1.0, starts=starts, context=context
+    )
+    return mixed.view(len(query), -1)
 
 
 def _turned(x: Tensor, norm: RMSNorm, rope: Table, context: LayerContext) -> Tensor:
