@@ -1,6 +1,6 @@
 """Linears and attention in bf16 as separate autograd functions, for layers of an unusual form.
 
-`decoder_layers` has them as one function, with the norms and the rotation of usual layers.
+For usual layers, `decoder_layers` computes linears, norms, rotation and attention in one function.
 Shapes: B batch, T tokens, H query heads, K key heads, D head width, N = B x T.
 """
 

@@ -187,7 +187,7 @@ def test_the_capped_loss_in_chunks_equals_that_of_all_logits() -> None:
     model = build(spec_of(CASES[LARGE], where="config.json"))
     targets = TARGETS.clone()
     targets[:, :3] = -100
-    # So many rows that each token is a chunk.
+    # With 10**9 rows, each token is a chunk.
     heads = CappedHead(model.logits, rows=10**9), PlainHead(model.logits)
     found = []
     for head in heads:

@@ -160,7 +160,7 @@ class Gemma4(CausalLM):
         return {kind: (cos[places], sin[places]) for kind, (cos, sin) in found.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (..., C) to logits (..., V), capped if config.json says so."""
+        """Map hidden states (..., C) to logits (..., V), capped if the spec has a cap."""
         found = nn.functional.linear(hidden, self._head())
         if self.trained_tokens is not None:
             found = self.trained_tokens.replace(found, hidden)
