@@ -49,6 +49,17 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_GEMMA4: Mapping[str, Any] = {
+    **_LLAMA,
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "final_logit_softcapping": 4.0,
+    "pad_token_id": 0,
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2",
@@ -99,6 +110,20 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 9,
         "query_pre_attn_scalar": 24,
         "pad_token_id": 0,
+    },
+    "gemma4_text, small": {
+        **_GEMMA4,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 1031,
+    },
+    "gemma4_text, large": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
     },
     "llama, yarn rope": {
         **_LLAMA,

@@ -23,6 +23,7 @@ from payload.models.multimodal_tensors import split_tensors, with_tensors
 from payload.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, str] = {
+    "gemma4": "payload.models.gemma4.family",
     "gpt2": "payload.models.gpt2.family",
     "llama": "payload.models.llama.family",
     "transformers": "payload.models.transformers.family",

@@ -1,0 +1,1 @@
+"""Gemma 4: sizes of its dense text models."""

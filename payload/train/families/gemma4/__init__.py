@@ -1,0 +1,1 @@
+"""Gemma 4: tensors of its dense text models."""
