@@ -24,7 +24,7 @@ def epochs(*, seed: int, micro_batch_size: int, steps: int) -> Indices:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
 def test_each_step_has_its_samples_once_also_at_the_end_of_an_epoch(size: int) -> None:
-    steps = 2 * SAMPLES // 2
+    steps = SAMPLES
     found = epochs(seed=3, micro_batch_size=size, steps=steps)
     order = BlockOrder(num_blocks=SAMPLES, seed=3)
     wanted = order.blocks(np.arange(steps * BATCH, dtype=np.int64))

@@ -27,7 +27,6 @@ class TextRows:
     """
 
 
-@torch.compiler.disable
 def pack_texts(tokens: Tensor, lengths: Tensor, *, pad_token: int, width: int) -> TextRows:
     """Return the first `lengths` (B,) tokens of each row of `tokens` (B, T) in fewer rows.
 

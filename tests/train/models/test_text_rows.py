@@ -8,7 +8,7 @@ import torch
 
 from payload.train.models.text_rows import TextRows, balanced_rows, pack_texts
 
-PAD, WIDTH = 0, 64
+PAD, WIDTH = 0, 576
 
 
 def packed(lengths: list[int]) -> tuple[list[list[int]], TextRows]:
