@@ -164,7 +164,9 @@ class Trainer:
         first = self._next_sample + ahead * size
         if first not in self._chosen:
             positions = np.arange(first, first + size, dtype=np.int64)
-            found = self._context.task.train.arrange_samples(self._order.blocks(positions))
+            found = self._context.task.train.arrange_samples(
+                self._order.blocks(positions), micro_batch_size=self._batch.micro_batch()
+            )
             kept = {start: each for start, each in self._chosen.items() if start + size == first}
             self._chosen = {**kept, first: found}
         return self._chosen[first]

@@ -21,6 +21,7 @@ from transformers import (
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import CheckpointError, ConfigError
+from payload.data.reading.blocks import Indices
 from payload.evaluate.__main__ import main as evaluate_main
 from payload.evaluate.classify import open_texts
 from payload.export.__main__ import main as export_main
@@ -36,6 +37,7 @@ from payload.train.models.classifier import Classifier, saved_labels
 from payload.train.models.loading import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
+from payload.train.tasks.sample_order import similar_lengths
 from tests.support.launching import losses, metrics, summary
 from tests.train.alone import train_alone
 from tests.train.task_runs import (
@@ -242,16 +244,46 @@ def test_a_plan_counts_the_tokens_that_training_counts(data: Path) -> None:
     assert tokens_of_data(absent) is None
 
 
-def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> None:
+def opened(data: Path) -> Classify:
     config = parse_run_config("", overrides=[f"data.dir={data}", *CLASSIFY], where="test")
-    train_texts = open_task(config).train
+    task = open_task(config)
+    assert isinstance(task, Classify)
+    return task
+
+
+def test_texts_of_a_step_are_together_with_those_of_their_length_if_padding_is_computed(
+    data: Path,
+) -> None:
+    train_texts = opened(data).train
     chosen = np.random.default_rng(0).permutation(train_texts.num_samples())[:12]
-    arrange_samples = train_texts.arrange_samples(chosen)
-    assert sorted(arrange_samples) == sorted(chosen)
-    sizes = [train_texts.num_tokens(arrange_samples[place : place + 1]) for place in range(12)]
+    arranged = train_texts.arrange_samples(chosen, micro_batch_size=3)
+    assert sorted(arranged) == sorted(chosen)
+    sizes = [train_texts.num_tokens(arranged[place : place + 1]) for place in range(12)]
     assert sizes == sorted(sizes)
-    batch = train_texts.batch(arrange_samples[:3])
+    batch = train_texts.batch(arranged[:3])
     assert batch.tokens.shape == (3, sizes[2]) and batch.weight == 3
+
+
+def test_micro_batches_of_packed_texts_have_about_the_same_number_of_tokens(
+    data: Path, base: Path
+) -> None:
+    task = opened(data)
+    task.adapt_model(load(base), seed=1, init="x")
+    chosen = np.random.default_rng(0).permutation(task.train.num_samples())[:24]
+    arranged = task.train.arrange_samples(chosen, micro_batch_size=6)
+    assert sorted(arranged) == sorted(chosen)
+    longest = max(task.train.num_tokens(arranged[place : place + 1]) for place in range(24))
+    shares = [task.train.num_tokens(part) for part in np.split(arranged, 4)]
+    assert max(shares) - min(shares) <= longest
+    by_length = similar_lengths(chosen, lengths_of(task, chosen))
+    sorted_shares = [task.train.num_tokens(part) for part in np.split(by_length, 4)]
+    assert max(shares) - min(shares) < (max(sorted_shares) - min(sorted_shares)) / 4
+
+
+def lengths_of(task: Classify, chosen: Indices) -> Indices:
+    return np.array(
+        [task.train.num_tokens(chosen[place : place + 1]) for place in range(len(chosen))]
+    )
 
 
 @pytest.mark.parametrize(

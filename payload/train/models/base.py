@@ -89,6 +89,8 @@ class CausalLM(SplitModule, ABC):
     B batch, T tokens of the input, C width, V vocabulary.
     """
 
+    packs_documents = False
+    """True if the layers compute any number of packed documents without mixing them."""
     reads_parts = False
     """True if `load_tensors` can set parameters of which this rank holds only a part."""
 

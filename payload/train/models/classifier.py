@@ -21,6 +21,7 @@ from payload.models.spec import ParameterSize
 from payload.train.losses.classification import Classification
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors
+from payload.train.models.text_rows import pack_texts
 from payload.train.tensors.lazy_tensors import copy_in, without
 
 SCORE = "score.weight"
@@ -84,10 +85,18 @@ class Classifier(CausalLM):
         return super().draws_masks() or self.body.draws_masks()
 
     def class_logits(self, tokens: Tensor) -> Tensor:
-        """Map (B, T) padded token ids to logits (B, K) fp32."""
-        hidden = self.hidden(tokens)
+        """Map (B, T) padded token ids to logits (B, K) fp32.
+
+        The layers compute the texts without their padding, if they keep packed texts apart.
+        """
         last = last_tokens(tokens, pad_token=self.pad_token)
-        return self.logits(hidden[torch.arange(len(tokens), device=tokens.device), last])
+        if not self.body.packs_documents:
+            hidden = self.hidden(tokens)
+            return self.logits(hidden[torch.arange(len(tokens), device=tokens.device), last])
+        width = self.spec.width()
+        rows = pack_texts(tokens, last + 1, pad_token=self.pad_token, width=width)
+        hidden = self.hidden(rows.tokens, starts=rows.starts)
+        return self.logits(hidden.flatten(0, 1)[rows.last])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Map hidden states (..., C) to logits (..., K), in fp32 whatever the layers' dtype is."""

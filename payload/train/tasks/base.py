@@ -68,8 +68,9 @@ class Samples(ABC):
     def num_tokens(self, chosen: Indices) -> int:
         """Return the number of tokens of these samples, without padding."""
 
-    def arrange_samples(self, chosen: Indices) -> Indices:
+    def arrange_samples(self, chosen: Indices, *, micro_batch_size: int) -> Indices:
         """Return a step's samples in the order in which micro-batches and ranks take them."""
+        del micro_batch_size
         return chosen
 
 

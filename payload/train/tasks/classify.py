@@ -33,6 +33,7 @@ from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier, saved_labels, saved_pad_token
 from payload.train.tasks.base import Batch, Samples, Task
 from payload.train.tasks.evaluate import EvalPass, compute_batches
+from payload.train.tasks.sample_order import equal_tokens, similar_lengths
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class TextSamples(Samples):
 
     def __init__(self, texts: LabelledTexts, loss: Loss) -> None:
         self._texts, self.loss = texts, loss
+        self.are_packed = False
+        """True if the model computes a micro-batch's texts without their padding."""
 
     def num_samples(self) -> int:
         """Return the number of texts."""
@@ -79,9 +82,15 @@ class TextSamples(Samples):
         """Return the number of tokens, without padding."""
         return int(self._texts.lengths[chosen].sum())
 
-    def arrange_samples(self, chosen: Indices) -> Indices:
-        """Return a step's texts sorted by length, so that a micro-batch has similar lengths."""
-        return chosen[np.argsort(self._texts.lengths[chosen], kind="stable")]
+    def arrange_samples(self, chosen: Indices, *, micro_batch_size: int) -> Indices:
+        """Return a step's texts in micro-batches with about the same number of tokens.
+
+        If the model computes padding, micro-batches instead have texts of similar lengths.
+        """
+        lengths = self._texts.lengths[chosen]
+        if self.are_packed:
+            return equal_tokens(chosen, lengths, micro_batch_size=micro_batch_size)
+        return similar_lengths(chosen, lengths)
 
 
 class Classify(Task):
@@ -97,7 +106,7 @@ class Classify(Task):
             open_labelled(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)
         )
-        self.train = TextSamples(texts, loss)
+        self.train: TextSamples = TextSamples(texts, loss)
         truncated = texts.num_truncated + self._val.num_truncated
         if truncated:
             log.info(
@@ -124,6 +133,7 @@ class Classify(Task):
         else:
             _require_same(model.labels, model.pad_token, labels, where=f"model.init = {init!r}")
         model.objective = self.loss
+        self.train.are_packed = model.body.packs_documents
         return model
 
     def require_matching_checkpoint(self, checkpoint: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
 from payload.train.tasks.evaluate import EvalPass
 from payload.train.tasks.pair_evaluation import evaluate_pairs, reference_log_probs
+from payload.train.tasks.sample_order import similar_lengths
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +80,10 @@ class PairSamples(Samples):
         """Return the number of tokens of both conversations, without padding."""
         return self._pairs.num_tokens(chosen)
 
-    def arrange_samples(self, chosen: Indices) -> Indices:
+    def arrange_samples(self, chosen: Indices, *, micro_batch_size: int) -> Indices:
         """Return a step's pairs sorted by length, so that a micro-batch has similar lengths."""
-        return chosen[np.argsort(self._pairs.longest(chosen), kind="stable")]
+        del micro_batch_size
+        return similar_lengths(chosen, self._pairs.longest(chosen))
 
 
 class Preference(Task):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from benchmarks.architecture_cases import CASES
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
 from payload.formats.data_folder import ClassifyRecord
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.registry import spec_of
 from payload.train.losses.classification import Classification
 from payload.train.models.base import trainable
@@ -25,6 +28,7 @@ from payload.train.models.loading import build, load
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.tasks.classify import start_note
 from tests.support.slow_imports import peft
+from tests.train.test_kernels import bf16
 
 LABELS = ("bad", "fair", "good")
 PAD = 1
@@ -59,6 +63,20 @@ def padded() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(2, 90, (3, 9), generator=torch.Generator().manual_seed(3))
     tokens[1, 4:], tokens[2, 1:] = PAD, PAD
     return tokens, torch.tensor([2, 0, 1])
+
+
+def many_padded() -> tuple[Tensor, Tensor]:
+    """Return 24 padded texts of 1 to 40 tokens, most of them short, and their labels.
+
+    One text has the padding token in its middle.
+    """
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(2, 90, (24, 40), generator=generator)
+    lengths = [40, 1, 1, *(2 + 3 * text % 17 for text in range(21))]
+    for row, length in enumerate(lengths):
+        tokens[row, length:] = PAD
+    tokens[0, 20] = PAD
+    return tokens, torch.randint(3, (24,), generator=generator)
 
 
 def their_logits(model: Any, tokens: Tensor) -> Tensor:
@@ -110,6 +128,59 @@ def test_padding_changes_neither_loss_nor_gradients(name: str) -> None:
     for key, each in model.named_parameters():
         assert each.grad is not None
         assert (each.grad - whole[key]).norm() <= 1e-5 * largest, key
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["all", "lora"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3_text"])
+def test_packed_texts_have_the_loss_and_gradients_of_padded_ones(name: str, adapter: bool) -> None:
+    model = classifier(name)
+    if adapter:
+        add_adapter(model, AdapterSection(kind="lora", rank=4, alpha=8), seed=1)
+        with torch.no_grad():
+            for _, parameter in trainable(model):
+                parameter.normal_(std=0.3)
+    tokens, labels = many_padded()
+    shapes: list[tuple[int, ...]] = []
+    run = model.body.hidden
+
+    def seen(tokens: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        shapes.append(tuple(tokens.shape))
+        return run(tokens, *inputs, **options)
+
+    model.body.hidden = seen  # type: ignore[method-assign]
+    found = []
+    for packs in (True, False):
+        model.body.packs_documents = packs
+        loss = model(tokens, labels)
+        loss.backward()
+        grads = {key: each.grad.clone() for key, each in trainable(model) if each.grad is not None}
+        assert set(grads) == {key for key, _ in trainable(model)}
+        found.append((loss.detach(), grads))
+        model.zero_grad()
+    (packed_loss, packed_grads), (loss, grads) = found
+    torch.testing.assert_close(packed_loss, loss, rtol=1e-5, atol=1e-6)
+    largest = max(float(each.norm()) for each in grads.values())
+    for key, each in grads.items():
+        assert (packed_grads[key] - each).norm() <= 1e-5 * largest, key
+    assert shapes[1] == tuple(tokens.shape)
+    assert math.prod(shapes[0]) <= 1.05 * int((tokens != PAD).sum()) < 0.5 * tokens.numel()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_kernels_compute_packed_texts_as_near_to_fp32_as_padded_ones(
+    library: Library, name: str
+) -> None:
+    model = classifier(name).eval()
+    tokens, _ = many_padded()
+    with torch.inference_mode():
+        exact = model.class_logits(tokens)
+        model.kernels = Kernels(library)
+        errors = []
+        for packs in (True, False):
+            model.body.packs_documents = packs
+            with bf16():
+                errors.append(float((model.class_logits(tokens) - exact).norm()))
+    assert 0 < errors[0] <= 1.5 * errors[1]
 
 
 def test_class_weights_weigh_as_in_torch() -> None:

@@ -64,6 +64,7 @@ class GPT(CausalLM):
     """The GPT-2 model. Its weights are initialised as in GPT-2's training, or set by the caller."""
 
     spec: Gpt2Spec
+    packs_documents = True
     reads_parts = True
 
     def __init__(self, spec: Gpt2Spec, *, dropout: float = 0.0, random: bool = True) -> None:

@@ -82,6 +82,7 @@ class Decoder(CausalLM):
     """The decoder model. Its weights are initialised at random or set by the caller."""
 
     spec: DecoderSpec
+    packs_documents = True
     reads_parts = True
 
     def __init__(self, spec: DecoderSpec, *, dropout: float = 0.0, random: bool = True) -> None:
