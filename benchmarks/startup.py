@@ -133,11 +133,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _meets_goals(name: str, result: Mapping[str, Any]) -> bool:
     """Return whether a model's times are below all goals that it has."""
-    return (
-        result["total_s"] < GOAL_S
-        and result["start_s"] < _START_GOALS_S.get(name, GOAL_S)
-        and result["rank_s"] < _RANK_GOALS_S.get(name, GOAL_S)
-    )
+    goals = {
+        "total_s": GOAL_S,
+        "start_s": _START_GOALS_S.get(name, GOAL_S),
+        "rank_s": _RANK_GOALS_S.get(name, GOAL_S),
+    }
+    return all(result[part] < goal_s for part, goal_s in goals.items())
 
 
 def _model(name: str, root: Path) -> str:

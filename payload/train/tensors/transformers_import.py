@@ -40,7 +40,7 @@ def _scan_once(import_utils: ModuleType) -> Callable[[Any], Any]:
     """Return transformers' scan of a package's files, without the second scan of all its models.
 
     transformers scans them as a folder when it is imported, and later as that folder's __init__.py.
-    Its own cache takes these for two packages.
+    Its own cache treats these as two packages.
     """
     scan: Callable[[Any], Any] = import_utils.create_import_structure_from_path
     folder = Path(str(import_utils.__file__)).parents[1] / "models"
