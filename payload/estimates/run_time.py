@@ -11,6 +11,7 @@ from payload.config.run_config import RunConfig
 from payload.config.training_sections import TrainSection
 from payload.core.durations import in_words
 from payload.estimates.compute_time import compute_time, evaluation_s
+from payload.estimates.evaluations_and_saves_left import evaluations_left, saves_left
 from payload.estimates.network import Network
 from payload.estimates.run_estimate import RunEstimate
 from payload.estimates.step_time import run_step_time
@@ -153,17 +154,3 @@ def typical_speed(
         step_s=step.total_s() + dequantize_s,
         flops_per_s=computing.flops_per_s,
     )
-
-
-def evaluations_left(train: TrainSection, step: int) -> int:
-    """Return the number of evaluations after `step`."""
-    return _due_between(train.eval_every, step, train.steps - 1) + (step < train.steps)
-
-
-def saves_left(train: TrainSection, step: int) -> int:
-    """Return the number of checkpoints after `step`."""
-    return _due_between(train.checkpoint_every, step, train.steps - 1) + (step < train.steps)
-
-
-def _due_between(every: int, after: int, last: int) -> int:
-    return max(0, last // every - after // every) if every else 0

@@ -8,7 +8,7 @@ import pytest
 
 from payload.config.training_sections import TrainSection
 from payload.core.durations import as_clock
-from payload.estimates.run_time import evaluations_left, saves_left
+from payload.estimates.evaluations_and_saves_left import evaluations_left, saves_left
 from payload.orchestrate.terminal import time_left
 from payload.orchestrate.terminal.console import View
 from payload.orchestrate.terminal.time_left import Eta

@@ -9,25 +9,27 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Console
 
-from payload.config.run_config import RunConfig
 from payload.core.errors import (
     ConfigError,
     RankLostError,
 )
 from payload.core.package_members import file_name
 from payload.orchestrate.runs.mirror import mirror_file, read_mirrored
-from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_index import is_copy, room_for
-from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunJob, RunPaths, StopRequest
 from payload.run_record.run_lock import FORCE_SIGNAL, is_supervised, start_lock
 from payload.run_record.run_repair import known_config
 from payload.run_record.suggested_run_commands import run_command
+
+if TYPE_CHECKING:
+    from payload.config.run_config import RunConfig
+    from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
+    from payload.orchestrate.runs.run_request import RunRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.config.training_sections import TrainSection
-from payload.estimates.run_time import evaluations_left, saves_left
+from payload.estimates.evaluations_and_saves_left import evaluations_left, saves_left
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RankProgress
 

@@ -21,7 +21,7 @@ from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.models.gguf import gguf_config, read_gguf
 from payload.models.gguf_header import read_header
 from payload.train.tensors.tensor_file import write_tensors
-from payload.train.tensors.torchao_notices import hide_torchao_notices
+from payload.train.tensors.transformers_import import import_shared_modules
 
 _FIX = "Use a folder in the Hugging Face layout, with safetensors."
 
@@ -44,7 +44,7 @@ def folder_of_gguf(path: Path, *, cache: Path | None = None) -> Path:
 def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     import torch
 
-    hide_torchao_notices()
+    import_shared_modules()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

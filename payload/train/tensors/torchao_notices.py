@@ -31,8 +31,7 @@ class _Filter(logging.Filter):
 def hide_torchao_notices() -> None:
     """Hide what torchao logs when it is imported; call this function before the import.
 
-    transformers imports an installed torchao with the first model class. Without this function,
-    every rank would log these lines.
+    Without this function, every rank would log these lines.
     """
     for name, text in _NOTICES.items():
         logging.getLogger(name).addFilter(_Filter(text))

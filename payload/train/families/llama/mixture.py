@@ -17,6 +17,7 @@ from torch.nn import functional
 from payload.models.llama.mixture import Mixture
 from payload.models.llama.spec import DecoderSpec
 from payload.train.families.llama.activations import activated
+from payload.train.tensors.transformers_import import import_shared_modules
 
 _STACK = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)\Z")
 
@@ -133,6 +134,7 @@ def balancing_loss(body: nn.Module, mixture: Mixture, padding: Tensor | None) ->
     ]
     if not scores:
         return None
+    import_shared_modules()
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     # Its annotation is for a single layer.

@@ -15,7 +15,7 @@ from payload.formats.hf_folder import FLOAT_TAG
 from payload.models.spec import ModelSpec
 from payload.train.families.transformers.probes import first_line, require_causal
 from payload.train.models.hf_layout import without_code
-from payload.train.tensors.torchao_notices import hide_torchao_notices
+from payload.train.tensors.transformers_import import import_shared_modules
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
@@ -52,6 +52,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
 
     Raises CheckpointError for a model that needs code from its folder.
     """
+    import_shared_modules()
     from transformers import CONFIG_MAPPING
 
     name = raw.get("model_type")
@@ -84,7 +85,7 @@ def _with_floats(value: Any) -> Any:
 
 def module_class(config: _Config) -> Any:
     """Return transformers' class for next-token prediction. Raises CheckpointError."""
-    hide_torchao_notices()
+    import_shared_modules()
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
