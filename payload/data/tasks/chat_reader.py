@@ -243,8 +243,8 @@ class ChatReader:
             self.rows.skip(row.where, str(error), place=row.place)
             return []
         if len(row.values) > 1:  # the only column has the messages
-            read = [*columns_of(row.values), *self.groups.columns()]
-            self.rows.note_unread(unread_columns(row.values, read))
+            columns = [*columns_of(row.values), *self.groups.columns()]
+            self.rows.note_unread(unread_columns(row.values, columns))
         group = self.groups.number_of(row)
         if self.sketches.is_needed:
             self.sketches.add(row.number, message_texts(conversation_of(row.values).messages))
