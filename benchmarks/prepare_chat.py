@@ -152,7 +152,7 @@ def _result(
     """Return the rates and memory of the whole run, with the shares of the timed part."""
     count = rows["all"]
     worker_ms, parent_ms = (1e3 * whole[f"{each}_cpu_s"] / count for each in ("worker", "parent"))
-    share = part["trained_text_cpu_s"] / part["parent_cpu_s"]
+    trained_ms = 1e3 * part["trained_text_cpu_s"] / rows["part"]
     return {
         "wall_s": round(whole["wall_s"], 1),
         "rows_per_s": round(count / whole["wall_s"]),
@@ -160,9 +160,9 @@ def _result(
         "cpu_ms_per_row": round(worker_ms + parent_ms, 4),
         "parent_cpu_ms_per_row": round(parent_ms, 4),
         "worker_cpu_ms_per_row": round(worker_ms, 4),
-        "trained_text_cpu_ms_per_row": round(share * parent_ms, 4),
-        "other_cpu_ms_per_row": round((1 - share) * parent_ms, 4),
-        "rendering_share": round((worker_ms + share * parent_ms) / (worker_ms + parent_ms), 3),
+        "trained_text_cpu_ms_per_row": round(trained_ms, 4),
+        "other_cpu_ms_per_row": round(parent_ms - trained_ms, 4),
+        "rendering_share": round((worker_ms + trained_ms) / (worker_ms + parent_ms), 3),
         "parent_peak_bytes": whole["parent_peak_bytes"],
         "worker_peak_bytes": whole["worker_peak_bytes"],
     }

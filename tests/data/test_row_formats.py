@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from payload.data.rows.columns import CHAT_FORMATS, format_of
+from payload.data.rows.columns import CHAT_FORMATS, format_of, is_deep
 from payload.data.rows.conversation import Conversation
 from payload.data.rows.conversations import (
     BadConversationError,
@@ -16,6 +17,7 @@ from payload.data.rows.conversations import (
     conversation_of,
     unread_columns,
 )
+from payload.data.rows.messages import ROLES, read_messages
 from payload.data.rows.preferences import preference_of
 from tests.support.chat_data import turn
 
@@ -106,6 +108,29 @@ def test_each_list_of_messages_may_have_the_keys_of_openai_or_of_sharegpt(
     role, content, *roles = names
     given = [{role: each, content: text} for each, text in zip(roles, "ab", strict=True)]
     assert read({column: given}) == (turn("a", "b"), [False, True])
+
+
+@pytest.mark.parametrize("role", [each for each in ROLES if ROLES[each] != "function_call"])
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")])
+def test_a_message_of_a_role_and_a_text_is_read_like_any_other_mapping(
+    role: str, keys: tuple[str, str]
+) -> None:
+    # Only the built-in dict takes the short path.
+    for text in ("a", "", "x\ud800y"):
+        message = dict(zip(keys, (role, text), strict=True))
+        assert read_messages([message], "messages") == read_messages(
+            [MappingProxyType(message)], "messages"
+        )
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"a": x, "b": 1}])
+def test_a_value_of_100_levels_is_deep(wrap: Any) -> None:
+    value: Any = "text"
+    for _ in range(99):
+        value = wrap(value)
+    assert not is_deep(value)
+    assert is_deep(wrap(value))
+    assert is_deep(MappingProxyType({"a": value}))
 
 
 def test_openai_s_tool_calls_keep_their_ids_and_arguments_become_objects() -> None:

@@ -74,7 +74,7 @@ OPENAI_PROMPT = "input"
 """Column with the object that holds `messages` and `tools` in OpenAI's preference tuning."""
 OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 
-_LEAVES = (str, int, float, type(None))
+_LEAVES = frozenset((str, int, float, bool, type(None)))
 """Types without inner values. A check for these is faster than a check for a mapping."""
 _NEAR = 0.8
 """Similarity of a column's name from which on it may be a misspelt known name."""
@@ -157,8 +157,8 @@ def is_deep(value: object) -> bool:
         level = [
             inner
             for each in level
-            if not isinstance(each, _LEAVES) and isinstance(each, (dict, list, tuple, Mapping))
-            for inner in (each.values() if isinstance(each, (dict, Mapping)) else each)
+            if type(each) not in _LEAVES and isinstance(each, (dict, list, tuple, Mapping))
+            for inner in (each if isinstance(each, (list, tuple)) else each.values())
         ]
         if not level:
             return False

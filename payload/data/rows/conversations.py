@@ -66,11 +66,11 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
         if form.answer is None
         else (_question_and_answer(row, form, form.answer))
     )
-    if not any(message["role"] == ASSISTANT for message in found.messages):
-        raise BadConversationError(
-            "no message has role 'assistant', so there is nothing to train on. Add the answer."
-        )
     if not any(found.trained):
+        if not any(message["role"] == ASSISTANT for message in found.messages):
+            raise BadConversationError(
+                "no message has role 'assistant', so there is nothing to train on. Add the answer."
+            )
         raise UntrainedRowError(
             "'weight' or 'train' excludes every message of the assistant from training"
         )

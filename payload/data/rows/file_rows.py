@@ -130,11 +130,12 @@ class FileRows(Rows):
         return missing_shards(self._files.paths())
 
     def _jsonl(self, path: Path) -> Iterator[Row]:
+        name = str(path)
         with open_decompressed(path) as file, convert_errors(path):
             for number, (line, _) in enumerate(read_lines(file), 1):
                 if not line.isspace():
                     yield from self._row(
-                        f"{path} line {number}", parse_line(line, example=_EXAMPLE)
+                        f"{name} line {number}", parse_line(line, example=_EXAMPLE)
                     )
 
     def _json(self, path: Path, found: FileFormat) -> Iterator[Row]:

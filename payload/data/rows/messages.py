@@ -94,6 +94,10 @@ def read_messages(given: object, column: str) -> MessageList:
     found = MessageList()
     thoughts: list[str] = []
     for number, each in enumerate(given):
+        if not thoughts and (plain := _plain_message(each)) is not None:
+            found.messages.append(plain)
+            found.trained.append(plain["role"] == ASSISTANT)
+            continue
         where = f"{column}[{number}]"
         message, is_trained = _message(each, where, found.tools)
         channel, recipient = message.get("channel"), message.get("recipient")
@@ -127,6 +131,20 @@ def read_messages(given: object, column: str) -> MessageList:
     return found
 
 
+def _plain_message(given: object) -> dict[str, Any] | None:
+    """Return a message that has only a role and a text, as most messages; None for another one."""
+    if type(given) is not dict or len(given) != 2:
+        return None
+    for role_key, content_key in _FORMS:
+        role, content = given.get(role_key), given.get(content_key)
+        if isinstance(role, str) and isinstance(content, str):
+            known = ROLES.get(role)
+            if known is None or known == "function_call":
+                return None
+            return {"role": known, "content": clean(content)}
+    return None
+
+
 def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
     """Return a message, and True if it is trained. Adds the message's functions to `tools`."""
     role_key, content_key = _form(given, where)
@@ -137,10 +155,6 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
             f"{where}: unknown role {shown(given[role_key])}. Use one of: {', '.join(ROLES)}."
         )
     content = given.get(content_key)
-    if len(given) == 2 and isinstance(content, str) and role != "function_call":
-        # Most messages have only a role and a text.
-        plain = {"role": role, "content": require_text(content, f"{where} {content_key}")}
-        return plain, role == ASSISTANT
     found: dict[str, Any] = {"role": role, "content": _content(content, f"{where} {content_key}")}
     is_trained = role in (ASSISTANT, "function_call")
     for key, value in given.items():

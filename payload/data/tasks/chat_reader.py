@@ -242,9 +242,9 @@ class ChatReader:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error), place=row.place)
             return []
-        self.rows.note_unread(
-            unread_columns(row.values, [*columns_of(row.values), *self.groups.columns()])
-        )
+        if len(row.values) > 1:  # the only column has the messages
+            columns = [*columns_of(row.values), *self.groups.columns()]
+            self.rows.note_unread(unread_columns(row.values, columns))
         group = self.groups.number_of(row)
         if self.sketches.is_needed:
             self.sketches.add(row.number, message_texts(conversation_of(row.values).messages))

@@ -25,7 +25,7 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 _BUFFER_BYTES = 2**18
 _PIPE_BYTES = 2**20
-"""Buffer for responses that the parent reads later, so that the worker need not wait."""
+"""Buffer of each pipe, so that neither process waits for the other during a batch."""
 
 
 MAX_CONSECUTIVE_ENDS = 5
@@ -207,11 +207,12 @@ class TemplateProcess:
 
 
 def _enlarge(worker: subprocess.Popen[bytes]) -> None:
-    """Enlarge the buffer for responses, where the system can (Linux)."""
+    """Enlarge the buffers of the pipes, where the system can (Linux)."""
     size = getattr(fcntl, "F_SETPIPE_SZ", None)
-    if size is not None and worker.stdout is not None:
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(worker.stdout, size, _PIPE_BYTES)
+    for pipe in (worker.stdin, worker.stdout):
+        if size is not None and pipe is not None:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(pipe, size, _PIPE_BYTES)
 
 
 def encode(method: str, **request: object) -> str:
@@ -224,7 +225,8 @@ def _placeholder(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-_ENCODER = json.JSONEncoder(default=_placeholder)
+# Values come from JSON or tables, which have no cycles to look for.
+_ENCODER = json.JSONEncoder(default=_placeholder, check_circular=False)
 
 
 def _describe_exit(status: int) -> str:

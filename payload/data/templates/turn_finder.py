@@ -195,7 +195,7 @@ class TurnFinder(RenderedRow):
 
         A value can contain a stop token itself.
         """
-        message = self._messages[number]
+        message, stops = self._messages[number], self._stops(number)
         ends = [start]
         for value in (self._thought(number), message.get("content"), message.get("tool_calls")):
             if not value:
@@ -204,7 +204,7 @@ class TurnFinder(RenderedRow):
             for leaf in (value,) if isinstance(value, str) else leaves(value):
                 # Many data sets have the stop token at the end of the content.
                 short = leaf.strip()
-                for stop in self._stops(number):
+                for stop in stops:
                     short = short.removesuffix(stop)
                 found = text.find(short, place)
                 place = found + len(short) if found >= 0 else place
