@@ -29,7 +29,7 @@ from payload.launch.plan_record import rank_program
 from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.machines.machine import free_memory_bytes
-from payload.machines.speed_cache import MachineSpeed
+from payload.machines.speed_cache import MachineSpeed, RankSpeed
 from payload.orchestrate.node import control
 from payload.run_record.run_files import (
     RunPaths,
@@ -77,9 +77,9 @@ class LocalAccess:
         share = min(threads, self._speed.cores) / self._speed.cores
         return share * self._speed.flops_per_s(self.dtype(choice))
 
-    def update_core_s(self) -> float | None:
-        """Return the measured time of AdamW's update, or None."""
-        return None if self._speed is None else self._speed.update_core_s
+    def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed | None:
+        """Return the measured speed of a rank, or None."""
+        return None if self._speed is None else self._speed.rank_speed(dtype, threads=threads)
 
     def speed_source(self) -> str:
         """Return when this machine was measured."""

@@ -17,6 +17,7 @@ from payload.launch.plan_record import LaunchPlan, rank_arguments
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
+from payload.machines.speed_cache import RankSpeed
 from payload.orchestrate.hardware.nvidia import GPU_GUESS
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.runs.compute_settings import (
@@ -131,7 +132,7 @@ def resolve(
         link_bytes_per_s=target.profile.link_bytes_per_s,
         peak_flops_per_s=dtypes.peak_flops_per_s,
         threads=placed.placement.threads(),
-        update_core_s=target.profile.update_core_s(),
+        speed=_rank_speed(target, placed.placement, dtypes),
         tokens=tokens_of_data(settled.config),
     )
     require_fp8_on(settled.config.precision, target.nodes)
@@ -153,6 +154,15 @@ def resolve(
         free_memory_bytes=settled.free_bytes,
         base=settled.base,
     )
+
+
+def _rank_speed(
+    target: PlanTarget, placement: Placement, dtypes: ResolvedDtypes
+) -> RankSpeed | None:
+    """Return the measured speed of a rank; None on GPUs and if it was not measured."""
+    if dtypes.on_gpus:
+        return None
+    return target.profile.rank_speed(dtypes.compute, threads=placement.threads())
 
 
 def _notes(
@@ -236,6 +246,6 @@ def _strategies(
         peak_flops_per_s=dtypes.peak_flops_per_s,
         free_bytes=settled.free_bytes,
         threads=placement.threads(),
-        update_core_s=target.profile.update_core_s(),
+        speed=_rank_speed(target, placement, dtypes),
         tokens=tokens_of_data(settled.config),
     )
