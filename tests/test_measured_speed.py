@@ -21,6 +21,7 @@ from payload.machines.rank_mesh import Mesh
 from payload.machines.speed_cache import (
     ISA_VARIABLES,
     MachineSpeed,
+    RankSpeed,
     SpeedKey,
     read_speed,
     refresh_speed,
@@ -84,7 +85,24 @@ def test_a_measurement_is_for_one_cpu_number_of_cores_version_and_set_of_variabl
 
 
 def test_the_format_of_a_measurement_is_the_stored_one() -> None:
-    assert_format("speed", [asdict(make_speed())])
+    layers = (LayerSpeed(threads=2, element_s=3e-9, weight_s=2e-9),)
+    assert_format("speed", [asdict(make_speed(layers=layers))])
+
+
+def test_layers_are_measured_for_ranks_of_one_core_and_of_all_cores() -> None:
+    one, two = (
+        LayerSpeed(threads=threads, element_s=each * 1e-9, weight_s=each * 2e-9)
+        for threads, each in ((1, 5), (2, 3))
+    )
+    speed = make_speed(layers=(two, one))
+    assert speed.rank_speed("bf16", threads=1) == RankSpeed(update_core_s=2e-9, layers=one)
+    assert speed.layer_speed("bf16", threads=2) == two
+    # Four threads are twice as fast as two.
+    scaled = speed.layer_speed("bf16", threads=4)
+    assert scaled == LayerSpeed(threads=4, element_s=1.5e-9, weight_s=3e-9)
+    # They were measured in the dtype that a run chooses on this machine.
+    assert speed.layer_speed("fp32", threads=2) is None
+    assert make_speed().layer_speed("bf16", threads=2) is None
 
 
 def test_a_damaged_measurement_counts_as_missing(tmp_path: Path) -> None:
@@ -92,7 +110,8 @@ def test_a_damaged_measurement_counts_as_missing(tmp_path: Path) -> None:
     path = speed_path(tmp_path, SPEED_KEY)
     text = path.read_text(encoding="utf-8")
     changes: list[tuple[str, Any]] = [
-        *(("schema_version", each) for each in (2, None)),
+        *(("schema_version", each) for each in (1, None)),
+        *(("layers", each) for each in (None, [{}], [{"threads": 0}])),
         *(("bf16_flops_per_s", each) for each in (0, -1, "1e12", float("nan"))),
         *(("update_core_s", 0), ("others_share", 2), ("measured_unix", -1)),
     ]
@@ -251,7 +270,8 @@ def test_an_update_takes_the_measured_time() -> None:
     config, mesh = parse_run_config("", where="test"), Mesh(replicate=1, shard=1)
     spec = PRESETS["gpt2"]
     for threads in (1, 2, 32):
-        found = update_s(config, spec, mesh, threads=threads, core_s=1e-9)
+        speed = RankSpeed(update_core_s=1e-9, layers=None)
+        found = update_s(config, spec, mesh, threads=threads, speed=speed)
         assert found == pytest.approx(spec.num_params() * 1e-9 / threads)
 
 

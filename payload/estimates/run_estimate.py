@@ -75,8 +75,8 @@ def estimate_run(
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
     `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
-    over ranks; `threads` is the number of threads of each rank; `speed` is the
-    measured speed of a rank; `tokens` is the number of tokens in a step (None = all sequences are full). Raises
+    over ranks; `threads` is the number of threads of each rank; `speed` is the measured speed of a
+    rank; `tokens` is the number of tokens in a step (None = all sequences are full). Raises
     ConfigError if the batch or the model cannot be divided over the ranks.
     """
     tokens = tokens or config.tokens_per_step()

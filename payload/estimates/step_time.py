@@ -124,7 +124,7 @@ def _waiting_step_time(
             mesh,
             threads=threads,
             on_gpu=on_gpu,
-            core_s=None if speed is None else speed.update_core_s,
+            speed=speed,
         ),
         copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
@@ -169,21 +169,20 @@ def update_s(
     *,
     threads: int = 1,
     on_gpu: bool = False,
-    core_s: float | None = None,
+    speed: RankSpeed | None = None,
 ) -> float:
     """Return the seconds of the update on the rank with the most weights.
 
-    `core_s` is the measured time of one core for AdamW's update of a weight, with all cores active;
-    None means the time on the development machine.
+    Without a measured `speed`, the time is that of the development machine.
     """
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     optimizer = find_optimizer(config.optimizer.name)
     if on_gpu:
         return optimizer.gpu_update_s * spec.num_trainable_params() * held
-    if core_s is not None:
+    if speed is not None:
         # The measurement includes the limit of the memory bandwidth.
         share = optimizer.update_s / UPDATE_S_PER_WEIGHT
-        return share * core_s * spec.num_trainable_params() * held / threads
+        return share * speed.update_core_s * spec.num_trainable_params() * held / threads
     seconds = optimizer.update_s * spec.num_trainable_params() * held
     return seconds / min(threads, _MOST_COPYING_CORES)
 
@@ -195,7 +194,7 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
     and each stage waits while the pipeline fills and empties.
     """
     found = 1.0
-    if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
+    if mesh.tensor > 1 and config.uses_kernels():
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
         # The head's kernels also support fp32, but their share of the MFU was measured only in
         # bf16.
@@ -255,7 +254,7 @@ def run_step_time(
         mesh,
         threads=threads,
         on_gpu=on_gpu,
-        core_s=None if speed is None else speed.update_core_s,
+        speed=speed,
     )
     return replace(found, update_s=seconds)
 

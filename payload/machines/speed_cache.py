@@ -82,11 +82,6 @@ class SpeedKey:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def chosen_dtype(*, bf16: float, fp32: float) -> Dtype:
-    """Return the dtype that a run chooses on cores with these GEMM peaks."""
-    return "bf16" if bf16 >= BF16_MIN_GAIN * fp32 else "fp32"
-
-
 def torch_version() -> str | None:
     """Return the installed version of torch without importing torch; None if it is missing."""
     try:
@@ -145,7 +140,8 @@ class MachineSpeed:
 
     def dtype(self) -> Dtype:
         """Return the dtype that a run chooses on this machine."""
-        return chosen_dtype(bf16=self.bf16_flops_per_s, fp32=self.fp32_flops_per_s)
+        is_bf16 = self.bf16_flops_per_s >= BF16_MIN_GAIN * self.fp32_flops_per_s
+        return "bf16" if is_bf16 else "fp32"
 
     def layer_speed(self, dtype: Dtype, *, threads: int) -> LayerSpeed | None:
         """Return the measurement for ranks with `threads` threads; None in a different dtype.

@@ -34,14 +34,7 @@ from payload.kernels.library import load_library
 from payload.kernels.unavailable import KernelsUnavailableError
 from payload.machines.core_use import CoreUse
 from payload.machines.machine import Domain, discover
-from payload.machines.speed_cache import (
-    LayerSpeed,
-    MachineSpeed,
-    SpeedKey,
-    chosen_dtype,
-    speed_folder,
-    write_speed,
-)
+from payload.machines.speed_cache import MachineSpeed, SpeedKey, speed_folder, write_speed
 from payload.train.gemm_and_network_benchmark import gemm_peak
 from payload.train.layer_benchmark import MEASURED_SPEC, LayerBenchmark
 from payload.train.ranks.world import World
@@ -80,9 +73,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if key is None:
             raise BootstrapError("the package torch has no metadata", fix="Install torch again.")
         speeds = measure(domains)
-        layers, layers_others = measure_layers(domains, speeds)
-        speed = machine_speed(key, speeds, layers, now_unix=time.time())
-        speed = replace(speed, others_share=max(speed.others_share, layers_others))
+        speed = machine_speed(key, speeds, now_unix=time.time())
+        if speed.is_usable():
+            speed = with_layers(speed, domains)
     except TileforgeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -95,13 +88,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def machine_speed(
-    key: SpeedKey,
-    measured: Sequence[DomainSpeed],
-    layers: Sequence[LayerSpeed],
-    *,
-    now_unix: float,
+    key: SpeedKey, measured: Sequence[DomainSpeed], *, now_unix: float
 ) -> MachineSpeed:
-    """Return the record of all domains together."""
+    """Return the record of all domains together, without layers."""
     return MachineSpeed(
         key_sha256=key.sha256(),
         cpu=key.cpu,
@@ -109,7 +98,7 @@ def machine_speed(
         bf16_flops_per_s=sum(each.bf16 for each in measured),
         fp32_flops_per_s=sum(each.fp32 for each in measured),
         update_core_s=key.cores / sum(each.updates_per_s for each in measured),
-        layers=tuple(layers),
+        layers=(),
         others_share=max(each.others_share for each in measured),
         measured_unix=now_unix,
     )
@@ -128,39 +117,31 @@ def measure(domains: Sequence[Domain]) -> list[DomainSpeed]:
     return [DomainSpeed(**each) for each in _in_children(domains, prepare)]
 
 
-def measure_layers(
-    domains: Sequence[Domain], speeds: Sequence[DomainSpeed]
-) -> tuple[list[LayerSpeed], float]:
-    """Return the speed of layers on ranks of a whole domain, and of one core.
+def with_layers(speed: MachineSpeed, domains: Sequence[Domain]) -> MachineSpeed:
+    """Return the record with the speed of layers on ranks of a whole domain, and of one core.
 
-    The number is the share of the cores that other programs used. Raises TrainingError if a process
-    fails.
+    Raises TrainingError if a process fails.
     """
-    bf16, fp32 = sum(each.bf16 for each in speeds), sum(each.fp32 for each in speeds)
-    dtype = chosen_dtype(bf16=bf16, fp32=fp32)
-    cores = [core for domain in domains for core in domain.cores]
-    core_flops_per_s = (bf16 if dtype == "bf16" else fp32) / len(cores)
-    ways = [domains]
-    if len(domains) < len(cores) <= _FEW_CORES:
-        ways.append(
-            [Domain(id=domain.id, cores=(core,)) for domain in domains for core in domain.cores]
-        )
-    found, others = [], 0.0
+    ways = [list(domains)]
+    if len(domains) < speed.cores <= _FEW_CORES:
+        ways.append([Domain(id=each.id, cores=(core,)) for each in domains for core in each.cores])
+    dtype, layers, others = speed.dtype(), [], [speed.others_share]
     for ranks in ways:
         measured = _in_children(ranks, lambda rank: _prepare_layers(rank, dtype))
-        others = max(others, *(each["others_share"] for each in measured))
-        # Ranks wait for the slowest one.
-        times_s = {
-            int(tokens): max(each["times_s"][tokens] for each in measured)
-            for tokens in measured[0]["times_s"]
-        }
+        others += [each["others_share"] for each in measured]
         threads = max(len(rank.cores) for rank in ranks)
-        found.append(
-            layer_speed(
-                MEASURED_SPEC, times_s, threads=threads, flops_per_s=threads * core_flops_per_s
-            )
+        found = layer_speed(
+            MEASURED_SPEC,
+            # Ranks wait for the slowest one.
+            {
+                int(tokens): max(each["times_s"][tokens] for each in measured)
+                for tokens in measured[0]["times_s"]
+            },
+            threads=threads,
+            flops_per_s=speed.flops_per_s(dtype) * threads / speed.cores,
         )
-    return found, others
+        layers.append(found)
+    return replace(speed, layers=tuple(layers), others_share=max(others))
 
 
 def _prepare_layers(rank: Domain, dtype: Dtype) -> Measurement:

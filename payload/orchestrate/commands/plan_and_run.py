@@ -79,10 +79,6 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     config = load_config(options)
     chosen, access = _planned_inventory(options, access, config)
     print_message(talk, chosen.headline())
-    if is_on_these_cores(chosen.inventory, config):
-        say = partial(print_message, talk)
-        speed = measured_speed(access.environment(), now_unix=time.time(), say=say)
-        access = access.with_speed(speed)
     site = site_of(chosen, access, talk=talk)
     config = resolve_results(config, bucket=chosen.inventory.bucket)
     if options.site is not None:
@@ -102,7 +98,15 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         require_known_sizes(config)
         print_message(talk, f"note: a run would fail: {error}")
     paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
-    planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
+    # Measured after the checks: it takes seconds, and an error must come immediately.
+    if is_on_these_cores(chosen.inventory, config):
+        say = partial(print_message, talk)
+        speed = measured_speed(access.environment(), now_unix=time.time(), say=say)
+        access = access.with_speed(speed)
+        site = site_of(chosen, access, talk=talk)
+    planned = site.plan(
+        paths, config, vocab_size=vocab_size, placed=placed, mean_tokens=options.mean_tokens
+    )
     if site.uses_this_environment:
         try:
             require_disk(planned)

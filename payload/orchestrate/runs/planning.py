@@ -133,7 +133,7 @@ def resolve(
         peak_flops_per_s=dtypes.peak_flops_per_s,
         threads=placed.placement.threads(),
         speed=_rank_speed(target, placed.placement, dtypes),
-        tokens=tokens_of_data(settled.config),
+        tokens=tokens_of_data(settled.config, expected_mean=request.mean_tokens),
     )
     require_fp8_on(settled.config.precision, target.nodes)
     choice = choose_launcher(settled.config.launch.launcher, target.profile)
@@ -150,7 +150,7 @@ def resolve(
         core_flops_per_s=dtypes.core_flops_per_s,
         link_bytes_per_s=target.profile.link_bytes_per_s,
         speed_source=target.profile.speed_source(),
-        strategies=_strategies(target, placed.placement, dtypes, settled),
+        strategies=_strategies(request, target, placed.placement, dtypes, settled),
         free_memory_bytes=settled.free_bytes,
         base=settled.base,
     )
@@ -234,7 +234,11 @@ def _launch_plan(
 
 
 def _strategies(
-    target: PlanTarget, placement: Placement, dtypes: ResolvedDtypes, settled: SettledRun
+    request: PlanRequest,
+    target: PlanTarget,
+    placement: Placement,
+    dtypes: ResolvedDtypes,
+    settled: SettledRun,
 ) -> tuple[StrategyPrediction, ...]:
     """Return predictions for the alternative strategies on the run's ranks, the best first."""
     return compare_strategies(
@@ -247,5 +251,5 @@ def _strategies(
         free_bytes=settled.free_bytes,
         threads=placement.threads(),
         speed=_rank_speed(target, placement, dtypes),
-        tokens=tokens_of_data(settled.config),
+        tokens=tokens_of_data(settled.config, expected_mean=request.mean_tokens),
     )
