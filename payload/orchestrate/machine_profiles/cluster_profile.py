@@ -12,7 +12,7 @@ from payload.core.errors import PreflightError
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan_record import rank_program
-from payload.machines.core_speed import typical_core_flops_per_s
+from payload.machines.core_speed import table_source, typical_core_flops_per_s
 from payload.machines.inventory import Node
 from payload.machines.speed_cache import RankSpeed
 from payload.orchestrate.findings.trial import Measured
@@ -74,8 +74,8 @@ class ClusterAccess:
         return None
 
     def speed_source(self) -> str:
-        """Return what measured the nodes."""
-        return "measured on these nodes by preflight" if self.measured else ""
+        """Return what measured the nodes, or the row of the table."""
+        return "measured on these nodes by preflight" if self.measured else table_source(None)
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Resolve `auto` from the nodes' measured speed or from their CPUs; bf16 if unknown."""

@@ -38,7 +38,7 @@ class MachineProfile(Protocol):
         """Return the speed of a rank with `threads` threads; None if it was not measured."""
 
     def speed_source(self) -> str:
-        """Return where the measured speeds come from; empty if the machines were not measured."""
+        """Return where the speeds come from: a measurement, or a row of the table."""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that the trainer is expected to choose."""
