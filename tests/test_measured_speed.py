@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from payload.config.run_config import parse_run_config
+from payload.core.errors import ExitCode
 from payload.core.python_processes import code_environment, module_command
 from payload.estimates.step_time import update_s
 from payload.machines.core_use import CoreUse
@@ -32,6 +33,7 @@ from payload.machines.speed_cache import (
 )
 from payload.machines.speed_process import MODULE, SOURCE, cached_speed, measured_speed
 from payload.models.gpt2.spec import PRESETS
+from payload.orchestrate.__main__ import main
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from tests.support.formats import assert_format
 from tests.support.launching import REPO
@@ -91,10 +93,8 @@ def test_the_format_of_a_measurement_is_the_stored_one() -> None:
 
 
 def test_layers_are_measured_for_ranks_of_one_core_and_of_all_cores() -> None:
-    one, two = (
-        LayerSpeed(threads=threads, element_s=each * 1e-9, weight_s=each * 2e-9)
-        for threads, each in ((1, 5), (2, 3))
-    )
+    one = LayerSpeed(threads=1, element_s=5e-9, weight_s=10e-9)
+    two = LayerSpeed(threads=2, element_s=3e-9, weight_s=6e-9)
     speed = make_speed(layers=(two, one))
     assert speed.rank_speed("bf16", threads=1) == RankSpeed(update_core_s=2e-9, layers=one)
     assert speed.layer_speed("bf16", threads=2) == two
@@ -307,6 +307,17 @@ def test_the_measurement_is_printed_and_cached(tmp_path: Path) -> None:
     assert found is not None
     assert json.loads(done.stdout) == asdict(found)
     assert found.cores == key.cores and found.measured_unix > 1.7e9
+
+
+def test_an_error_of_a_plan_comes_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = ("batch.global_batch_size=3", "batch.micro_batch_size=2", "device.kind=cpu")
+    words = [word for each in settings for word in ("--set", each)]
+    assert main(["plan", *words], os.environ) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "batch.global_batch_size" in said and "measuring the speed" not in said
 
 
 @pytest.mark.processes

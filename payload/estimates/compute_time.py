@@ -59,7 +59,7 @@ def compute_time(
     """
     flops = step_flops(config, spec, tokens=tokens)
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
-    # The kernels were measured, and some families do not tell their width.
+    # The kernels were measured, and the width of some families is unknown.
     if layers is None or not spec.width() or not config.uses_kernels():
         rate = peak_flops_per_s * share
         return ComputeTime(

@@ -43,6 +43,7 @@ from payload.orchestrate.inventories.planned_machines import (
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.at_risk import limit_note, run_warning
 from payload.orchestrate.runs.launcher_choice import require_fit_for_job
+from payload.orchestrate.runs.planning import resolve_placement
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
 from payload.orchestrate.runs.run_input_checks import (
@@ -100,6 +101,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
     # Measured after the checks: it takes seconds, and an error must come immediately.
     if is_on_these_cores(chosen.inventory, config):
+        resolve_placement(with_auto_size(config, auto_size=auto_batch_size(paths.plan)), chosen)
         say = partial(print_message, talk)
         speed = measured_speed(access.environment(), now_unix=time.time(), say=say)
         access = access.with_speed(speed)
