@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
-from payload.config.training_sections import OptimizerSection
+from payload.config.training_sections import ModelSection, OptimizerSection
 from payload.core.dtype import Dtype
 from payload.kernels.kernels import find_kernels
-from payload.models.gpt2.spec import PRESETS
 from payload.train.models.loading import build
 from payload.train.optimizers.optimizer import build_optimizers
 
 # The head is left out: its matmul would hide the layers.
-MEASURED_SPEC = replace(PRESETS["gpt2"], n_layer=2, vocab_size=256, sequence_length=512)
+MEASURED_SPEC = ModelSection(n_layer=2, n_head=12, n_embd=768).spec(
+    sequence_length=512, vocab_size=256
+)
 _TOKENS = (64, 512)
 _ROUNDS = 2
 
