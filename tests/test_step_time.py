@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from payload.config.run_config import RunConfig, parse_run_config
+from payload.config.training_sections import AdapterSection
 from payload.estimates.compute_time import (
     BACKWARD_SHARE,
     compute_time,
@@ -277,8 +278,7 @@ def test_measured_layers_replace_the_typical_share_of_the_peak() -> None:
     found = compute_time(on, GPT2, peak_flops_per_s=4e11, cores=4, layers=layers)
     assert found.seconds == pytest.approx(4 / 3 * (flops / 4e11 + between_s) + weights_s)
     # Only the adapter's weights have a gradient, and it doubles the elements of the layers.
-    lora = parse_run_config("", overrides=[*settings, "adapter.kind=lora"], where="test")
-    adapted = lora.adapted(GPT2)
+    adapted = replace(config, adapter=AdapterSection(kind="lora")).adapted(GPT2)
     assert elements(adapted) == 2 * 16 * 768 * 12 + 50257
     # Without the kernels that were measured, the share is typical again.
     off = replace(config, engine=replace(config.engine, kernels="off"))

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
-from payload.config.training_sections import ModelSection, OptimizerSection
+from payload.config.training_sections import OptimizerSection
 from payload.core.dtype import Dtype
 from payload.kernels.kernels import find_kernels
+from payload.models.registry import layers_to_measure
 from payload.train.models.loading import build
 from payload.train.optimizers.optimizer import build_optimizers
 
-# The head is left out: its matmul would hide the layers.
-MEASURED_SPEC = ModelSection(n_layer=2, n_head=12, n_embd=768).spec(
-    sequence_length=512, vocab_size=256
-)
+MEASURED_SPEC = layers_to_measure()
 _TOKENS = (64, 512)
 _ROUNDS = 2
 
