@@ -342,3 +342,29 @@ def test_domains_are_measured_at_the_same_time() -> None:
         timeout=DEADLINE_S,
     )
     assert b"a process of the measurement failed. Run it again." in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_layers_are_measured_on_all_cores_of_a_domain_and_on_each_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    pair = (cores[0], cores[-1])
+    program = (
+        "from payload.machines.machine import Domain\n"
+        "from payload.train.measure_machine import with_layers\n"
+        "from tests.support.machine_speed import make_speed\n"
+        f"found = with_layers(make_speed(cores=2), [Domain(id=0, cores={pair})])\n"
+        "print([each.threads for each in found.layers])\n"
+        "assert all(each.element_s + each.weight_s > 0 for each in found.layers), found\n"
+        "assert 0 <= found.others_share <= 1"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=code_environment(os.environ),
+        cwd=REPO,
+        capture_output=True,
+        check=False,
+        timeout=DEADLINE_S,
+        text=True,
+    )
+    assert done.stdout == "[2, 1]\n", done.stderr
