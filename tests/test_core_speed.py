@@ -11,9 +11,14 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.core.dtype import Dtype
 from payload.machines.core_speed import (
+    CPU_NAMES,
     EMULATED_BF16_CORE_FLOPS_PER_S,
     GPU_MFU,
+    CpuClass,
+    cpu_class,
     has_bf16,
+    table_source,
+    typical_core_flops_per_s,
     typical_mfu,
 )
 from payload.machines.machine import discover
@@ -27,6 +32,7 @@ from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import RunPaths
 
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 GPT2, SMOLLM2, TINY = 768, 576, 128
 
 
@@ -92,6 +98,30 @@ def test_a_cpus_flags_say_whether_it_multiplies_bf16(
     (tmp_path / "cpuinfo").write_text(text, encoding="ascii")
     assert has_bf16(tmp_path / "cpuinfo") is expected
     assert has_bf16(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "cpu", "bf16", "fp32"),
+    [
+        ("avx2 avx512f avx512_bf16 amx_bf16 amx_tile", "amx", 1.2e12, 0.16e12),
+        ("avx2 avx512f avx512_bf16", "avx512_bf16", 0.27e12, 0.16e12),
+        ("avx2 avx512f avx512_vnni", "avx512", EMULATED_BF16_CORE_FLOPS_PER_S, 0.17e12),
+        ("avx avx2 f16c", "avx2", EMULATED_BF16_CORE_FLOPS_PER_S, 0.073e12),
+        # Another CPU, such as an Arm, counts as the most common one.
+        ("asimd sve bf16", None, 0.27e12, 0.16e12),
+    ],
+)
+def test_each_class_of_cpus_has_its_row_of_typical_speeds(
+    flags: str, cpu: CpuClass | None, bf16: float, fp32: float
+) -> None:
+    assert cpu_class(flags.split()) == cpu
+    found = [typical_core_flops_per_s(each, emulates_bf16=False, cpu=cpu) for each in DTYPES]
+    assert found == [bf16, fp32]
+    # A node without the instructions emulates them, whatever its class.
+    assert typical_core_flops_per_s("bf16", emulates_bf16=True, cpu=cpu) == (
+        EMULATED_BF16_CORE_FLOPS_PER_S
+    )
+    assert table_source(cpu) == f"from a table for CPUs with {CPU_NAMES[cpu or 'avx512_bf16']}"
 
 
 class Planned(Protocol):

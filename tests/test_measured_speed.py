@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from payload.config.run_config import parse_run_config
+from payload.core.errors import ExitCode
 from payload.core.python_processes import code_environment, module_command
 from payload.estimates.step_time import update_s
 from payload.machines.core_use import CoreUse
 from payload.machines.rank_mesh import Mesh
 from payload.machines.speed_cache import (
     ISA_VARIABLES,
+    LayerSpeed,
     MachineSpeed,
+    RankSpeed,
     SpeedKey,
     read_speed,
     refresh_speed,
@@ -30,6 +33,7 @@ from payload.machines.speed_cache import (
 )
 from payload.machines.speed_process import MODULE, SOURCE, cached_speed, measured_speed
 from payload.models.gpt2.spec import PRESETS
+from payload.orchestrate.__main__ import main
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from tests.support.formats import assert_format
 from tests.support.launching import REPO
@@ -84,7 +88,22 @@ def test_a_measurement_is_for_one_cpu_number_of_cores_version_and_set_of_variabl
 
 
 def test_the_format_of_a_measurement_is_the_stored_one() -> None:
-    assert_format("speed", [asdict(make_speed())])
+    layers = (LayerSpeed(threads=2, element_s=3e-9, weight_s=2e-9),)
+    assert_format("speed", [asdict(make_speed(layers=layers))])
+
+
+def test_layers_are_measured_for_ranks_of_one_core_and_of_all_cores() -> None:
+    one = LayerSpeed(threads=1, element_s=5e-9, weight_s=10e-9)
+    two = LayerSpeed(threads=2, element_s=3e-9, weight_s=6e-9)
+    speed = make_speed(layers=(two, one))
+    assert speed.rank_speed("bf16", threads=1) == RankSpeed(update_core_s=2e-9, layers=one)
+    assert speed.layer_speed("bf16", threads=2) == two
+    # Four threads are twice as fast as two.
+    scaled = speed.layer_speed("bf16", threads=4)
+    assert scaled == LayerSpeed(threads=4, element_s=1.5e-9, weight_s=3e-9)
+    # They were measured in the dtype that a run chooses on this machine.
+    assert speed.layer_speed("fp32", threads=2) is None
+    assert make_speed().layer_speed("bf16", threads=2) is None
 
 
 def test_a_damaged_measurement_counts_as_missing(tmp_path: Path) -> None:
@@ -92,7 +111,8 @@ def test_a_damaged_measurement_counts_as_missing(tmp_path: Path) -> None:
     path = speed_path(tmp_path, SPEED_KEY)
     text = path.read_text(encoding="utf-8")
     changes: list[tuple[str, Any]] = [
-        *(("schema_version", each) for each in (2, None)),
+        *(("schema_version", each) for each in (1, None)),
+        *(("layers", None), ("layers", [{}]), ("layers", [{"threads": 0}])),
         *(("bf16_flops_per_s", each) for each in (0, -1, "1e12", float("nan"))),
         *(("update_core_s", 0), ("others_share", 2), ("measured_unix", -1)),
     ]
@@ -234,7 +254,9 @@ def test_a_local_run_has_the_measured_speed_of_the_cores_that_it_uses() -> None:
     assert known.peak_flops_per_s("bf16", threads=4) == 1e12
     assert known.peak_flops_per_s("fp32", threads=2) == 4e11
     assert known.speed_source().startswith("measured on this machine on 2027-01-1")
-    assert plain.peak_flops_per_s("bf16", threads=2) is None and plain.speed_source() == ""
+    assert (
+        plain.peak_flops_per_s("bf16", threads=2) is None and "from a table" in plain.speed_source()
+    )
 
 
 @pytest.mark.parametrize(("bf16", "fp32", "dtype"), [(16e10, 32e10, "fp32"), (2e12, 3e11, "bf16")])
@@ -251,7 +273,8 @@ def test_an_update_takes_the_measured_time() -> None:
     config, mesh = parse_run_config("", where="test"), Mesh(replicate=1, shard=1)
     spec = PRESETS["gpt2"]
     for threads in (1, 2, 32):
-        found = update_s(config, spec, mesh, threads=threads, core_s=1e-9)
+        speed = RankSpeed(update_core_s=1e-9, layers=None)
+        found = update_s(config, spec, mesh, threads=threads, speed=speed)
         assert found == pytest.approx(spec.num_params() * 1e-9 / threads)
 
 
@@ -282,8 +305,19 @@ def test_the_measurement_is_printed_and_cached(tmp_path: Path) -> None:
     assert key is not None
     found = read_speed(speed_folder(env), key)
     assert found is not None
-    assert json.loads(done.stdout) == asdict(found)
+    assert json.loads(done.stdout) == json.loads(json.dumps(asdict(found)))
     assert found.cores == key.cores and found.measured_unix > 1.7e9
+
+
+def test_an_error_of_a_plan_comes_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = ("batch.global_batch_size=3", "batch.micro_batch_size=2", "device.kind=cpu")
+    words = [word for each in settings for word in ("--set", each)]
+    assert main(["plan", *words], os.environ) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "batch.global_batch_size" in said and "measuring the speed" not in said
 
 
 @pytest.mark.processes
@@ -308,3 +342,29 @@ def test_domains_are_measured_at_the_same_time() -> None:
         timeout=DEADLINE_S,
     )
     assert b"a process of the measurement failed. Run it again." in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_layers_are_measured_on_all_cores_of_a_domain_and_on_each_core() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    pair = (cores[0], cores[-1])
+    program = (
+        "from payload.machines.machine import Domain\n"
+        "from payload.train.measure_machine import with_layers\n"
+        "from tests.support.machine_speed import make_speed\n"
+        f"found = with_layers(make_speed(cores=2), [Domain(id=0, cores={pair})])\n"
+        "print([each.threads for each in found.layers])\n"
+        "assert all(each.element_s + each.weight_s > 0 for each in found.layers), found\n"
+        "assert 0 <= found.others_share <= 1"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=code_environment(os.environ),
+        cwd=REPO,
+        capture_output=True,
+        check=False,
+        timeout=DEADLINE_S,
+        text=True,
+    )
+    assert done.stdout == "[2, 1]\n", done.stderr

@@ -9,8 +9,15 @@ from typing import cast
 import pytest
 from torch import nn
 
-from payload.config.run_config import parse_run_config
-from payload.estimates.compute_time import BACKWARD_SHARE, compute_time
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.config.training_sections import AdapterSection
+from payload.estimates.compute_time import (
+    BACKWARD_SHARE,
+    compute_time,
+    elements,
+    layer_speed,
+    step_flops,
+)
 from payload.estimates.gradient_buckets import buckets
 from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
 from payload.estimates.run_estimate import estimate_run
@@ -18,6 +25,7 @@ from payload.estimates.run_time import Speed
 from payload.estimates.step_time import StepTime, predict_step, run_step_time, step_time
 from payload.machines.core_speed import GPU_MFU
 from payload.machines.inventory import Node
+from payload.machines.speed_cache import LayerSpeed
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.optimizers.adamw import GPU_UPDATE_S_PER_WEIGHT, UPDATE_S_PER_WEIGHT
 from payload.orchestrate.hardware.nvidia import for_prediction
@@ -248,6 +256,53 @@ def test_computing_takes_the_flops_at_the_expected_share_of_the_peak() -> None:
     twice = replace(config, memory=replace(config.memory, activation_checkpointing="on"))
     again = compute_time(twice, GPT2, peak_flops_per_s=4e11, cores=2)
     assert again.seconds == pytest.approx(found.seconds * 4 / 3) and again.mfu == found.mfu
+
+
+def test_measured_layers_replace_the_typical_share_of_the_peak() -> None:
+    settings = ["precision.dtype=bf16", "batch.global_batch_size=8", "batch.micro_batch_size=2"]
+    config = parse_run_config("", overrides=settings, where="test")
+    layers = LayerSpeed(threads=2, element_s=2e-9, weight_s=1e-9)
+
+    def seconds(config: RunConfig) -> float:
+        found = compute_time(config, GPT2, peak_flops_per_s=4e11, cores=4, layers=layers)
+        assert found.mfu == pytest.approx(step_flops(config, GPT2) / 4e11 / found.seconds)
+        return found.seconds
+
+    # Each of two ranks has two micro-batches of two sequences.
+    tokens, flops = 4 * config.data.sequence_length, step_flops(config, GPT2)
+    assert elements(GPT2) == 16 * 768 * 12 + 50257
+    between_s, weights_s = tokens * elements(GPT2) * 2e-9, 2 * GPT2.num_params() * 1e-9
+    assert seconds(config) == pytest.approx(flops / 4e11 + between_s + weights_s)
+    # Recomputed layers convert no weights again.
+    on = replace(config, memory=replace(config.memory, activation_checkpointing="on"))
+    found = compute_time(on, GPT2, peak_flops_per_s=4e11, cores=4, layers=layers)
+    assert found.seconds == pytest.approx(4 / 3 * (flops / 4e11 + between_s) + weights_s)
+    # Only the adapter's weights have a gradient, and it doubles the elements of the layers.
+    adapted = replace(config, adapter=AdapterSection(kind="lora")).adapted(GPT2)
+    assert elements(adapted) == 2 * 16 * 768 * 12 + 50257
+    # Without the kernels that were measured, the share is typical again.
+    off = replace(config, engine=replace(config.engine, kernels="off"))
+    plain = compute_time(off, GPT2, peak_flops_per_s=4e11, cores=4)
+    assert compute_time(off, GPT2, peak_flops_per_s=4e11, cores=4, layers=layers) == plain
+
+
+def test_two_micro_batches_give_the_time_of_elements_and_weights() -> None:
+    spec, flops_per_s = replace(GPT2, n_layer=2, vocab_size=256), 3e11
+    expected = LayerSpeed(threads=2, element_s=2e-9, weight_s=1e-9)
+
+    def took_s(tokens: int) -> float:
+        flops = tokens * spec.with_sequence_length(tokens).flops_per_token()
+        between_s = tokens * elements(spec) * expected.element_s
+        return flops / flops_per_s + between_s + spec.num_params() * expected.weight_s
+
+    times_s = {tokens: took_s(tokens) for tokens in (512, 64)}
+    found = layer_speed(spec, times_s, threads=2, flops_per_s=flops_per_s)
+    assert found.threads == 2
+    assert found.element_s == pytest.approx(expected.element_s)
+    assert found.weight_s == pytest.approx(expected.weight_s)
+    # A disturbed measurement of the peak does not make the layers faster than their matmuls.
+    nothing = layer_speed(spec, times_s, threads=2, flops_per_s=1e10)
+    assert nothing.element_s == 0.0 <= nothing.weight_s
 
 
 def test_an_evaluation_takes_a_third_of_the_training_on_as_many_tokens() -> None:

@@ -112,8 +112,12 @@ class RunConfig:
         return sequences * self.data.sequence_length
 
     def uses_kernels(self) -> bool:
-        """Return whether the layers use the project's kernels, if these can be built."""
-        is_plain = not self.model.dropout and self.model.quantize == "none"
+        """Return whether the layers use the project's kernels, if these can be built.
+
+        The kernels need a CPU; with device.kind = "auto", a CPU is assumed.
+        """
+        is_plain = self.device.kind != "cuda" and not self.model.dropout
+        is_plain = is_plain and self.model.quantize == "none"
         is_plain = is_plain and not (self.adapter.is_on() and self.adapter.dora)
         return self.used_engine().wants_kernels() and is_plain
 
@@ -185,7 +189,12 @@ class RunConfig:
             stages=self.distributed.pipeline_parallel,
             micro_batches_kept=self._micro_batches_kept(world_size),
             state_bytes=find_optimizer(self.optimizer.name).state_bytes,
+            chunks_loss=self.device.kind == "cuda",
         )
+
+    def on_device(self, kind: Literal["auto", "cpu", "cuda"]) -> RunConfig:
+        """Return the config with `device.kind` resolved, for estimates."""
+        return replace(self, device=replace(self.device, kind=kind))
 
     def _micro_batches_kept(self, world_size: int) -> int:
         passes, stages = self.passes(world_size), self.distributed.pipeline_parallel

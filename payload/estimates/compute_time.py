@@ -5,15 +5,21 @@ A test checks that no other module divides FLOPs by a rate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from payload.config.run_config import RunConfig
+from payload.machines.speed_cache import LayerSpeed
 from payload.models.spec import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in a micro-batch's time. It has two matmuls for each matmul of the
 forward pass."""
 _FORWARD_SHARE = 1 / 3
+_WIDTHS_WRITTEN = 16
+"""Elements that the linears of a layer read and write for a token, in widths of the residual
+stream: queries, keys and values 4, attention's output 2, the MLP 10. GPT-2 has exactly 16, Llama
+models have 15 to 18."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +49,67 @@ def compute_time(
     peak_flops_per_s: float,
     cores: int,
     tokens: int | None = None,
+    layers: LayerSpeed | None = None,
 ) -> ComputeTime:
     """Predict the compute time of a step, given the peak of `cores` cores together.
 
-    `tokens` is as in `step_flops`. On GPUs, `cores` has no effect.
+    `tokens` is as in `step_flops`. With the measurement `layers`, the time has three terms: matmuls
+    at the peak, elements between them, and weights in each micro-batch. Otherwise the MFU is
+    typical. On GPUs, `cores` has no effect.
     """
+    flops = step_flops(config, spec, tokens=tokens)
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
-    rate = peak_flops_per_s * share
-    seconds = step_flops(config, spec, tokens=tokens) / rate * config.recomputation()
-    return ComputeTime(seconds=seconds, mfu=share, flops_per_s=rate)
+    # The kernels were measured, and the width of some families is unknown.
+    if layers is None or not spec.width() or not config.uses_kernels():
+        rate = peak_flops_per_s * share
+        return ComputeTime(
+            seconds=flops / rate * config.recomputation(), mfu=share, flops_per_s=rate
+        )
+    ranks = max(1, cores // layers.threads)
+    mesh = config.distributed.mesh(ranks)
+    own_tokens = (config.tokens_per_step() if tokens is None else tokens) / ranks
+    per_pass = config.batch.per_pass(mesh.data_ranks)
+    passes = max(1, config.batch.global_batch_size // per_pass)
+    weights = passes * spec.num_trainable_params() / (mesh.tensor * mesh.pipeline)
+    per_token_s = flops / peak_flops_per_s + own_tokens * elements(spec) * layers.element_s
+    seconds = per_token_s + weights * layers.weight_s
+    return ComputeTime(
+        seconds=seconds + per_token_s * (config.recomputation() - 1),
+        mfu=flops / seconds / peak_flops_per_s,
+        flops_per_s=flops / seconds,
+    )
+
+
+def elements(spec: ModelSpec) -> int:
+    """Return the elements that all layers and the head write between their matmuls for a token.
+
+    An adapter reads and writes the elements of its layer a second time.
+    """
+    times = 1 if spec.num_trainable_params() == spec.num_params() else 2
+    return times * _WIDTHS_WRITTEN * spec.width() * spec.num_layers() + spec.head_rows()
+
+
+def layer_speed(
+    spec: ModelSpec, times_s: Mapping[int, float], *, threads: int, flops_per_s: float
+) -> LayerSpeed:
+    """Return a rank's time for elements and weights, from its time of two micro-batches.
+
+    `times_s` maps the number of tokens, in one sequence, to the seconds of forward and backward.
+    `flops_per_s` is the rank's GEMM peak.
+    """
+    (few, few_s), (many, many_s) = (
+        (tokens, took_s - _product_s(spec, tokens, flops_per_s=flops_per_s))
+        for tokens, took_s in sorted(times_s.items())
+    )
+    element_s = max(0.0, many_s - few_s) / ((many - few) * elements(spec))
+    weights_s = max(0.0, few_s - few * elements(spec) * element_s)
+    weight_s = weights_s / spec.num_trainable_params()
+    return LayerSpeed(threads=threads, element_s=element_s, weight_s=weight_s)
+
+
+def _product_s(spec: ModelSpec, tokens: int, *, flops_per_s: float) -> float:
+    """Return the time of the matmuls of one sequence at the GEMM peak."""
+    return tokens * spec.with_sequence_length(tokens).flops_per_token() / flops_per_s
 
 
 def evaluation_s(*, tokens: int, flops_per_token: float, flops_per_s: float) -> float:

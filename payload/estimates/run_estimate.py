@@ -11,6 +11,7 @@ from payload.estimates.gradient_buckets import gradient_bytes
 from payload.estimates.network import Network
 from payload.estimates.sent_bytes import sent_bytes
 from payload.estimates.step_time import predict_step, run_step_time
+from payload.machines.speed_cache import RankSpeed
 from payload.models.spec import ModelSpec
 
 
@@ -68,14 +69,14 @@ def estimate_run(
     link_bytes_per_s: float,
     peak_flops_per_s: float | None = None,
     threads: int = 1,
-    update_core_s: float | None = None,
+    speed: RankSpeed | None = None,
     tokens: int | None = None,
 ) -> RunEstimate:
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
     `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
-    over ranks; `threads` is the number of threads of each rank; `update_core_s` is as in
-    `update_s`; `tokens` is the number of tokens in a step (None = all sequences are full). Raises
+    over ranks; `threads` is the number of threads of each rank; `speed` is the measured speed of a
+    rank; `tokens` is the number of tokens in a step (None = all sequences are full). Raises
     ConfigError if the batch or the model cannot be divided over the ranks.
     """
     tokens = tokens or config.tokens_per_step()
@@ -91,7 +92,7 @@ def estimate_run(
             peak_flops_per_s=peak_flops_per_s,
             network=network,
             threads=threads,
-            update_core_s=update_core_s,
+            speed=speed,
             tokens=tokens,
         )
     step = (

@@ -20,6 +20,7 @@ from payload.estimates.network import (
 )
 from payload.estimates.sent_bytes import SentBytes, gathered_bytes, sent_bytes
 from payload.machines.rank_mesh import Mesh
+from payload.machines.speed_cache import RankSpeed
 from payload.models.spec import ModelSpec
 from payload.models.stages import largest_stage, slowest_share
 from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
@@ -99,7 +100,7 @@ def _waiting_step_time(
     compute_s: float,
     network: Network,
     threads: int,
-    update_core_s: float | None,
+    speed: RankSpeed | None,
 ) -> StepTime:
     """Return the step time of ranks that wait for their collectives, one after the other.
 
@@ -117,7 +118,14 @@ def _waiting_step_time(
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
-        update_s=update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu, core_s=update_core_s),
+        update_s=update_s(
+            config,
+            spec,
+            mesh,
+            threads=threads,
+            on_gpu=on_gpu,
+            speed=speed,
+        ),
         copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
 
@@ -161,21 +169,20 @@ def update_s(
     *,
     threads: int = 1,
     on_gpu: bool = False,
-    core_s: float | None = None,
+    speed: RankSpeed | None = None,
 ) -> float:
     """Return the seconds of the update on the rank with the most weights.
 
-    `core_s` is the measured time of one core for AdamW's update of a weight, with all cores active;
-    None means the time on the development machine.
+    Without a measured `speed`, the time is that of the development machine.
     """
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     optimizer = find_optimizer(config.optimizer.name)
     if on_gpu:
         return optimizer.gpu_update_s * spec.num_trainable_params() * held
-    if core_s is not None:
+    if speed is not None:
         # The measurement includes the limit of the memory bandwidth.
         share = optimizer.update_s / UPDATE_S_PER_WEIGHT
-        return share * core_s * spec.num_trainable_params() * held / threads
+        return share * speed.update_core_s * spec.num_trainable_params() * held / threads
     seconds = optimizer.update_s * spec.num_trainable_params() * held
     return seconds / min(threads, _MOST_COPYING_CORES)
 
@@ -187,7 +194,7 @@ def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float
     and each stage waits while the pipeline fills and empties.
     """
     found = 1.0
-    if mesh.tensor > 1 and config.uses_kernels() and config.device.kind != "cuda":
+    if mesh.tensor > 1 and config.uses_kernels():
         head = 6 * spec.head_rows() * spec.width() / spec.flops_per_token()
         # The head's kernels also support fp32, but their share of the MFU was measured only in
         # bf16.
@@ -209,7 +216,7 @@ def run_step_time(
     compute_s: float,
     network: Network,
     threads: int = 1,
-    update_core_s: float | None = None,
+    speed: RankSpeed | None = None,
 ) -> StepTime:
     """Return the step time of the run `config`; its forward and backward take `compute_s`.
 
@@ -225,7 +232,7 @@ def run_step_time(
             compute_s=compute_s,
             network=network,
             threads=threads,
-            update_core_s=update_core_s,
+            speed=speed,
         )
     per_pass = config.batch.per_pass(network.ranks)
     # The prediction may be for a rank count that does not divide the batch, as in preflight;
@@ -241,7 +248,14 @@ def run_step_time(
         else None,
     )
     mesh = config.distributed.mesh(network.ranks)
-    seconds = update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu, core_s=update_core_s)
+    seconds = update_s(
+        config,
+        spec,
+        mesh,
+        threads=threads,
+        on_gpu=on_gpu,
+        speed=speed,
+    )
     return replace(found, update_s=seconds)
 
 
@@ -262,12 +276,13 @@ def predict_step(
     network: Network,
     threads: int,
     tokens: int | None = None,
-    update_core_s: float | None = None,
+    speed: RankSpeed | None = None,
 ) -> PredictedStep:
     """Predict a step of the run `config` on ranks with `threads` threads each.
 
     `peak_flops_per_s` is the GEMM peak of all ranks together, and `tokens` the number of tokens in
-    a step (None = all sequences are full). `update_core_s` is as in `update_s`.
+    a step (None = all sequences are full). `speed` is the measured speed of a
+    rank, or None.
     """
     compute = compute_time(
         config,
@@ -275,6 +290,7 @@ def predict_step(
         peak_flops_per_s=peak_flops_per_s,
         cores=network.ranks * threads,
         tokens=tokens,
+        layers=None if speed is None else speed.layers,
     )
     parts = run_step_time(
         config,
@@ -282,6 +298,6 @@ def predict_step(
         compute_s=compute.seconds,
         network=network,
         threads=threads,
-        update_core_s=update_core_s,
+        speed=speed,
     )
     return PredictedStep(compute=compute, parts=parts)

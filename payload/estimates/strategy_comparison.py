@@ -12,6 +12,7 @@ from payload.core.errors import ConfigError
 from payload.estimates.run_estimate import estimate_run
 from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.rank_mesh import divisors
+from payload.machines.speed_cache import RankSpeed
 from payload.models.spec import ModelSpec
 
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
@@ -59,7 +60,7 @@ def compare_strategies(
     peak_flops_per_s: float | None,
     free_bytes: int | None,
     threads: int = 1,
-    update_core_s: float | None = None,
+    speed: RankSpeed | None = None,
     tokens: int | None = None,
 ) -> tuple[StrategyPrediction, ...]:
     """Return the possible strategies: those that fit into memory first, then by predicted time.
@@ -85,7 +86,7 @@ def compare_strategies(
             link_bytes_per_s=link_bytes_per_s,
             peak_flops_per_s=peak_flops_per_s or assumed,
             threads=threads,
-            update_core_s=update_core_s,
+            speed=speed,
             tokens=tokens,
         )
         assert numbers.step_s is not None

@@ -138,6 +138,8 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     )
     more = ["--samples"] if is_sampled else []
     more += ["--val-tokens", str(_val_tokens(request, counted))]
+    if found.task == "classify" and counted.tokens and counted.documents:
+        more += ["--mean-tokens", str(counted.tokens / counted.documents)]
     planned = _plan(request, _as_sets(choices), run_for_json, more=more)
     numbers, estimated = planned["plan"]["arithmetic"], planned["estimate"]
     time = RunTime(**estimated["time"])

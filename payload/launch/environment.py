@@ -8,27 +8,13 @@ from typing import Literal
 
 from payload.core.python_processes import SAFE_PATH
 from payload.launch.ranks import Rank
+from payload.machines.process_variables import spin_environment, tuned_malloc
 from payload.machines.rank_variables import RUN_DIR, TORCH, names
 
 Malloc = Literal["tuned", "lean", "sharded", "tcmalloc", "default"]
 
 RUN_ID = "TILEFORGE_RUN_ID"
 NODE = "TILEFORGE_NODE"
-
-# A training step repeatedly allocates and frees hundreds of megabytes. By default, glibc returns
-# each block of 32 MiB or more to the kernel, and gets fresh, zeroed pages for the next block.
-# Measured on GPT-2's shape, 4 layers, 2 cores: 5.6 million page faults in 9 steps by default, 0.96
-# million with the thresholds raised, 0.04 million with huge pages as well; step 2.61 s, 1.70 s,
-# 1.68 s; peak memory 2.5, 3.8, 3.6 GB. top_pad and arena_max changed nothing.
-_KEEP_BYTES = 4 * 2**30
-_TUNED = ":".join(
-    (
-        f"glibc.malloc.mmap_threshold={_KEEP_BYTES}",
-        f"glibc.malloc.trim_threshold={_KEEP_BYTES}",
-        # Calls madvise(MADV_HUGEPAGE) for the heap; versions before glibc 2.35 ignore it.
-        "glibc.malloc.hugetlb=1",
-    )
-)
 
 # A sharded rank constantly allocates and frees blocks of varying sizes. They fragment the heap if
 # it returns no memory to the kernel. GPT-2 on 2 ranks, 2 x 512 tokens (Xeon with AMX, 2026-11-23):
@@ -48,12 +34,6 @@ _SHARDED = ":".join(
         "glibc.malloc.hugetlb=1",
     )
 )
-
-# At the end of a parallel region libgomp's threads spin before they sleep, 300,000 times by
-# default. For these milliseconds, no other program can use the core. A step of `tiny` with
-# two threads on two AVX-512 cores, alone and beside two endless loops (2026-11-22): 0.17 s and
-# 0.55 to 1.36 s by default, 0.17 s and 0.42 s with 3,000, 0.20 to 0.23 s and 0.43 s with none.
-_SPIN_COUNT = 3000
 
 # The wrapper script of mpirun uses a scheduler if it finds variables of the scheduler. Thus a run
 # that is started in a Slurm or SGE shell would use the nodes of that job. Variables of an enclosing
@@ -128,18 +108,10 @@ def common_environment(
     return variables
 
 
-def spin_environment() -> dict[str, str]:
-    """Return the variables that limit how long waiting OpenMP threads spin.
-
-    They are for ranks that share no cores.
-    """
-    return {"GOMP_SPINCOUNT": str(_SPIN_COUNT)}
-
-
 def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[str, str]:
     """Return the variables that select `malloc` for a new process."""
     if malloc == "tuned":
-        return {"GLIBC_TUNABLES": _TUNED}
+        return tuned_malloc()
     if malloc == "lean":
         return {"GLIBC_TUNABLES": _LEAN}
     if malloc == "sharded":

@@ -7,19 +7,38 @@ for the layers. In a narrow model, pointwise ops take a larger share of the step
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 from payload.core.dtype import Dtype
 
-TYPICAL_CORE_FLOPS_PER_S: dict[Dtype, float] = {"bf16": 0.27e12, "fp32": 0.16e12}
-"""GEMM peak that is assumed for a core with AVX-512 and without AMX if it was not measured.
+CpuClass = Literal["amx", "avx512_bf16", "avx512", "avx2"]
+"""A kind of CPU by the widest instructions for matmuls."""
 
-Measured in bf16: 0.21 to 0.45 TFLOP/s (benchmarks/results, step_epyc-2-cores and
-step_smollm2_epyc-2-cores).
-"""
+CPU_NAMES: Mapping[CpuClass, str] = {
+    "amx": "AMX",
+    "avx512_bf16": "AVX-512 and bf16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2",
+}
+"""The classes as they are named in messages."""
+
 EMULATED_BF16_CORE_FLOPS_PER_S = 0.03e12
 """GEMM peak of a core in emulated bf16, measured on a Xeon with AVX-512 without bf16 instructions.
+"""
+_TYPICAL_CORE_FLOPS_PER_S: Mapping[CpuClass, Mapping[Dtype, float]] = {
+    "amx": {"bf16": 1.2e12, "fp32": 0.16e12},
+    "avx512_bf16": {"bf16": 0.27e12, "fp32": 0.16e12},
+    "avx512": {"bf16": EMULATED_BF16_CORE_FLOPS_PER_S, "fp32": 0.17e12},
+    "avx2": {"bf16": EMULATED_BF16_CORE_FLOPS_PER_S, "fp32": 0.073e12},
+}
+"""GEMM peak that is assumed for a core if it was not measured.
+
+Measured on pages in benchmarks/results: AMX 1.16 to 1.29 and 0.16 TFLOP/s (step_xeon-amx-2-cores
+and peak_xeon-amx-2-cores), AVX-512 with bf16 0.21 to 0.45 in bf16 (step_epyc-2-cores and
+step_smollm2_epyc-2-cores), AVX-512 without bf16 0.17 (step_smollm2_xeon-fp32-2-cores). AVX2 was
+measured in fp32 on an EPYC. Emulated bf16 was not measured with AVX2.
 """
 GPU_MFU = 0.35
 """Expected MFU on a GPU; not measured."""
@@ -27,6 +46,7 @@ GPU_MFU = 0.35
 _KERNELS_FLOPS_PER_S = 1.0e12
 _NO_KERNELS_FLOPS_PER_S = 0.35e12
 _WIDE = 512
+_COMMON_CLASS: CpuClass = "avx512_bf16"
 _FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
@@ -76,8 +96,27 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
     return flags_have_bf16(named[0]) if named else None
 
 
-def typical_core_flops_per_s(dtype: Dtype, *, emulates_bf16: bool) -> float:
-    """Return a typical core's GEMM peak, for machines where it was not measured."""
+def cpu_class(flags: Collection[str]) -> CpuClass | None:
+    """Return the class of a CPU with these flags; None for any other CPU, and without flags."""
+    if "amx_bf16" in flags:
+        return "amx"
+    if "avx512f" in flags:
+        return "avx512_bf16" if "avx512_bf16" in flags else "avx512"
+    return "avx2" if "avx2" in flags else None
+
+
+def typical_core_flops_per_s(
+    dtype: Dtype, *, emulates_bf16: bool, cpu: CpuClass | None = None
+) -> float:
+    """Return a typical core's GEMM peak, for machines where it was not measured.
+
+    An unknown class counts as AVX-512 with bf16.
+    """
     if dtype == "bf16" and emulates_bf16:
         return EMULATED_BF16_CORE_FLOPS_PER_S
-    return TYPICAL_CORE_FLOPS_PER_S[dtype]
+    return _TYPICAL_CORE_FLOPS_PER_S[cpu or _COMMON_CLASS][dtype]
+
+
+def table_source(cpu: CpuClass | None) -> str:
+    """Return the text on a speed from this table, for a CPU of this class."""
+    return f"from a table for CPUs with {CPU_NAMES[cpu or _COMMON_CLASS]}"

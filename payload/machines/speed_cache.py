@@ -29,7 +29,7 @@ from payload.machines.core_use import MOST_OTHERS
 from payload.machines.machine import discover
 from payload.machines.machine_facts import read_cpu
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ISA_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -91,6 +91,28 @@ def torch_version() -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpeed:
+    """How much longer a rank's micro-batch takes than its matmuls at the GEMM peak."""
+
+    threads: int = checked(low=1, high=2**20)
+    """Threads of each rank. The ranks of all cores were measured at the same time."""
+    element_s: float = checked(low=0, high=1)
+    """Seconds for each element that the layers write between their matmuls."""
+    weight_s: float = checked(low=0, high=1)
+    """Seconds for each trained weight: its conversion for the matmuls, and its gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpeed:
+    """The measured speed of a rank, beside its GEMM peak."""
+
+    update_core_s: float
+    """As in `MachineSpeed`."""
+    layers: LayerSpeed | None
+    """None if the layers were not measured in the run's dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeed:
     """The measured speed of all usable cores together."""
 
@@ -105,6 +127,8 @@ class MachineSpeed:
     update_core_s: float = checked(above=0, high=1)
     """Seconds of one core for AdamW's update of one weight, while all cores update. The update is
     limited by memory bandwidth: it moves 28 bytes."""
+    layers: tuple[LayerSpeed, ...] = checked(max_items=2)
+    """Measurements of a model's layers, in the dtype that a run chooses on this machine."""
     others_share: float = checked(low=0, high=1)
     """Share of the cores that other programs used during the measurement."""
     measured_unix: float = checked(low=0, high=MAX_SECONDS)
@@ -118,6 +142,27 @@ class MachineSpeed:
         """Return the dtype that a run chooses on this machine."""
         is_bf16 = self.bf16_flops_per_s >= BF16_MIN_GAIN * self.fp32_flops_per_s
         return "bf16" if is_bf16 else "fp32"
+
+    def layer_speed(self, dtype: Dtype, *, threads: int) -> LayerSpeed | None:
+        """Return the measurement for ranks with `threads` threads; None in a different dtype.
+
+        A rank with other numbers of threads is scaled from the measurement with the most threads.
+        """
+        if dtype != self.dtype() or not self.layers:
+            return None
+        for each in self.layers:
+            if each.threads == threads:
+                return each
+        most = max(self.layers, key=lambda each: each.threads)
+        share = most.threads / threads
+        return LayerSpeed(
+            threads=threads, element_s=share * most.element_s, weight_s=share * most.weight_s
+        )
+
+    def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed:
+        """Return the speed of a rank with `threads` threads that computes in `dtype`."""
+        layers = self.layer_speed(dtype, threads=threads)
+        return RankSpeed(update_core_s=self.update_core_s, layers=layers)
 
     def is_usable(self) -> bool:
         """Return whether the cores were free enough for the measurement to hold."""

@@ -13,6 +13,7 @@ from payload.core.one_line import last_line
 from payload.core.python_processes import code_environment, module_command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
+from payload.machines.process_variables import spin_environment, tuned_malloc
 from payload.machines.speed_cache import (
     MachineSpeed,
     SpeedKey,
@@ -78,7 +79,7 @@ def _measure(env: Mapping[str, str], say: Callable[[str], None]) -> MachineSpeed
     try:
         done = subprocess.run(
             module_command(MODULE),
-            env=code_environment(env),
+            env={**code_environment(env), **tuned_malloc(), **spin_environment()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

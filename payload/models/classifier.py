@@ -58,10 +58,10 @@ class ClassifierSpec(WrappedSpec):
         tokens = setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()
         if setting.kernels:
-            logits = min(tokens, logits_tokens(self.vocab_size)) * size
+            logits = min(tokens, logits_tokens(self.vocab_size)) * size * self.vocab_size
         else:
-            logits = tokens * 16
-        return whole - logits * self.vocab_size - self._dropped() * setting.trained_bytes()
+            logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
+        return whole - logits - self._dropped() * setting.trained_bytes()
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the parameters in the order in which the backward pass finishes them."""

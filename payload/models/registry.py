@@ -157,6 +157,14 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
     return replace(presets()[preset], **given)
 
 
+def layers_to_measure() -> ModelSpec:
+    """Return two layers of the default preset's width, on whose time predictions are based.
+
+    The head is small, because its matmul would hide the layers.
+    """
+    return from_scratch("gpt2", n_layer=2, vocab_size=256, sequence_length=512)
+
+
 def preset_of_hub_name(name: str) -> ModelSpec | None:
     """Return the spec of hub model `NAME` or `OWNER/NAME`; None if its sizes are not packaged."""
     last = name.partition("@")[0].rpartition("/")[2]

@@ -104,10 +104,19 @@ class RankSetting:
 
     state_bytes: int = field(default_factory=default_state_bytes)
     """Bytes of optimizer state for a trained weight."""
+    chunks_loss: bool = False
+    """True if the loss is computed in chunks of tokens without kernels, as on GPUs."""
 
     def value_bytes(self) -> int:
         """Return the bytes of an element in the matmuls."""
         return 2 if self.dtype == "bf16" else 4
+
+    def plain_logits_bytes(self, rows: int, *, tokens: int) -> int:
+        """Return the bytes of the logits without kernels, for a head with `rows` rows.
+
+        A logit takes 16 bytes in fp32: itself, log-softmax and two gradients.
+        """
+        return 16 * rows * (min(tokens, logits_tokens(rows)) if self.chunks_loss else tokens)
 
     def held_bytes(self) -> int:
         """Return the bytes of a trained weight in fp32 and its optimizer state."""
@@ -259,7 +268,7 @@ class ModelSpec(ABC):
         tokens, rows = setting.micro_batch_size * self.sequence_length, self.head_rows()
         if setting.kernels:
             return min(tokens, logits_tokens(rows)) * rows * setting.value_bytes()
-        return tokens * rows * 16
+        return setting.plain_logits_bytes(rows, tokens=tokens)
 
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -38,6 +38,7 @@ def predict(
     calibration: Calibration,
 ) -> Prediction:
     """Return the run's sizes, memory and time, predicted from the calibration."""
+    config = config.on_device(world.kind)
     batch, meta = config.batch, task.meta
     tokens = round(batch.global_batch_size * task.mean_tokens())
     accumulation = config.passes(world.world_size)
@@ -104,7 +105,6 @@ def _time(
     calibration: Calibration,
 ) -> tuple[list[str], float]:
     """Return the log lines on the gradient exchange and the time, and the seconds per step."""
-    config = replace(config, device=replace(config.device, kind=world.kind))
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s
     # One rank has no network traffic.

@@ -1,8 +1,9 @@
 """`python -m payload.train.measure_machine`: measures this machine's cores for `plan`.
 
 One process per NUMA domain measures with a thread on each core, all at the same time, like the
-ranks of a run. The measurements take half a second. The result is one JSON object on stdout, and a
-file in the user's cache.
+ranks of a run. On up to eight cores, one process per core then measures the layers again. The
+measurements take a few seconds. The result is one JSON object on stdout, and a file in the user's
+cache.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TextIO
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TextIO
 
 import torch
 
 from payload.core.command_line import CommandParser
+from payload.core.dtype import Dtype
 from payload.core.errors import BootstrapError, ExitCode, TileforgeError, TrainingError
+from payload.estimates.compute_time import layer_speed
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import load_library
 from payload.kernels.unavailable import KernelsUnavailableError
@@ -33,6 +36,7 @@ from payload.machines.core_use import CoreUse
 from payload.machines.machine import Domain, discover
 from payload.machines.speed_cache import MachineSpeed, SpeedKey, speed_folder, write_speed
 from payload.train.gemm_and_network_benchmark import gemm_peak
+from payload.train.layer_benchmark import MEASURED_SPEC, LayerBenchmark
 from payload.train.ranks.world import World
 
 _PRODUCT_S = 0.08
@@ -40,7 +44,12 @@ _PRODUCT_S = 0.08
 _UPDATE_S = 0.15
 _UPDATED_WEIGHTS = 2**23
 """The update reads and writes 28 bytes for each of these weights: more than most caches hold."""
+_FEW_CORES = 8
+"""Up to this number of cores, runs with one rank per core are common enough to be measured."""
 _DEADLINE_S = 90
+
+Measurement = Callable[[], Mapping[str, Any]]
+"""Measures in a child process, and returns keys and values for JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +72,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         key = SpeedKey.of_this_machine(env, cores=sum(len(each.cores) for each in domains))
         if key is None:
             raise BootstrapError("the package torch has no metadata", fix="Install torch again.")
-        speed = machine_speed(key, measure(domains), now_unix=time.time())
+        speeds = measure(domains)
+        speed = machine_speed(key, speeds, now_unix=time.time())
+        if speed.is_usable():
+            speed = with_layers(speed, domains)
     except TileforgeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -78,7 +90,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def machine_speed(
     key: SpeedKey, measured: Sequence[DomainSpeed], *, now_unix: float
 ) -> MachineSpeed:
-    """Return the record of all domains together."""
+    """Return the record of all domains together, without layers."""
     return MachineSpeed(
         key_sha256=key.sha256(),
         cpu=key.cpu,
@@ -86,6 +98,7 @@ def machine_speed(
         bf16_flops_per_s=sum(each.bf16 for each in measured),
         fp32_flops_per_s=sum(each.fp32 for each in measured),
         update_core_s=key.cores / sum(each.updates_per_s for each in measured),
+        layers=(),
         others_share=max(each.others_share for each in measured),
         measured_unix=now_unix,
     )
@@ -96,9 +109,62 @@ def measure(domains: Sequence[Domain]) -> list[DomainSpeed]:
 
     Raises TrainingError if a domain's process fails.
     """
+
+    def prepare(domain: Domain) -> Measurement:
+        update = _Update()
+        return lambda: asdict(_measure_domain(domain, update))
+
+    return [DomainSpeed(**each) for each in _in_children(domains, prepare)]
+
+
+def with_layers(speed: MachineSpeed, domains: Sequence[Domain]) -> MachineSpeed:
+    """Return the record with the speed of layers on ranks of a whole domain, and of one core.
+
+    Raises TrainingError if a process fails.
+    """
+    ways = [list(domains)]
+    if len(domains) < speed.cores <= _FEW_CORES:
+        ways.append([Domain(id=each.id, cores=(core,)) for each in domains for core in each.cores])
+    dtype, layers, others = speed.dtype(), [], [speed.others_share]
+    for ranks in ways:
+        measured = _in_children(ranks, lambda rank: _prepare_layers(rank, dtype))
+        others += [each["others_share"] for each in measured]
+        threads = max(len(rank.cores) for rank in ranks)
+        found = layer_speed(
+            MEASURED_SPEC,
+            # Ranks wait for the slowest one.
+            {
+                int(tokens): max(each["times_s"][tokens] for each in measured)
+                for tokens in measured[0]["times_s"]
+            },
+            threads=threads,
+            flops_per_s=speed.flops_per_s(dtype) * threads / speed.cores,
+        )
+        layers.append(found)
+    return replace(speed, layers=tuple(layers), others_share=max(others))
+
+
+def _prepare_layers(rank: Domain, dtype: Dtype) -> Measurement:
+    benchmark = LayerBenchmark()
+
+    def run() -> Mapping[str, Any]:
+        use = CoreUse(rank.cores)
+        times_s = benchmark.times_s(dtype)
+        return {"times_s": times_s, "others_share": use.others()}
+
+    return run
+
+
+def _in_children(
+    domains: Sequence[Domain], prepare: Callable[[Domain], Measurement]
+) -> list[dict[str, Any]]:
+    """Return what the measurement prepared for each domain returns, measured at the same time.
+
+    Raises TrainingError if a process fails.
+    """
     # A fork needs no second import of torch, and torch has not started threads yet.
     go_reader, go_writer = os.pipe()
-    children = [_start(domain, go=go_reader, never=go_writer) for domain in domains]
+    children = [_start(domain, prepare, go=go_reader, never=go_writer) for domain in domains]
     try:
         # Each child sends a line when it is ready, and a line with its result.
         ready = [child.output.readline() for child in children]
@@ -111,7 +177,7 @@ def measure(domains: Sequence[Domain]) -> list[DomainSpeed]:
         os.close(go_reader)
     if not all(ready) or not all(lines):
         raise TrainingError("a process of the measurement failed. Run it again.")
-    return [DomainSpeed(**json.loads(line)) for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +186,9 @@ class _Child:
     output: TextIO
 
 
-def _start(domain: Domain, *, go: int, never: int) -> _Child:
+def _start(
+    domain: Domain, prepare: Callable[[Domain], Measurement], *, go: int, never: int
+) -> _Child:
     """Start a process that measures when the other end of the pipe `go` is closed.
 
     `never` is this other end, which the process must not keep open.
@@ -137,10 +205,10 @@ def _start(domain: Domain, *, go: int, never: int) -> _Child:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, domain.cores)
         torch.set_num_threads(len(domain.cores))
-        update = _Update()
+        measurement = prepare(domain)
         os.write(writer, b"ready\n")
         os.read(go, 1)
-        os.write(writer, f"{json.dumps(asdict(_measure_domain(domain, update)))}\n".encode())
+        os.write(writer, f"{json.dumps(measurement())}\n".encode())
         status = ExitCode.OK
     finally:
         os._exit(status)

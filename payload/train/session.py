@@ -175,7 +175,7 @@ def _resolve_batch(config: RunConfig, start: Start, *, paths: RunPaths, world: W
         chosen = _dtype_choice(config, start)
         expected: Dtype = "fp32" if emulates_bf16 else "bf16"
         decided, note = resolve_batch(
-            kept,
+            kept.on_device(world.kind),
             start.model.trained_spec(),
             dtype=expected if chosen == "auto" else chosen,
             world_size=world.world_size,
@@ -340,7 +340,9 @@ def _checkpoints_layers(
     # All ranks must decide alike: a recomputed layer repeats its communication with other ranks.
     free = min(world.gather(world.free_bytes() // world.local_world_size, int))
     estimate = model.trained_spec().rank_memory_bytes(
-        config.rank_setting(dtype=calibration.dtype, world_size=world.world_size)
+        config.on_device(world.kind).rank_setting(
+            dtype=calibration.dtype, world_size=world.world_size
+        )
     )
     if estimate <= free:
         return False

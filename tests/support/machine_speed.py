@@ -22,6 +22,7 @@ def make_speed(key: SpeedKey = SPEED_KEY, **changes: Any) -> MachineSpeed:
     values = {
         **{"key_sha256": key.sha256(), "cpu": key.cpu, "cores": key.cores},
         **{"bf16_flops_per_s": 1e12, "fp32_flops_per_s": 4e11, "update_core_s": 2e-9},
+        **{"layers": ()},
         **{"others_share": 0.0, "measured_unix": 1e9},
     }
     return MachineSpeed(**{**values, **changes})

@@ -242,6 +242,8 @@ def test_a_plan_counts_the_tokens_that_training_counts(data: Path) -> None:
     assert tokens == round(mean * config.batch.global_batch_size) < config.tokens_per_step()
     absent = replace(config, data=replace(config.data, dir=str(data / "absent")))
     assert tokens_of_data(absent) is None
+    # `finetune` counts the texts before it prepares them.
+    assert tokens_of_data(absent, expected_mean=mean) == tokens
 
 
 def opened(data: Path) -> Classify:

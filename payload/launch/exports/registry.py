@@ -9,12 +9,13 @@ from payload.core.errors import ConfigError
 from payload.core.python_processes import SAFE_PATH
 from payload.estimates.network import LOOPBACK_BYTES_PER_S
 from payload.estimates.run_estimate import estimate_run
-from payload.launch.environment import malloc_environment, spin_environment
+from payload.launch.environment import malloc_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
 from payload.launch.exports.base import Engine, ExportJob
 from payload.launch.ranks import place_ranks
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
+from payload.machines.process_variables import spin_environment
 from payload.models.spec import ModelSpec
 
 ENGINES: Mapping[str, Engine] = {

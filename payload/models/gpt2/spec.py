@@ -164,10 +164,10 @@ class Gpt2Spec(ModelSpec):
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         if not setting.kernels:
-            # A layer keeps 18 x `n_embd` elements per token. A logit takes 16 bytes in fp32:
-            # itself, log-softmax, two gradients.
+            # A layer keeps 18 x `n_embd` elements per token.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
-            return held + layers + tokens * self.vocab_size * 16
+            logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
+            return held + max(layers + logits, gradients)
         widths = 35 if setting.dtype == "bf16" else 72
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size

@@ -210,8 +210,8 @@ class DecoderSpec(ModelSpec):
         has_layers = self._has_fast_layers(setting)
         layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
         if not setting.kernels:
-            # A logit takes 16 bytes in fp32: itself, log-softmax and two gradients.
-            return held + layers + tokens * self.vocab_size * 16
+            logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
+            return held + max(layers + logits, gradients)
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         head = head_gradient if setting.alone or setting.accumulates else 0
         if setting.dtype == "bf16" and tokens > logits_tokens(self.vocab_size):

@@ -221,7 +221,7 @@ class OtherSpec(ModelSpec):
         counts, tokens = self._known(), setting.micro_batch_size * self.sequence_length
         size = setting.value_bytes()
         kept = counts.kept_elements * size + 20 * self.num_layers() * self.width()
-        logits = tokens * self.vocab_size * 16
+        logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
         return counts.params * setting.trained_bytes() + PROCESS_BYTES + tokens * kept + logits
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:

@@ -44,6 +44,7 @@ from payload.orchestrate.inventories.planned_machines import (
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.at_risk import limit_note, run_warning
 from payload.orchestrate.runs.launcher_choice import require_fit_for_job
+from payload.orchestrate.runs.planning import resolve_placement
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
 from payload.orchestrate.runs.run_input_checks import (
@@ -80,10 +81,6 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     config = load_config(options)
     chosen, access = _planned_inventory(options, access, config)
     print_message(talk, chosen.headline())
-    if is_on_these_cores(chosen.inventory, config):
-        say = partial(print_message, talk)
-        speed = measured_speed(access.environment(), now_unix=time.time(), say=say)
-        access = access.with_speed(speed)
     site = site_of(chosen, access, talk=talk)
     config = resolve_results(config, bucket=chosen.inventory.bucket)
     if options.site is not None:
@@ -104,7 +101,16 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         print_message(talk, f"note: a run would fail: {error}")
     paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
     vocab_size = None if meta is None else meta.vocab_size
-    planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
+    # Measured after the checks: it takes seconds, and an error must come immediately.
+    if is_on_these_cores(chosen.inventory, config):
+        resolve_placement(with_auto_size(config, auto_size=auto_batch_size(paths.plan)), chosen)
+        say = partial(print_message, talk)
+        speed = measured_speed(access.environment(), now_unix=time.time(), say=say)
+        access = access.with_speed(speed)
+        site = site_of(chosen, access, talk=talk)
+    planned = site.plan(
+        paths, config, vocab_size=vocab_size, placed=placed, mean_tokens=options.mean_tokens
+    )
     if site.uses_this_environment:
         try:
             require_disk(planned)

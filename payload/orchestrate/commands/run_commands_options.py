@@ -147,6 +147,8 @@ class PlanOptions(NewRunOptions):
 
     val_tokens: int | None = option(SUPPRESS)  # payload.finetune sets this
     """Expected number of validation tokens of data that do not exist yet."""
+    mean_tokens: float | None = option(SUPPRESS)  # payload.finetune sets this
+    """Mean tokens of a text of data that do not exist yet; None if all sequences are full."""
     json: bool = option("print the plan as JSON")
     strategies: bool = option(
         "only compare the parallel strategies by memory and predicted step time"

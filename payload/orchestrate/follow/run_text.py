@@ -195,7 +195,7 @@ def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed
         dequantize_s=dequantize_s,
     )
     basis = (
-        f"at {speed.tokens_per_s():,.0f} tokens/s, from a table for CPUs with AVX-512 "
+        f"at {speed.tokens_per_s():,.0f} tokens/s, {planned.speed_source} "
         f"({cores} core(s) in {predicted.dtype()}), not measured"
     )
     if gpu_need(planned.config, planned.inventory.nodes) is not None:

@@ -186,7 +186,7 @@ def for_prediction(config: RunConfig, nodes: Sequence[Node]) -> RunConfig:
     """Return the config with the device that `device.kind = "auto"` resolves to on these nodes."""
     if gpu_need(config, nodes) is None:
         return config
-    return replace(config, device=replace(config.device, kind="cuda"))
+    return config.on_device("cuda")
 
 
 GPU_GUESS = "the predicted step time assumes an MFU that was not measured on GPUs"

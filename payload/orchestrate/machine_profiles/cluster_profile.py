@@ -12,8 +12,9 @@ from payload.core.errors import PreflightError
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan_record import rank_program
-from payload.machines.core_speed import typical_core_flops_per_s
+from payload.machines.core_speed import table_source, typical_core_flops_per_s
 from payload.machines.inventory import Node
+from payload.machines.speed_cache import RankSpeed
 from payload.orchestrate.findings.trial import Measured
 from payload.orchestrate.machine_profiles.local_profile import LOOPBACK
 from payload.orchestrate.ssh.remote_calls import NodeState
@@ -67,13 +68,14 @@ class ClusterAccess:
         del threads
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
-    def update_core_s(self) -> float | None:
-        """Return None: a trial does not measure AdamW's update."""
+    def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed | None:
+        """Return None: a trial measures only matmuls and the network."""
+        del dtype, threads
         return None
 
     def speed_source(self) -> str:
-        """Return what measured the nodes."""
-        return "measured on these nodes by preflight" if self.measured else ""
+        """Return what measured the nodes, or the row of the table."""
+        return "measured on these nodes by preflight" if self.measured else table_source(None)
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Resolve `auto` from the nodes' measured speed or from their CPUs; bf16 if unknown."""

@@ -26,10 +26,17 @@ from payload.estimates.network import LOOPBACK_BYTES_PER_S
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan_record import rank_program
-from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
+from payload.machines.core_speed import (
+    CpuClass,
+    cpu_class,
+    has_bf16,
+    table_source,
+    typical_core_flops_per_s,
+)
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.machines.machine import free_memory_bytes
-from payload.machines.speed_cache import MachineSpeed
+from payload.machines.machine_facts import read_cpu
+from payload.machines.speed_cache import MachineSpeed, RankSpeed
 from payload.orchestrate.node import control
 from payload.run_record.run_files import (
     RunPaths,
@@ -77,13 +84,15 @@ class LocalAccess:
         share = min(threads, self._speed.cores) / self._speed.cores
         return share * self._speed.flops_per_s(self.dtype(choice))
 
-    def update_core_s(self) -> float | None:
-        """Return the measured time of AdamW's update, or None."""
-        return None if self._speed is None else self._speed.update_core_s
+    def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed | None:
+        """Return the measured speed of a rank, or None."""
+        return None if self._speed is None else self._speed.rank_speed(dtype, threads=threads)
 
     def speed_source(self) -> str:
-        """Return when this machine was measured."""
-        return "" if self._speed is None else f"measured on this machine on {self._speed.date()}"
+        """Return when this machine was measured, or the row of the table."""
+        if self._speed is None:
+            return table_source(_cpu_class())
+        return f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Resolve `auto` by the measured speed, or to bf16 unless this CPU has no instructions."""
@@ -95,7 +104,7 @@ class LocalAccess:
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
         """Return the peak FLOP/s of a typical core; bf16 is emulated if this CPU lacks it."""
-        return typical_core_flops_per_s(dtype, emulates_bf16=has_bf16() is False)
+        return typical_core_flops_per_s(dtype, emulates_bf16=has_bf16() is False, cpu=_cpu_class())
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory available without swapping, or None if unknown."""
@@ -224,6 +233,10 @@ class LocalAccess:
 
     def _path(self) -> str:
         return self._env.get("PATH", os.defpath)
+
+
+def _cpu_class() -> CpuClass | None:
+    return cpu_class(read_cpu(Path("/proc/cpuinfo"))[1])
 
 
 def _try_port(port: int) -> socket.socket | None:

@@ -33,6 +33,7 @@ def plan_dry_run(
     *,
     vocab_size: int | None,
     placed: ResolvedPlacement | None,
+    mean_tokens: float | None = None,
     root: Path,
     now_unix: float,
 ) -> ResolvedPlan:
@@ -48,7 +49,8 @@ def plan_dry_run(
         work_dir=Path(home),
         port=_PORT,
     )
-    planned = resolve(PlanRequest(config=config, vocab_size=vocab_size), target, placed=placed)
+    request = PlanRequest(config=config, vocab_size=vocab_size, mean_tokens=mean_tokens)
+    planned = resolve(request, target, placed=placed)
     notes = dry_run_notes(inventory, record, now_unix=now_unix)
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
 

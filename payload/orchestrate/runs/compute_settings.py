@@ -104,13 +104,16 @@ def settle_run(
     base, guess = initial_spec(config, vocab_size=request.vocab_size)
     spec = config.adapted(base)
     settled, reason = resolve_batch(
-        with_recorded_size(open_settings, config, world_size=placement.world_size),
+        for_prediction(
+            with_recorded_size(open_settings, config, world_size=placement.world_size), nodes
+        ),
         spec,
         dtype=dtypes.compute,
         world_size=placement.world_size,
         ranks_per_node=placement.ranks_per_node,
         free_bytes=free_bytes,
     )
+    settled = settled.on_device(config.device.kind)
     return SettledRun(
         config=settled,
         predicted=for_prediction(settled, nodes).computing_in(dtypes.compute),

@@ -9,6 +9,7 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.launch.launcher import Launcher, Reach
 from payload.machines.inventory import Node
+from payload.machines.speed_cache import RankSpeed
 from payload.run_record.run_files import RunPaths
 
 
@@ -33,11 +34,11 @@ class MachineProfile(Protocol):
         Return None if it was not measured.
         """
 
-    def update_core_s(self) -> float | None:
-        """Return the seconds of one core for AdamW's update of a weight; None if not measured."""
+    def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed | None:
+        """Return the speed of a rank with `threads` threads; None if it was not measured."""
 
     def speed_source(self) -> str:
-        """Return where the measured speeds come from; empty if the machines were not measured."""
+        """Return where the speeds come from: a measurement, or a row of the table."""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that the trainer is expected to choose."""

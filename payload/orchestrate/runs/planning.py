@@ -17,6 +17,7 @@ from payload.launch.plan_record import LaunchPlan, rank_arguments
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
+from payload.machines.speed_cache import RankSpeed
 from payload.orchestrate.hardware.nvidia import GPU_GUESS
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.runs.compute_settings import (
@@ -131,8 +132,8 @@ def resolve(
         link_bytes_per_s=target.profile.link_bytes_per_s,
         peak_flops_per_s=dtypes.peak_flops_per_s,
         threads=placed.placement.threads(),
-        update_core_s=target.profile.update_core_s(),
-        tokens=tokens_of_data(settled.config),
+        speed=_rank_speed(target, placed.placement, dtypes),
+        tokens=tokens_of_data(settled.config, expected_mean=request.mean_tokens),
     )
     require_fp8_on(settled.config.precision, target.nodes)
     choice = choose_launcher(settled.config.launch.launcher, target.profile)
@@ -149,10 +150,19 @@ def resolve(
         core_flops_per_s=dtypes.core_flops_per_s,
         link_bytes_per_s=target.profile.link_bytes_per_s,
         speed_source=target.profile.speed_source(),
-        strategies=_strategies(target, placed.placement, dtypes, settled),
+        strategies=_strategies(request, target, placed.placement, dtypes, settled),
         free_memory_bytes=settled.free_bytes,
         base=settled.base,
     )
+
+
+def _rank_speed(
+    target: PlanTarget, placement: Placement, dtypes: ResolvedDtypes
+) -> RankSpeed | None:
+    """Return the measured speed of a rank; None on GPUs and if it was not measured."""
+    if dtypes.on_gpus:
+        return None
+    return target.profile.rank_speed(dtypes.compute, threads=placement.threads())
 
 
 def _notes(
@@ -224,7 +234,11 @@ def _launch_plan(
 
 
 def _strategies(
-    target: PlanTarget, placement: Placement, dtypes: ResolvedDtypes, settled: SettledRun
+    request: PlanRequest,
+    target: PlanTarget,
+    placement: Placement,
+    dtypes: ResolvedDtypes,
+    settled: SettledRun,
 ) -> tuple[StrategyPrediction, ...]:
     """Return predictions for the alternative strategies on the run's ranks, the best first."""
     return compare_strategies(
@@ -236,6 +250,6 @@ def _strategies(
         peak_flops_per_s=dtypes.peak_flops_per_s,
         free_bytes=settled.free_bytes,
         threads=placement.threads(),
-        update_core_s=target.profile.update_core_s(),
-        tokens=tokens_of_data(settled.config),
+        speed=_rank_speed(target, placement, dtypes),
+        tokens=tokens_of_data(settled.config, expected_mean=request.mean_tokens),
     )

@@ -231,15 +231,16 @@ def memory_warning(
     )
 
 
-def tokens_of_data(config: RunConfig) -> int | None:
+def tokens_of_data(config: RunConfig, *, expected_mean: float | None = None) -> int | None:
     """Return the mean number of tokens of a step if the data has shorter samples than sequences.
 
-    Return None for data with full sequences, and for data that cannot be read.
+    Return None for data with full sequences. `expected_mean` is the mean number of tokens of a
+    sample if the data cannot be read; None = the sequences are full.
     """
     try:
         mean = load_meta(config.data.folder()).mean_sample_tokens()
     except DataError:
-        return None
+        mean = expected_mean
     if mean is None:
         return None
     # Tokens that training truncates are counted, too: only the token files have all lengths.

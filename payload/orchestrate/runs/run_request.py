@@ -38,6 +38,8 @@ class PlanRequest:
     evenly, this micro-batch is kept, so that a resume computes the same bits."""
     kept_dtype: Dtype | None = None
     """The dtype of the newest checkpoint, which a resume keeps under `auto`."""
+    mean_tokens: float | None = None
+    """Mean tokens of a sample of data that do not exist yet; None if all sequences are full."""
 
     @classmethod
     def of_run(

@@ -261,9 +261,11 @@ class InventorySite(Site):
         *,
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
+        mean_tokens: float | None = None,
     ) -> ResolvedPlan:
         """Return the plan of a run without starting it; `placed` is the result of `check`.
 
+        `mean_tokens` is as in `PlanRequest`.
         Raises ConfigError and PreflightError.
         """
 

@@ -106,9 +106,11 @@ class Local(InventorySite):
         *,
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
+        mean_tokens: float | None = None,
     ) -> ResolvedPlan:
         """Return the plan of a run without starting it."""
         request = PlanRequest.of_run(paths, config, vocab_size=vocab_size)
+        request = replace(request, mean_tokens=mean_tokens)
         with self._access.reserve_port() as holder:
             return resolve(request, self._target(paths, port=port_of(holder)), placed=placed)
 

@@ -117,6 +117,7 @@ class Ssh(InventorySite):
         *,
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
+        mean_tokens: float | None = None,
     ) -> ResolvedPlan:
         """Return the plan of a run without starting it or contacting a node."""
         return plan_dry_run(
@@ -125,6 +126,7 @@ class Ssh(InventorySite):
             self._chosen,
             vocab_size=vocab_size,
             placed=placed,
+            mean_tokens=mean_tokens,
             root=Path.cwd(),
             now_unix=time.time(),
         )

@@ -1,0 +1,59 @@
+"""Measures two layers of GPT-2's width in training, with the project's kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from payload.config.training_sections import OptimizerSection
+from payload.core.dtype import Dtype
+from payload.kernels.kernels import find_kernels
+from payload.models.registry import layers_to_measure
+from payload.train.models.loading import build
+from payload.train.optimizers.optimizer import build_optimizers
+
+MEASURED_SPEC = layers_to_measure()
+_TOKENS = (64, 512)
+_FEWEST_STEPS = 2
+_BUDGET_S = 0.6
+
+
+class LayerBenchmark:
+    """Two layers with their kernels, gradients and data, ready to be timed."""
+
+    def __init__(self) -> None:
+        self._model = build(MEASURED_SPEC).train()
+        self._optimizer = build_optimizers(self._model, OptimizerSection()).members[-1]
+        self._model.kernels = find_kernels()
+
+    def times_s(self, dtype: Dtype) -> Mapping[int, float]:
+        """Return the seconds of a micro-batch by its number of tokens.
+
+        They are the mean over a step of two micro-batches: only the first one converts the weights,
+        and only the second one adds to gradients. The fastest step counts.
+        """
+        found: dict[int, float] = {}
+        for tokens in _TOKENS:
+            batch = torch.zeros((1, tokens), dtype=torch.int64)
+            self._micro_batch(batch, dtype)
+            took_s = [self._step_s(batch, dtype) for _ in range(_FEWEST_STEPS)]
+            while sum(took_s) < _BUDGET_S:
+                took_s.append(self._step_s(batch, dtype))
+            found[tokens] = min(took_s) / 2
+        return found
+
+    def _step_s(self, batch: torch.Tensor, dtype: Dtype) -> float:
+        self._model.zero_grad()
+        assert self._model.kernels is not None
+        self._model.kernels.weights_changed(self._optimizer)
+        began_s = time.perf_counter()
+        for _ in range(2):
+            self._micro_batch(batch, dtype)
+        return time.perf_counter() - began_s
+
+    def _micro_batch(self, batch: torch.Tensor, dtype: Dtype) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            loss = self._model(batch, batch)
+        loss.backward()
