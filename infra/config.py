@@ -32,7 +32,7 @@ class ClusterConfig(StackSettings):
         return self.zones[0]
 
     def uses_spot(self) -> bool:
-        """Return whether the machines are spot. `auto` counts as spot until `up` sets it to
+        """Return whether the machines are spot. `auto` counts as spot until `up` sets `spot` to
         false."""
         return self.spot in ("true", "auto")
 

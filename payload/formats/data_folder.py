@@ -442,7 +442,7 @@ def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> 
             raise OSError(errno.EINVAL, "Not a regular file")
     except OSError as error:
         raise DataError(
-            f"{folder / name}, which meta.json lists: {error.strerror}. "
+            f"{folder / name}: {error.strerror}, but meta.json lists it. "
             f"{prepare_again_hint(folder, source=source)}"
         ) from None
     if status.st_size != expected.bytes:

@@ -1,6 +1,6 @@
 """The process that uploads a run's results to the store during the run.
 
-Training never waits for it: the ranks write to the head's disk, and this process reads from it. If
+Training never waits for this process, which reads the files that ranks write to the head's disk. If
 the store fails, uploads are retried with exponential backoff, and one warning is logged.
 """
 
@@ -55,7 +55,7 @@ class Uploader:
         say: Callable[[str], None],
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
-        """Take the run and its store.
+        """Prepare uploads of the run at `paths` to `store`.
 
         The newest `keep` checkpoints and the best one are kept in the store; `say` gets log lines.
         """

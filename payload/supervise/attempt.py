@@ -96,7 +96,7 @@ class Attempt:
         self._launcher_killed_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
-        """Run until all processes have ended; the verdict's error lists those that did not end."""
+        """Run to the end; the verdict's error lists processes that could not be ended."""
         log_start = self._log_size()
         self._beats.begin()
         launcher = self._start()

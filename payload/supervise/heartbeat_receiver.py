@@ -115,7 +115,7 @@ class NodeStream:
         self._stop_pid = pid
 
     def request_end(self) -> None:
-        """Make the node end all of the run's processes on it."""
+        """Make the node end all of its processes of the run."""
         self._ended.clear()
         self._end_requests += 1
 

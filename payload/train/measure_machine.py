@@ -121,7 +121,7 @@ class _Child:
 
 
 def _start(domain: Domain, *, go: int, never: int) -> _Child:
-    """Start a process that measures when the other end of the pipe `go` is closed.
+    """Start a process that measures once the other end of the pipe `go` is closed.
 
     `never` is this other end, which the process must not keep open.
     """

@@ -196,8 +196,7 @@ def upload_weights(
 
 
 def _whole_data(source: Path) -> str:
-    """Return a path under ~/tileforge that has a digest; if the path exists, the data is
-    complete."""
+    """Return the data's path under ~/tileforge; if this path exists, the data is complete."""
     digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
     return f"data/{digest}/{META_NAME}"
 

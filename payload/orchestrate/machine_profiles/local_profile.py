@@ -71,7 +71,7 @@ class LocalAccess:
         return {node.name: LOOPBACK for node in nodes}
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
-        """Return the measured peak of this many of the cores; None if it was not measured."""
+        """Return the measured peak of `threads` cores; None if it was not measured."""
         if self._speed is None:
             return None
         share = min(threads, self._speed.cores) / self._speed.cores
@@ -86,7 +86,7 @@ class LocalAccess:
         return "" if self._speed is None else f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` by the measured speed, or to bf16 unless this CPU has no instructions."""
+        """Resolve `auto` by the measured speed; without one, to fp32 if this CPU lacks bf16."""
         if choice != "auto":
             return choice
         if self._speed is not None:

@@ -111,7 +111,7 @@ def write_on_nodes(
     hashes: ManifestHashes,
     talk: Console,
 ) -> None:
-    """Write the run folder on every node; moves non-regular files aside.
+    """Write the run folder on every node; move non-regular files aside.
 
     `own` is the identity of the run. With `hashes`, the head can verify checkpoints in the store.
     """

@@ -130,7 +130,7 @@ def confirm_by_name(
 
 
 def _answer(prompt: str) -> str | None:
-    """Return the operator's line; None at the end of the input, which Ctrl-D is."""
+    """Return the operator's line; None at the end of the input (Ctrl-D)."""
     talk = text_console(stderr=True)
     talk.print(prompt, end="")
     line = sys.stdin.readline()
