@@ -56,8 +56,8 @@ _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 TokenDtype = Literal["uint16", "uint32"]
 OnLong = Literal["truncate", "drop", "refuse", "split"]
 Dedup = Literal["none", "exact", "near"]
-"""Duplicates that are removed. Without a choice, only training rows that also stand in validation
-are removed; with `none`, no row is."""
+"""Duplicates that are removed. By default, only training rows that are also in the validation data
+are removed; with `none`, no row is removed."""
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 
@@ -274,7 +274,7 @@ class DataMeta:
     preference: PreferenceRecord | None = None
     """Record of the task `preference`; None for other tasks."""
     selection: SelectionRecord | None = None
-    """Duplicates and weights of the inputs; None if each row is in one of the files once."""
+    """Duplicates and weights of the inputs; None if every row is in its file exactly once."""
     schema_version: int = SCHEMA_VERSION
 
     def hashes(self) -> dict[str, str]:

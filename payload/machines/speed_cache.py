@@ -37,7 +37,7 @@ ISA_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Variables with which torch's libraries leave instructions of the CPU unused."""
+"""Variables that keep torch's libraries from using some instructions of the CPU."""
 
 _BUSY_S = 600.0
 """Time after which a machine that was busy is measured again."""

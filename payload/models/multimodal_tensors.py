@@ -98,8 +98,8 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
     """Return the multimodal model with its parts counted.
 
-    Without an output head in the files, the head is the token embedding. With one, only an explicit
-    tie_word_embeddings, which loading verifies, ties them.
+    Without an output head in the files, the head is the token embedding. With an output head, the
+    two are tied only if config.json sets tie_word_embeddings, which loading verifies.
     """
     has_head = any(name.startswith("lm_head.") for name in tensors.text)
     tied = whole.is_tied_explicitly or not has_head

@@ -149,7 +149,7 @@ class RunPaths:
 
     @property
     def restored(self) -> RunPaths:
-        """restored/: records from the run's store, written by the machine that had the run."""
+        """restored/: records from the run's store, as an earlier machine of the run wrote them."""
         return RunPaths(self.root / "restored")
 
     @property
@@ -251,7 +251,7 @@ class Summary:
     steps: int = checked(0, low=0)
     tokens: int = checked(0, low=0)
     missing_metrics: tuple[tuple[int, int], ...] = checked((), low=1)
-    """First and last step of each range whose rows of metrics.jsonl are lost."""
+    """First and last step of each range of steps whose rows in metrics.jsonl are lost."""
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None

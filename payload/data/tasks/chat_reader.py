@@ -58,8 +58,8 @@ class _Sample:
 
     row: Row
     group: int
-    """Number that decides whether the sample is for validation: its group's or, without groups, its
-    row's."""
+    """Number of the sample's group or, without groups, of its row. It decides whether the sample is
+    for validation."""
     rendered: RenderedSample
     is_added: bool
     """False for one sample of each row, True for the row's other samples."""

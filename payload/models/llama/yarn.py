@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 _FAST, _SLOW = 32.0, 1.0
-"""Default turns of the first and of the last pair between the two kinds of frequencies."""
+"""Default numbers of turns in the original context, of the first and the last pair on the ramp."""
 
 
 def attention_factor(factor: float, *, mscale: float | None, mscale_all_dim: float | None) -> float:

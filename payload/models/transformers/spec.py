@@ -457,7 +457,7 @@ def is_adaptable(model_type: str, linear: str) -> bool:
 def _is_linear(name: str, shape: tuple[int, ...], experts: int) -> bool:
     """Return whether a tensor is probably the weight of a layer's linear.
 
-    transformers keeps the experts of a layer in one parameter, and most routers are no linears.
+    transformers keeps the experts of a layer in one parameter, and most routers are not linears.
     """
     if len(shape) != 2 or not name.endswith(".weight") or not _NUMBER.search(name):
         return False

@@ -84,7 +84,7 @@ class MlflowTracker:
             self._client.set_terminated(self._run, status=status)
 
     def _require_own_store(self) -> None:
-        """Raise ConfigError if the file store would put the report into another folder.
+        """Raise ConfigError if the file store would put the report outside the store's folder.
 
         Files in the store name the location of a run's artifacts, which might be a different folder
         or a server.

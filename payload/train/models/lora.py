@@ -50,7 +50,7 @@ from payload.weights.adapter_files import (
 
 _PEFT_PREFIX = "base_model.model."
 _ROWS = "token_adapter.trainable_tokens_delta"
-"""PEFT's name of trained rows, which replace rows of the base and are no differences."""
+"""PEFT's name of trained rows, which replace rows of the base instead of being added to them."""
 _BASE_ROWS = "token_adapter.base_layer.weight"
 """PEFT's name of the embedding of a base that was resized before training."""
 
