@@ -103,7 +103,7 @@ def with_auto_size(config: RunConfig, *, auto_size: int | None) -> RunConfig:
 
 
 def with_recorded_size(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
-    """Return the config of a resume: `auto` becomes the recorded size if it divides the batch.
+    """Return the config of a resume: `auto` becomes the recorded size if this divides the batch.
 
     With the same micro-batches, a resumed run is bitwise equal to an uninterrupted one.
     """

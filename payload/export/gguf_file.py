@@ -44,7 +44,7 @@ class _Entry:
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
     part: int = 0
-    """Which of `parts` equal parts of the source's rows."""
+    """Index of this part among `parts` equal parts of the source's rows."""
     parts: int = 1
 
 

@@ -178,8 +178,8 @@ def _text_of(path: Path) -> str | None:
 
 
 def step_settings(config: RunConfig, steps: int) -> list[str]:
-    """Return the overrides for a run of `steps` steps; no warm-up if the run would end within
-    it."""
+    """Return the overrides for a run of `steps` steps; no warm-up if the run would end before the
+    warm-up does."""
     found = [f"train.steps={steps}"]
     if steps <= config.schedule.warmup_steps:
         found.append("schedule.warmup_steps=0")

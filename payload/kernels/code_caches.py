@@ -1,4 +1,4 @@
-"""Protects from other users the folders of machine code that a process loads."""
+"""Keeps other users from changing the machine code that a process loads."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
 
 
 def _described(folder: Path) -> Mapping[str, object]:
-    """Return config.json of `folder`, with what a multimodal model's tensors determine."""
+    """Return config.json of `folder`, with values that a multimodal model's tensors determine."""
     whole = read_spec(folder).whole
     return read_config(folder) if whole is None else whole.config
 

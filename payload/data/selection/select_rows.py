@@ -90,7 +90,7 @@ def split_by_units(choose: Callable[[Survey], Split], survey: Survey, units: Num
     """Return the splitter that decides by the rows' units: groups or row numbers.
 
     `choose` returns the split for a number of units. If only some of the rows are split, their
-    units are numbered anew, without the units of other rows.
+    units are numbered again, without the units of other rows.
     """
 
     def split_rows(chosen: Numbers) -> tuple[Split, Mask]:

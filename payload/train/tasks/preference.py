@@ -206,9 +206,10 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return the stored reference, and a dtype with its stored values for the validation pairs.
+    """Return the stored reference, and one dtype with the values stored in it for validation.
 
-    `dtype` is preferred if its values are stored. Raises DataError if no reference is stored.
+    If values in `dtype` are stored, this dtype is returned. Raises DataError if no reference is
+    stored.
     """
     found = read_reference(folder, meta)
     others: tuple[Dtype, ...] = ("bf16", "fp32")
