@@ -152,7 +152,7 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
 
 
 def _column_lines(rows: Sequence[Row], task: TaskKind, read: tuple[str, ...]) -> list[str]:
-    """Return lines that list the columns that are read, and the columns that are not read."""
+    """Return lines that list which columns are read, and which are not."""
     used: dict[str, None] = dict.fromkeys(read)
     unread: Counter[str] = Counter()
     for row in rows:

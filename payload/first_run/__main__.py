@@ -139,7 +139,8 @@ def _first_run(arguments: argparse.Namespace) -> int:
 def _require_own_run(run: RunPaths, *, data: Path, model: Path) -> None:
     """Raise ConfigError if the run exists and is not a run of this command.
 
-    Otherwise, the command would resume another run, or replace its samples and report.
+    Otherwise, the command would resume a run of another command, or replace the run's samples and
+    report.
     """
     if not os.path.lexists(run.root):
         return

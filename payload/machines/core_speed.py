@@ -13,7 +13,7 @@ from pathlib import Path
 from payload.core.dtype import Dtype
 
 TYPICAL_CORE_FLOPS_PER_S: dict[Dtype, float] = {"bf16": 0.27e12, "fp32": 0.16e12}
-"""GEMM peak that is assumed for a core with AVX-512 and without AMX if it was not measured.
+"""GEMM peak assumed for a core that was not measured, with AVX-512 and without AMX.
 
 Measured in bf16: 0.21 to 0.45 TFLOP/s (benchmarks/results, step_epyc-2-cores and
 step_smollm2_epyc-2-cores).

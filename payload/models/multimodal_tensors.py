@@ -19,7 +19,7 @@ _BODIES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("language_model.lm_head.", "lm_head.")
 _EMBEDDING = "embed_tokens.weight"
 _PLAIN_PARTS = frozenset({"embed_tokens", "layers", "norm"})
-"""Parts of the text model if its prefix is `model.`, which other parts can also have."""
+"""Names of the text model's parts after the prefix `model.`, which other models' parts share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class WholeTensors:
 def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTensors:
     """Divide a multimodal checkpoint's tensors into the text model's and all others.
 
-    Raises CheckpointError, naming `where`, if there is no text model or no other part, or if the
-    weights of another part are quantised.
+    Raises CheckpointError, naming `where`, if the text model or all other parts are missing, or if
+    weights outside the text model are quantised.
     """
     names = _text_names(headers, where=where)
     text, copied = {}, {}

@@ -97,8 +97,8 @@ class StepMetrics:
     ranks: RankTimes | None = None
     """Times of all ranks; with many ranks, only some rows contain these times."""
     idle_experts: int | None = None
-    """Number of experts in all layers that received no token in this step; None if the model has no
-    experts."""
+    """Number of experts, over all layers, that received no token in this step; None if the model
+    has no experts."""
 
     def describe(self) -> str:
         """Return the text that the task adds to the log line of a step; empty by default."""

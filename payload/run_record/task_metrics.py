@@ -22,8 +22,8 @@ class TaskMetric:
     better: Literal["low", "high"]
     text: Callable[[float], str]
     tells: str | None = None
-    """Key that only rows of this metric's task have; None if every row with `row_key` is of the
-    task."""
+    """Key that only rows of this metric's task have; None if every row with `row_key` belongs to
+    the task."""
 
 
 def _percent(value: float) -> str:

@@ -169,7 +169,7 @@ def _form(given: object, where: str) -> tuple[str, str]:
 
 
 def _missing_keys(given: object) -> str:
-    """Return which keys a message lacks, in the form that most of its keys belong to."""
+    """Return the keys that a message lacks in the form that most of its keys have."""
     keys = [key for key in given if isinstance(key, str)] if isinstance(given, Mapping) else []
     distances = {form: sum(nearest(key, keys) is None for key in form) for form in _FORMS}
     form = min(_FORMS, key=distances.__getitem__)
@@ -314,7 +314,7 @@ def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_text(value: object, where: str) -> str:
-    """Return a text. Raises BadConversationError for another type."""
+    """Return a text. Raises BadConversationError for any other type."""
     if not isinstance(value, str):
         raise BadConversationError(f"{where} is {shown(value)}, not text.")
     return str(clean(value))

@@ -121,7 +121,7 @@ class SampleFiles:
     def index(self) -> npt.NDArray[Any]:
         """Return `row`, `group`, `length`, number of `trained` tokens and `key` of every sample.
 
-        Samples with equal keys have the same tokens, of which the same are trained.
+        Samples with equal keys have equal tokens, and the same tokens are trained.
         """
         self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
         return self._parts[0]

@@ -1,8 +1,8 @@
 """Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
 
 A value whose text is in the rendered text is not lost. For other values, the conversation is
-rendered again without the value, or with another value. If the text is equal, the template does not
-read the value.
+rendered again without the value, or with a different value. If the text is equal, the template does
+not read the value.
 """
 
 from __future__ import annotations

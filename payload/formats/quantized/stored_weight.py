@@ -20,7 +20,7 @@ Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight(TensorHeader):
-    """A weight that is dequantised while it is read; `dtype` and `shape` are those of the result.
+    """A weight that is dequantised while it is read; `dtype` and `shape` describe the result.
 
     `path` is the file of the first part.
     """

@@ -224,7 +224,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def payload_findings(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, version: str, lock_sha: str | None
 ) -> Iterator[Finding]:
-    """Yield findings for nodes with another release or lock file than this machine.
+    """Yield findings for nodes with a different release or lock file than this machine.
 
     Without a local lock (`lock_sha`), the nodes are compared with the first node.
     """

@@ -103,8 +103,8 @@ class MlflowTracker:
 def _known_run(known: Path, *, server: str | None) -> str:
     """Return the id of the run to continue; empty for a new run.
 
-    On a server, only a run that this user's tracker created is continued: an untrusted run folder
-    could contain the id of any other run on that server.
+    On a server, continue only a run that this user's tracker created: an untrusted run folder could
+    contain the id of any other run on that server.
     """
     try:
         found = _RUN.fullmatch(read_bytes(known).decode(errors="replace").strip())

@@ -90,7 +90,7 @@ class Classifier(CausalLM):
         return self.logits(hidden[torch.arange(len(tokens), device=tokens.device), last])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (..., C) to logits (..., K), in fp32 whatever the layers' dtype is."""
+        """Map hidden states (..., C) to logits (..., K), in fp32 for any dtype of the layers."""
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self.score.weight)
 
@@ -236,7 +236,7 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for only padding.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 if all are.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """

@@ -100,7 +100,7 @@ class MeshSnapshot(Snapshot):
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Take this rank's parts: `parameters` by name and `state` by `key.name`.
+        """Store this rank's parts: `parameters` by name and `state` by `key.name`.
 
         `group` consists of the ranks of the first replica.
         """

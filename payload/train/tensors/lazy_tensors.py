@@ -145,7 +145,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def copy_elements(self, name: str, target: Tensor, *, first: int) -> None:
         """Copy a tensor's elements from index `first` into a contiguous `target` of its dtype.
 
-        The index counts elements in file order, whatever the tensor's shape.
+        The index counts elements in file order, regardless of the tensor's shape.
         """
         header = self._headers[name]
         assert not isinstance(header, StoredWeight), "a checkpoint's tensors are not quantised"
@@ -210,8 +210,7 @@ class PlannedTensors(LazyTensors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """The model's tensors that would be set, each by the name of the file's tensor that would
-        be copied into it."""
+        """The model's tensors to set, each by the name of the file's tensor to copy into it."""
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
