@@ -55,7 +55,7 @@ class Pace:
 
     hang_timeout_s: float
     longest_s: float
-    """The limit in phases that report no progress, and the upper bound of the other limits."""
+    """The time limit in phases that report no progress, and the upper bound of all time limits."""
     median_step_s: float | None
     """Median step time; None before the first step of the attempt is complete."""
 

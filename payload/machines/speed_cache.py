@@ -143,7 +143,7 @@ def speed_path(folder: Path, key: SpeedKey) -> Path:
 
 
 def read_speed(folder: Path, key: SpeedKey) -> MachineSpeed | None:
-    """Return the measurement of this machine; None if it is missing, damaged or of another key."""
+    """Return the measurement for `key`; None if it is missing, damaged or has a different key."""
     path = speed_path(folder, key)
     try:
         raw = parse_json(read_bytes(path), where=str(path))

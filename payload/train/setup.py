@@ -166,7 +166,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
 
 
 def _require_frozen(model: CausalLM, routers: Collection[str]) -> None:
-    """Raise ConfigError if an adapter trains one of these modules."""
+    """Raise ConfigError if an adapter trains one of `routers`."""
     for name, parameter in model.named_parameters():
         for router in routers:
             if parameter.requires_grad and f".{router}." in f".{name}":

@@ -146,7 +146,7 @@ _CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
 _AMX = "amx_bf16"
 _AVX512_BF16 = "avx512_bf16"
 _FOLDER_WARNING_S = 1.0
-"""Shortest time of a test write that causes a warning. Within a zone, a synced write takes
+"""A test write that takes this long causes a warning. Within a zone, a synced write takes
 milliseconds."""
 _LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
 _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
