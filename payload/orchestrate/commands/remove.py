@@ -112,7 +112,7 @@ def _removals(
 def _refuse(
     options: RemoveOptions, access: LocalAccess, paths: RunPaths, *, without: Collection[RunPaths]
 ) -> None:
-    """Raise UsageError if the run must not be removed, once the runs in `without` are removed."""
+    """Raise UsageError if the run must not be removed, even after the runs in `without`."""
     if is_alive_at_site(paths, access.environment()):
         raise UsageError(f"run {paths.run_id} has an active job. Stop it first.")
     mirrored = readable_mirror(paths)

@@ -108,7 +108,7 @@ def _sha256(path: Path, *, init: str) -> str:
 def upload_code(
     nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """Upload the code to nodes that lack it and build the kernels; note a failed build."""
+    """Upload the code to nodes that lack it and build the kernels; report a failed build."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     behind = [node for node in nodes if node.name in lacking]
     if not behind:

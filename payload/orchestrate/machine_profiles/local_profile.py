@@ -86,7 +86,7 @@ class LocalAccess:
         return "" if self._speed is None else f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` by the measured speed; without one, to fp32 if this CPU lacks bf16."""
+        """Resolve `auto` by the measured speed; if unknown, to bf16 unless this CPU lacks it."""
         if choice != "auto":
             return choice
         if self._speed is not None:

@@ -161,7 +161,7 @@ def _failure_code(begun: Begun) -> int:
 
 
 def remove_key(cluster: Cluster, name: str, talk: Console) -> None:
-    """Revoke the key of an attempt; print a failure instead of raising it over an earlier error."""
+    """Revoke the key of an attempt; print a failure, so that it does not hide an earlier error."""
     try:
         remove_run_key(cluster, name)
     except TileforgeError as error:

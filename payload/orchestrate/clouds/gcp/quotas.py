@@ -57,7 +57,7 @@ class _QuotaInfo:
 def check_quotas(google: Google, need: CloudRequirements, project: Any) -> Iterator[Check]:
     """Check every quota that the cluster uses.
 
-    `project` is Compute Engine's resource, or None if it could not be read.
+    `project` is Compute Engine's project resource, or None if it could not be read.
     """
     try:
         region = get_compute_resource(
@@ -136,7 +136,7 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
 
 
 def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
-    """Return the limit that matches most dimensions; -1 if unlimited, None if unknown."""
+    """Return the limit that matches the most dimensions; -1 if unlimited, None if unknown."""
     dimensions = {"region": region, "vm_family": family.lower()}
     fitting = [
         each
