@@ -50,8 +50,8 @@ class DistributedSection:
     the heads, the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
     """Number of pipeline stages, each with some of the layers. Further ranks form more pipelines,
-    which train on other data. With `strategy = "replicate"`, each pipeline has all weights; with
-    `shard`, each has a shard of them."""
+    which train on different data. With `strategy = "replicate"`, each pipeline has all weights;
+    with `shard`, each has a shard of them."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, so a stage keeps the
     activations of at most as many micro-batches as there are stages. `gpipe`: all forward passes

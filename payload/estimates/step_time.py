@@ -166,7 +166,7 @@ def update_s(
 ) -> float:
     """Return the seconds of the update on the rank with the most weights.
 
-    `core_s` is the measured time of one core for AdamW's update of a weight, with all cores active;
+    `core_s` is the measured time that one core takes to update a weight, with all cores active;
     None means the time on the development machine.
     """
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
@@ -212,7 +212,7 @@ def run_step_time(
     threads: int = 1,
     update_core_s: float | None = None,
 ) -> StepTime:
-    """Return the step time of the run `config`; its forward and backward take `compute_s`.
+    """Return the step time of the run `config`, whose forward and backward passes take `compute_s`.
 
     The update is added; each rank runs it with `threads` threads, as in `update_s`. device.kind =
     "auto" is treated as CPUs: a plan for GPUs sets "cuda"

@@ -44,8 +44,8 @@ FOLDER_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 """Name of a checkpoint's folder, with the step. Each step has only one name."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that do not change results. The dtype does not, because the run sets its
-own."""
+"""Keys of config.json that do not change results. The dtype is one of them, because a run sets the
+dtype itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

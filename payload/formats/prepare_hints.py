@@ -72,7 +72,7 @@ def prepare_again_hint(folder: Path, *, source: object) -> str:
 
 
 def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
-    """Return the command that prepares the same data for another tokenizer, in a new folder."""
+    """Return the command that prepares the same data for a different tokenizer, in a new folder."""
     kind, _, place = source.partition(": ")
     new = str(folder.with_name(f"{folder.name}-{Path(tokenizer.partition('@')[0]).name}"))
     arguments = ["--tokenizer", tokenizer, "--out", new]

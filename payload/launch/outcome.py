@@ -65,7 +65,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return the verdict with the root cause, such as a rank's own error, not its consequences."""
+    """Return the verdict with the root cause, such as a rank's error, not the consequences."""
     cause = _own_error_or_signal(evidence)
     if evidence.stop == "expired":
         return Verdict(

@@ -86,7 +86,7 @@ def _memory_limits(folder: Path) -> Iterator[int]:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Return the memory of a group without page cache."""
+    """Return the memory that a group uses, without page cache."""
     used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
     pairs = (line.partition(" ") for line in _text(folder / "memory.stat").splitlines())
     counts = {name: int(value) for name, _, value in pairs if value.isdecimal()}

@@ -103,8 +103,8 @@ class MachineSpeed:
     fp32_flops_per_s: float = checked(low=1, high=1e18)
     """GEMM peak in fp32."""
     update_core_s: float = checked(above=0, high=1)
-    """Seconds of one core for AdamW's update of one weight, while all cores update. The update is
-    limited by memory bandwidth: it moves 28 bytes."""
+    """Seconds that one core takes to update a weight with AdamW, while all cores do so. The update
+    is limited by memory bandwidth: it moves 28 bytes."""
     others_share: float = checked(low=0, high=1)
     """Share of the cores that other programs used during the measurement."""
     measured_unix: float = checked(low=0, high=MAX_SECONDS)

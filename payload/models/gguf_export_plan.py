@@ -23,9 +23,8 @@ class GgufPlan:
     prefix: str = ""
     """Prefix of all tensor names in transformers, which some files omit."""
     renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Modules whose names differ in llama.cpp's tables of transformers' names: the end of the name,
-    and the ends that replace this end. If there are several, each gets an equal part of the
-    rows."""
+    """Ends of module names that differ in llama.cpp's tables of transformers' names, each with the
+    ends that replace it. If there are several, each gets an equal part of the rows."""
     norm_shift: float = 0.0
     """Constant that is added to the weight of every norm."""
     transposed: tuple[str, ...] = ()

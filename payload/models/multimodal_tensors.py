@@ -1,4 +1,4 @@
-"""The tensors of a multimodal checkpoint: the text model's, by its own names, and all others."""
+"""The tensors of a multimodal checkpoint, divided into the text model's and all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN_PARTS = frozenset({"embed_tokens", "layers", "norm"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextNames:
-    """The names in a checkpoint's files of the text model's tensors."""
+    """The names that the text model's tensors have in a checkpoint's files."""
 
     body: str
     head: str
@@ -39,7 +39,7 @@ class TextNames:
         return "model." + rest
 
     def file_name(self, name: str) -> str:
-        """Return the name in the files of a tensor of the text model."""
+        """Convert a tensor's name in the text model to its name in the files."""
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head.")
         return self.body + name.removeprefix("model.")
@@ -84,7 +84,7 @@ def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTe
 
 
 def model_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of the model that is trained: of a multimodal checkpoint, the text model.
+    """Return the tensors of the model in `folder`; of a multimodal model, only the text model's.
 
     Quantised weights are a `StoredWeight`. Raises CheckpointError.
     """

@@ -35,8 +35,8 @@ _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
 _BYTES_PER_LIST = 64
 _MOST_SHORT_LISTS = 16
-"""A line may have one list per `_BYTES_PER_LIST` bytes, and this number of lists in addition,
-because a small confusion matrix has short lists."""
+"""Lists that a line may have in addition to one per `_BYTES_PER_LIST` bytes: a small confusion
+matrix has short lists."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 _MOST_SECONDS = 1e9

@@ -337,7 +337,7 @@ class RunState:
     spent_s: float = _seconds(0.0)
     """Time during which the run had a supervisor, over all attempts and resumes."""
     cost_usd: float | None = None
-    """Cost of the nodes in that time; None without prices."""
+    """Cost of the nodes during `spent_s`; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
     """Time for the ranks to save after a stop request; a checkpoint in progress extends this time.
     """

@@ -1,4 +1,4 @@
-"""Selects each task's own metrics from an evaluation's row, by the names that results show."""
+"""Selects the metrics of a task from an evaluation's row, and names them as in the results."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class NodeStream:
     def troubles(self) -> Mapping[str, str]:
         """Return the problem of each shared folder that does not answer on the node.
 
-        The problems are those in the node's last heartbeat.
+        The node's last heartbeat reported these problems.
         """
         return self._troubles
 

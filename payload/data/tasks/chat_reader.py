@@ -230,7 +230,7 @@ class ChatReader:
         self.rows.keep_skipped(EXAMPLES_KEPT)
 
     def _samples(self, read: _Read) -> list[_Sample]:
-        """Return the samples of a row, whose first request was answered."""
+        """Return the samples of a row after the first request for the row was answered."""
         row = read.row
         if row.place >= EARLY_ROWS and not self._is_early_checked:
             self._is_early_checked = True

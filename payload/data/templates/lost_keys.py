@@ -107,7 +107,7 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _is_surely_in(texts: Sequence[str], text: str) -> bool:
-    """Return True if `text` contains all `texts`, and one of them is too long for chance."""
+    """Return True if `text` contains all `texts`, one of which is too long to occur by chance."""
     return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 

@@ -56,7 +56,7 @@ def render_samples(
 
 
 class RowRendering:
-    """`render_samples` in two steps: the first request can be batched with those of other rows."""
+    """`render_samples` in two steps: the first requests of several rows can be batched."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, options: SampleOptions

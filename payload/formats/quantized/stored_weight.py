@@ -53,7 +53,7 @@ class Format(ABC):
     def weights(
         self, headers: Mapping[str, TensorHeader], *, dtype: str
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield each quantised weight's name and parts; `dtype` is that of the dequantised weight.
+        """Yield each quantised weight's name and parts; `dtype` is the dtype after dequantising.
 
         Raises CheckpointError for parts that are missing or do not fit together.
         """

@@ -109,7 +109,7 @@ class Counts:
     linears: tuple[LinearSize, ...]
     """The layers' linears. Until the module is built, their names are those in the files."""
     others: tuple[ParameterSize, ...] = ()
-    """Other matrices of the module, and stacks of matrices; empty before the module is built."""
+    """Matrices of the module beside `linears`, and stacks of matrices; empty until it is built."""
     has_modules: bool = False
     """True if the linears' names are from the built module; False if they are from the files."""
 

@@ -217,7 +217,7 @@ class Report:
         return [node for node in self.checks if node in failing]
 
     def least_memory_bytes(self) -> int | None:
-        """Return the memory of the node that has the least."""
+        """Return the memory of the node with the least memory."""
         sizes = [facts.memory_bytes for facts in self.facts.values()]
         return min((size for size in sizes if size is not None), default=None)
 

@@ -34,7 +34,7 @@ class MachineProfile(Protocol):
         """
 
     def update_core_s(self) -> float | None:
-        """Return the seconds of one core for AdamW's update of a weight; None if not measured."""
+        """Return one core's seconds to update a weight with AdamW; None if not measured."""
 
     def speed_source(self) -> str:
         """Return where the measured speeds come from; empty if the machines were not measured."""
@@ -64,4 +64,4 @@ class MachineProfile(Protocol):
         """Return the path of tcmalloc. Raises PreflightError with its install command."""
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node that has the least; None if it is unknown."""
+        """Return the memory of the node with the least memory; None if it is unknown."""

@@ -208,7 +208,7 @@ class LiveLine:
             self._console.print(part)
 
     def log(self, line: str) -> None:
-        """Print a line of rank 0's log; hold an error line until the next line comes.
+        """Print a line of rank 0's log; print an error line only when the next line arrives.
 
         The error with which the run ends may repeat that line: see `print_held_error`.
         """

@@ -403,7 +403,8 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Set embedding and head from the rows in PEFT's adapter of a resized base, if it has any.
 
-    Return the other tensors. PEFT repeats the rows of a tied head, which are left out, too.
+    Return the other tensors. PEFT stores the rows of a tied head twice; the copies are left out as
+    well.
     """
     rest, embedding = dict(tensors), model.embedding_module()
     if model.spec.is_tied():

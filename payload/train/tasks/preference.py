@@ -206,9 +206,9 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return the stored reference, and one dtype with the values stored in it for validation.
+    """Return the stored reference, a dtype in which it is stored, and its validation values.
 
-    If values in `dtype` are stored, this dtype is returned. Raises DataError if no reference is
+    The dtype is `dtype` if values are stored in that dtype. Raises DataError if no reference is
     stored.
     """
     found = read_reference(folder, meta)

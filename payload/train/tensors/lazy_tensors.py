@@ -210,7 +210,7 @@ class PlannedTensors(LazyTensors):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.targets: dict[str, Tensor] = {}
-        """The model's tensors to set, each by the name of the file's tensor to copy into it."""
+        """The model's tensors to set, by the names of the file's tensors to copy into them."""
 
 
 def path_on_all_ranks(path: Path | None, world: World) -> Path | None:
