@@ -162,8 +162,8 @@ class StorageSection:
 
     results: str = AUTO
     """Store to which the head copies checkpoints, metrics and logs: `gs://BUCKET/PREFIX`, or the
-    absolute path of a mounted folder. Each run has its own folder in it. `auto`: the cluster's
-    bucket, if it has one. `none`: no copy."""
+    absolute path of a mounted folder. Each run has its own folder in the store. `auto`: the
+    cluster's bucket, if it has one. `none`: no copy."""
     final_wait_s: float = checked(300.0, low=0.0, high=1e6, unit="seconds")
     """Longest wait for the store at the end of a run; training never waits for it."""
 

@@ -201,7 +201,7 @@ class InputRecord:
     """Training rows that were removed because they are also in the validation data."""
     val_rows: int = checked(low=0)
     train_rows: int = checked(low=0)
-    """Training rows that remain, each counted once."""
+    """Training rows after all removals, each counted once."""
     rows_an_epoch: int = checked(low=0)
     """`train_rows` times `weight`, rounded."""
 

@@ -30,7 +30,7 @@ class TextNames:
     head: str
 
     def text_name(self, name: str) -> str | None:
-        """Return the name in the text model of a tensor in the files; None for other parts."""
+        """Convert a tensor's name in the files to that in the text model; None for other parts."""
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.body)

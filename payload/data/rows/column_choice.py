@@ -71,7 +71,7 @@ def labelled_columns(
 def known_names(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return pairs for --columns that turn rows with these columns into conversations or pairs.
 
-    The columns keep their names if these are known, or if no format matches even without case.
+    The columns keep their names if these are known, or if no format matches even ignoring case.
     """
     known = {*chat_columns(), *preference_columns()} - set(columns)
     found: dict[str, str] = {}
