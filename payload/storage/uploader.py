@@ -94,9 +94,9 @@ class Uploader:
         """True if the store may have checkpoints to remove."""
 
     def run(self, commands: TextIO) -> None:
-        """Upload until `commands` has a line, then upload the rest until `commands` ends.
+        """Upload files as the run writes them; after a line in `commands`, finish all uploads.
 
-        At the end of a run, the supervisor sends a line, waits until the rest is uploaded,
+        At the end of a run, the supervisor sends a line, waits until all files are uploaded,
         completes the summary, and closes `commands`. Then this process uploads the last records.
         """
         self._update_state()

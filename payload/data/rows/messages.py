@@ -169,7 +169,7 @@ def _form(given: object, where: str) -> tuple[str, str]:
 
 
 def _missing_keys(given: object) -> str:
-    """Return the keys that a message lacks in the form that most of its keys have."""
+    """Return a sentence with the keys that a message needs, and hints on misspelled keys."""
     keys = [key for key in given if isinstance(key, str)] if isinstance(given, Mapping) else []
     distances = {form: sum(nearest(key, keys) is None for key in form) for form in _FORMS}
     form = min(_FORMS, key=distances.__getitem__)

@@ -34,7 +34,7 @@ class Mixing:
     inputs: tuple[str, ...]
     """The paths of --input; without --input, the kind of the source."""
     weights: tuple[Fraction, ...] = ()
-    """Number of times that an epoch has each row of each input; empty if all are 1."""
+    """For each input, how often an epoch has each of its rows; empty if all are 1."""
     dedup: Dedup | None = None
     seed: int
 
