@@ -54,7 +54,7 @@ def user_data(
 def rebuild_triggers(
     config: ClusterConfig, files: BootstrapFiles, *, has_keys: bool, version: str
 ) -> tuple[str, str]:
-    """Return the user-data of the head and of a worker; a change of it rebuilds the machine.
+    """Return the user-data of the head and of a worker; a changed text rebuilds the machine.
 
     A change of the operator's key or of the number of nodes affects only new machines. Exception:
     with monitoring, the head is replaced if the number of nodes changes, because its Prometheus

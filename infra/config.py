@@ -28,11 +28,11 @@ class ClusterConfig(StackSettings):
 
     @property
     def zone(self) -> str:
-        """The zone of all nodes; if it is full, `up` can use the setting's other zones."""
+        """The zone of all nodes; if this zone is full, `up` can use other zones in the setting."""
         return self.zones[0]
 
     def uses_spot(self) -> bool:
-        """Return whether the machines are spot. `auto` counts as spot until `up` sets it to
+        """Return whether the machines are spot. `auto` counts as spot until `up` sets `spot` to
         false."""
         return self.spot in ("true", "auto")
 
@@ -42,7 +42,7 @@ class ClusterConfig(StackSettings):
         return int(match[1]) * _SECONDS[match[2]] if match else None
 
     def price_cap_usd(self) -> float | None:
-        """Return the limit of dollars per hour, or None for no limit."""
+        """Return the highest cost in dollars per hour, or None for no limit."""
         return None if self.max_hourly_usd == "none" else float(self.max_hourly_usd)
 
     def boot_disk_type(self) -> str:
@@ -50,7 +50,7 @@ class ClusterConfig(StackSettings):
         return self.machine().disk_types[0] if self.disk_type == "auto" else self.disk_type
 
     def boot_disk_gb(self, *, index: int) -> int:
-        """Return the size of a node's disk in GiB; the head's can be larger."""
+        """Return the size of a node's disk in GiB; the head's disk can be larger."""
         return self.head_disk_gb or self.disk_gb if index == 0 else self.disk_gb
 
     def is_compact(self) -> bool:
@@ -58,7 +58,7 @@ class ClusterConfig(StackSettings):
         return self.has_placement() and self.node_count > 1
 
     def has_placement(self) -> bool:
-        """Return whether there is a compact placement policy, for any number of nodes."""
+        """Return whether a compact placement policy is created, which even a single node gets."""
         return self.compact_placement == "true" or (
             self.compact_placement == "auto" and self.machine().compact
         )

@@ -35,8 +35,7 @@ class NetworkArgs:
     ssh_source: str
     """Address range from which SSH is allowed."""
     ssh_to: str | None
-    """Only this address accepts SSH; None if the head is the only node that `ssh_source` can
-    reach."""
+    """The only address that accepts SSH; None if `ssh_source` can reach only the head."""
     shared_storage: str
     """`nfs` opens the head's NFS port, `filestore` opens FILESTORE_RANGE, `none` opens neither."""
     node_account: Input[str]

@@ -54,7 +54,7 @@ class NodesArgs:
     kept_metadata: tuple[str, ...]
     """Keys of metadata that people added to machines."""
     shared_source: Input[str] | None
-    """SERVER:/PATH of the folder that all nodes mount; None unless Google assigns the address."""
+    """SERVER:/PATH of the Filestore instance that all nodes mount; None without an instance."""
     labels: dict[str, str]
     subnetwork: Input[str]
     service_account: Input[str]

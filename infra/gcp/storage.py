@@ -16,7 +16,7 @@ RUNS = "runs/"
 """Prefix of the objects that nodes can access. `storage.results = "auto"` means
 gs://BUCKET/runs."""
 KEPT_S = 7 * 86_400
-"""Time in which a deleted or overwritten object can be restored and is billed. Nodes can neither
+"""Time for which a deleted or overwritten object can be restored, and is billed. Nodes can neither
 shorten this time nor delete such an object permanently. They could delete object versions, so the
 bucket has no versioning."""
 

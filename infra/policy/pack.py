@@ -27,7 +27,7 @@ _LEVELS = {"mandatory": EnforcementLevel.MANDATORY, "advisory": EnforcementLevel
 
 
 def policies() -> list[Policy]:
-    """Return one policy for each security rule, and the limits."""
+    """Return one policy for each security rule and each limit."""
     rules: list[Policy] = [_of_rule(rule) for rule in RULES]
     return [*rules, _limit_of_nodes(), _limit_of_price()]
 

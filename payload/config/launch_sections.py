@@ -50,8 +50,8 @@ class DistributedSection:
     the heads, the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
     """Number of pipeline stages, each with some of the layers. Further ranks form more pipelines,
-    which train on other data. With `strategy = "replicate"`, each pipeline has all weights; with
-    `shard`, each has a shard of them."""
+    which train on different data. With `strategy = "replicate"`, each pipeline has all weights;
+    with `shard`, each has a shard of them."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of a stage's micro-batches. `1f1b`: backward passes begin early, so a stage keeps the
     activations of at most as many micro-batches as there are stages. `gpipe`: all forward passes
@@ -162,8 +162,8 @@ class StorageSection:
 
     results: str = AUTO
     """Store to which the head copies checkpoints, metrics and logs: `gs://BUCKET/PREFIX`, or the
-    absolute path of a mounted folder. Each run has its own folder in it. `auto`: the cluster's
-    bucket, if it has one. `none`: no copy."""
+    absolute path of a mounted folder. Each run has its own folder in the store. `auto`: the
+    cluster's bucket, if it has one. `none`: no copy."""
     final_wait_s: float = checked(300.0, low=0.0, high=1e6, unit="seconds")
     """Longest wait for the store at the end of a run; training never waits for it."""
 

@@ -92,7 +92,7 @@ def parse_store_address(text: str, *, setting: str = "storage.results") -> Store
 
 
 def resolve_results_address(results: str, *, bucket: str | None) -> str:
-    """Return `results`, with `auto` resolved for a cluster with this results bucket or none."""
+    """Return `results`; `auto` resolves to runs in `bucket`, or to no store without a bucket."""
     if results != AUTO:
         return results
     return NONE if bucket is None else str(StoreAddress(bucket, RUNS_PREFIX))

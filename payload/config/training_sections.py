@@ -187,7 +187,7 @@ class BatchSection:
         return self.micro_batch_size
 
     def per_pass(self, world_size: int) -> int:
-        """Return the sequences in the micro-batches of all ranks; with `auto`, those in a step."""
+        """Return the sequences in one micro-batch of every rank; with `auto`, in a step."""
         if self.micro_batch_size == AUTO:
             return max(1, self.global_batch_size // world_size) * world_size
         return self.micro_batch_size * world_size

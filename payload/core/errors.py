@@ -43,7 +43,7 @@ class TileforgeError(Exception):
     exit_code = ExitCode.TRAINING
 
     def __init__(self, cause: str, *, fix: str = "") -> None:
-        """Take the `cause`, which names the problem and the value, and the `fix`.
+        """Set the `cause`, which names the problem and the value, and the `fix`.
 
         `cause` and `fix` stay available as fields, for programs that show them separately. The fix
         can also be a part of `cause`.
@@ -167,7 +167,7 @@ class NodesError(TileforgeError):
     """One action failed on some nodes. Lists all failures; the most specific sets the exit code."""
 
     def __init__(self, what: str, failures: Mapping[str, TileforgeError]) -> None:
-        """Take the failures by node; each message begins with the name of the node."""
+        """Set the failures by node; each message begins with the name of the node."""
         assert failures, "at least one failure is required"
         lines = "".join(f"\n  {error}" for error in failures.values())
         super().__init__(f"{what} failed on {len(failures)} node(s):{lines}")

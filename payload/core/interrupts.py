@@ -1,7 +1,7 @@
 """Requests to end a command: Ctrl-C, SIGTERM (`kill`, `timeout`, a CI job) and SIGHUP.
 
-Presses of Ctrl-C are counted rather than signals, as one press can arrive as two signals:
-`timeout -s INT` signals its command, and then the process group that contains the command.
+Presses of Ctrl-C are counted, not signals, because one press can arrive as two signals: `timeout -s
+INT` signals its command, and then the process group that contains the command.
 """
 
 from __future__ import annotations

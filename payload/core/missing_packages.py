@@ -58,8 +58,8 @@ def missing_package_error(error: BaseException) -> BootstrapError | None:
 def _is_installed(top: str) -> bool:
     """Return True if Python finds the package.
 
-    If it does, only a module of the package is missing, or the package has the wrong version. A
-    namespace such as `google` does not count, because several packages share it.
+    If so, the import failed because a module of the package is missing, or the package has a wrong
+    version. A namespace such as `google` does not count, because several packages share it.
     """
     # find_spec raises ValueError for a module without a spec.
     with suppress(ImportError, ValueError):

@@ -91,7 +91,7 @@ def _python_command_from(
 
 
 def _interpreter(executable: str, *, cwd: Path, path: str) -> str:
-    """Return `python` if that starts this interpreter, otherwise its shortest path from `cwd`."""
+    """Return `python` if it starts this interpreter, otherwise this interpreter's path."""
     # The link itself is not resolved: a virtual environment's python is a link.
     folder = Path(executable).parent.resolve()
     on_path = shutil.which("python", path=path)

@@ -1,4 +1,4 @@
-"""Symbolic links: find those that leave a folder, and open files without following links."""
+"""Symbolic links: find links that lead out of a folder, and open files without following links."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _add_source_flags(parser: CommandParser) -> None:
         "--text-column",
         metavar="NAME",
         help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN}, or another known "
-        "name, in any case)",
+        "name, ignoring case)",
     )
     add_dedup_flag(more)
     add_hub_flags(more)

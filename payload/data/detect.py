@@ -152,7 +152,7 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
 
 
 def _column_lines(rows: Sequence[Row], task: TaskKind, read: tuple[str, ...]) -> list[str]:
-    """Return lines that list the columns that are read, and the columns that are not read."""
+    """Return lines that list which columns are read, and which are not."""
     used: dict[str, None] = dict.fromkeys(read)
     unread: Counter[str] = Counter()
     for row in rows:
@@ -228,7 +228,7 @@ def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, 
 
 
 def _has_labels(columns: Sequence[str]) -> bool:
-    """Return whether the columns have labelled texts. Other columns do not matter."""
+    """Return whether the columns include a text and a label; other columns do not matter."""
     return bool(first_of(LABEL_COLUMNS, columns) and first_of(TEXT_COLUMNS, columns))
 
 

@@ -58,7 +58,7 @@ class ReferenceModel:
         return f"{self.source}@{self.revision}" if self.revision else self.source
 
     def is_same(self, other: ReferenceModel) -> bool:
-        """Return True if both models give the same results, wherever their files are."""
+        """Return True if both models give the same results, even with files in different places."""
         configs = {self.config_sha256, other.config_sha256} - {None}
         same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
         return same_weights and len(configs) <= 1
@@ -140,7 +140,7 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
 def write_reference(
     folder: Path, meta: DataMeta, *, model: ReferenceModel, dtype: Dtype, values: LogProbs
 ) -> None:
-    """Store log-probabilities, and delete stored values of another model or other data.
+    """Store log-probabilities, and delete stored values of a different model or different data.
 
     Raises DataError.
     """

@@ -87,8 +87,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction for validation (default: 0.1, but about 100 documents of more than 1,000, "
-        "and at least 0.0005)",
+        help="fraction for validation (default: 0.1, or about 100 documents if there are over "
+        "1,000; at least 0.0005)",
     )
 
 

@@ -40,9 +40,9 @@ def resolve_batch(
 ) -> tuple[RunConfig, str | None]:
     """Return the config with the micro-batch size as a number, and a sentence with the reason.
 
-    `spec` describes the trained model. `free_bytes` is the free memory of the node that has the
-    least; the ranks of the node share it. If the size is already a number, the config is unchanged.
-    Raises ConfigError if the ranks cannot divide the global batch evenly.
+    `spec` describes the trained model. `free_bytes` is the lowest free memory of a node, which the
+    ranks of the node share. If the size is already a number, the config is unchanged. Raises
+    ConfigError if the ranks cannot divide the global batch evenly.
     """
     batch = config.batch
     if batch.micro_batch_size != AUTO:
@@ -103,7 +103,7 @@ def with_auto_size(config: RunConfig, *, auto_size: int | None) -> RunConfig:
 
 
 def with_recorded_size(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
-    """Return the config of a resume: `auto` becomes the recorded size if it divides the batch.
+    """Return the config of a resume: `auto` becomes the recorded size if this divides the batch.
 
     With the same micro-batches, a resumed run is bitwise equal to an uninterrupted one.
     """

@@ -24,9 +24,9 @@ class QuantizedCost:
     """Compares a run with its base in 4 bits to the same run with an unquantised base."""
 
     whole_dtype: Dtype
-    """Dtype of the unquantised base and its matmuls: the dtype of the run or, if only bf16 fits
-    into memory, bf16. It is the dtype of the run in one more case: a 4-bit base fits into memory
-    and is faster than an unquantised base in bf16."""
+    """Dtype of the unquantised base and its matmuls: bf16 if only bf16 fits into memory, otherwise
+    the dtype of the run. Exception: the dtype of the run also applies if a 4-bit base fits into
+    memory and is faster than an unquantised base in bf16."""
     whole_bytes: int
     """Estimate of a rank's peak memory with the unquantised base and one sequence per
     micro-batch."""

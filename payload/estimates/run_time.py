@@ -47,7 +47,7 @@ class RunTime:
         return self.training_s + sum(parts)
 
     def words(self) -> str:
-        """Return the time of the training and of the run, with the other parts."""
+        """Return the times of the training and of the whole run as text, with all other parts."""
         parts = {
             "start": self.start_s,
             "evaluations": self.evaluation_s,

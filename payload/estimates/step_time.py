@@ -27,7 +27,7 @@ from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
-"""More cores of a rank are assumed not to speed up its copies; a rank with more cores was not
+"""Number of cores beyond which a rank's copies are assumed to become no faster; more cores were not
 measured. At AdamW's rate, 16 cores move 190 GB/s, about a socket's memory bandwidth: eight channels
 of DDR5-4800 have 307 GB/s by specification."""
 
@@ -73,7 +73,8 @@ def step_time(
 
     Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins when
     the bucket is full and the previous all-reduce is done; after the backward pass, the step waits
-    for the rest. `tokens` is the number of tokens in a micro-batch of all ranks, as in `buckets`.
+    for the remaining all-reduces. `tokens` is the number of tokens in a micro-batch of all ranks,
+    as in `buckets`.
     """
     if network.ranks == 1:
         return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)
@@ -218,7 +219,7 @@ def run_step_time(
     threads: int = 1,
     speed: RankSpeed | None = None,
 ) -> StepTime:
-    """Return the step time of the run `config`; its forward and backward take `compute_s`.
+    """Return the step time of the run `config`, whose forward and backward passes take `compute_s`.
 
     The update is added; each rank runs it with `threads` threads, as in `update_s`. device.kind =
     "auto" is treated as CPUs: a plan for GPUs sets "cuda"

@@ -20,7 +20,7 @@ def trained_length(checkpoint: Path) -> int | None:
 
 
 def different_settings(checkpoint: Path, *, dtype: Dtype, length: int | None = None) -> list[str]:
-    """Return a line with the options that repeat the run's own evaluations; [] if these were used.
+    """Return a line with the run's own evaluation options that differ from these; [] if none do.
 
     Classifiers and pairs have no `length`: they are not split into blocks.
     """

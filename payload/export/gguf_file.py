@@ -44,7 +44,7 @@ class _Entry:
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
     part: int = 0
-    """Which of `parts` equal parts of the source's rows."""
+    """Index of this part among `parts` equal parts of the source's rows."""
     parts: int = 1
 
 
@@ -126,7 +126,7 @@ def _entries(
 
 
 def _sources(shapes: Mapping[str, tuple[int, ...]], plan: GgufPlan) -> dict[str, tuple[str, ...]]:
-    """Return the model's tensors for each tensor of the file, by the name without an expert."""
+    """Return the model's tensors that make each tensor of the file: one, or one per expert."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = plan.stacks.search(name) if plan.stacks is not None else None

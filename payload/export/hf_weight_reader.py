@@ -22,7 +22,7 @@ class WeightFiles:
     def __init__(
         self, folder: Path, tensors: PlannedTensors, *, labels: Mapping[str, Any] | None = None
     ) -> None:
-        """Take the verified files of a model; `folder` appears in messages."""
+        """Store the verified files of a model; `folder` appears in messages."""
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
@@ -48,7 +48,7 @@ class InMemoryWeights(WeightFiles):
         *,
         labels: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the tensors, named as in transformers; `folder` appears in messages."""
+        """Store the tensors, named as in transformers; `folder` appears in messages."""
         self._folder = folder
         self._held = tensors
         self.labels = labels or {}

@@ -62,7 +62,7 @@ class MergedWeights(WeightFiles):
         *,
         labels: Mapping[str, Any],
     ) -> None:
-        """Take the model with the adapter, and the base's files, as `plan_adapter` returns them."""
+        """Store the base's files and the model with the adapter, as `plan_adapter` returns them."""
         from payload.train.models.lora import LoraLinear
 
         super().__init__(adapter, tensors, labels=labels)

@@ -245,9 +245,9 @@ def _without_schema(text: str) -> str:
 
 
 def _run_on_measured_cores(arguments: Sequence[str]) -> Any:
-    """Do as `_run_for_json`, but measure this machine's speed before a plan if it is unknown.
+    """Do as `_run_for_json`, but before a plan, measure this machine's speed if unknown.
 
-    The plan would measure by itself, but its messages are not shown, and this takes seconds.
+    A plan also measures an unknown speed, but its messages are hidden, and measuring takes seconds.
     """
     if "plan" in arguments[:2]:
         _measure_once()

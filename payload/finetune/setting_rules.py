@@ -112,7 +112,7 @@ def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice
 
 
 def steps(task: TaskKind, found: DataSize, *, batch_size: int, requested: int | None) -> Choice:
-    """Return train.steps: as few epochs (one to three) as give at least a hundred steps.
+    """Return train.steps: the fewest epochs (one to three) that give at least a hundred steps.
 
     With labelled texts, the run has at least two epochs.
     """

@@ -139,7 +139,8 @@ def _first_run(arguments: argparse.Namespace) -> int:
 def _require_own_run(run: RunPaths, *, data: Path, model: Path) -> None:
     """Raise ConfigError if the run exists and is not a run of this command.
 
-    Otherwise, the command would resume another run, or replace its samples and report.
+    Otherwise, the command would resume a run of another command, or replace the run's samples and
+    report.
     """
     if not os.path.lexists(run.root):
         return
@@ -178,8 +179,8 @@ def _text_of(path: Path) -> str | None:
 
 
 def step_settings(config: RunConfig, steps: int) -> list[str]:
-    """Return the overrides for a run of `steps` steps; no warm-up if the run would end within
-    it."""
+    """Return the overrides for a run of `steps` steps; no warm-up if the run would end before the
+    warm-up does."""
     found = [f"train.steps={steps}"]
     if steps <= config.schedule.warmup_steps:
         found.append("schedule.warmup_steps=0")

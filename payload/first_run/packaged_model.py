@@ -101,7 +101,7 @@ def _create(folder: Path, *, wheelhouse: Path | None, working: Working, lock: in
 def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None = None) -> Path:
     """Fetch the package with pip's own settings, and return its GGUF file in `folder`.
 
-    Raises PackageError, and CheckpointError for a file with another SHA-256.
+    Raises PackageError, and CheckpointError for a file with an unexpected SHA-256.
     """
     # A source distribution would run its build before its file is checked.
     arguments = ["-q", "--disable-pip-version-check", "--no-input", "--no-deps"]

@@ -44,8 +44,8 @@ FOLDER_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 """Name of a checkpoint's folder, with the step. Each step has only one name."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that do not change results. The dtype does not, because the run sets its
-own."""
+"""Keys of config.json that do not change results. The dtype is one of them, because a run sets the
+dtype itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def checkpoint_step(folder: PurePath) -> int:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """List the folders with a checkpoint's name, oldest first, whatever their contents.
+    """List the folders with a checkpoint's name, oldest first, regardless of their contents.
 
     Symlinks are left out, as they could lead to another run's checkpoints.
     """
@@ -149,7 +149,7 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
     """Return the checkpoints that may have the lowest validation loss; the first is the best.
 
     `val_losses` is by step. A checkpoint without a known loss is not a candidate, except the target
-    of the link `best`: that checkpoint was evaluated, but its loss is lost.
+    of the link `best`: that checkpoint was evaluated, but its loss is no longer known.
     """
     folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
     lowest = best_step(folders, val_losses)

@@ -56,8 +56,8 @@ _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 TokenDtype = Literal["uint16", "uint32"]
 OnLong = Literal["truncate", "drop", "refuse", "split"]
 Dedup = Literal["none", "exact", "near"]
-"""Duplicates that are removed. Without a choice, only training rows that also stand in validation
-are removed; with `none`, no row is."""
+"""Duplicates that are removed. By default, only training rows that are also in the validation data
+are removed; with `none`, no row is removed."""
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 
@@ -201,7 +201,7 @@ class InputRecord:
     """Training rows that were removed because they are also in the validation data."""
     val_rows: int = checked(low=0)
     train_rows: int = checked(low=0)
-    """Training rows that remain, each counted once."""
+    """Training rows after all removals, each counted once."""
     rows_an_epoch: int = checked(low=0)
     """`train_rows` times `weight`, rounded."""
 
@@ -274,7 +274,7 @@ class DataMeta:
     preference: PreferenceRecord | None = None
     """Record of the task `preference`; None for other tasks."""
     selection: SelectionRecord | None = None
-    """Duplicates and weights of the inputs; None if each row is in one of the files once."""
+    """Duplicates and weights of the inputs; None if every row is in its file exactly once."""
     schema_version: int = SCHEMA_VERSION
 
     def hashes(self) -> dict[str, str]:
@@ -442,7 +442,7 @@ def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> 
             raise OSError(errno.EINVAL, "Not a regular file")
     except OSError as error:
         raise DataError(
-            f"{folder / name}, which meta.json lists: {error.strerror}. "
+            f"{folder / name}: {error.strerror}, but meta.json lists it. "
             f"{prepare_again_hint(folder, source=source)}"
         ) from None
     if status.st_size != expected.bytes:

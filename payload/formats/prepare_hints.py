@@ -48,7 +48,7 @@ def _how_to_make(folder: Path) -> str:
 
 
 def _how_to_prepare(given: Path) -> str:
-    """Return a sentence with the command that prepares the user's texts, in another folder."""
+    """Return a sentence with the command that prepares texts in `given` into a new folder."""
     name = given.stem if given.is_file() else given.name
     out = str(given.with_name(f"{name or 'my'}-tokens"))
     kind = _KINDS.get(given.suffix, "text")
@@ -72,7 +72,7 @@ def prepare_again_hint(folder: Path, *, source: object) -> str:
 
 
 def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
-    """Return the command that prepares the same data for another tokenizer, in a new folder."""
+    """Return the command that prepares the same data for a different tokenizer, in a new folder."""
     kind, _, place = source.partition(": ")
     new = str(folder.with_name(f"{folder.name}-{Path(tokenizer.partition('@')[0]).name}"))
     arguments = ["--tokenizer", tokenizer, "--out", new]

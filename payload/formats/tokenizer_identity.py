@@ -131,7 +131,7 @@ def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
 
 
 def is_extended_by(meta: DataMeta, identity: TokenizerIdentity) -> bool:
-    """Return True if the data's tokenizer is this one, with special tokens that `prepare` added."""
+    """Return True if the data's tokenizer is this one plus special tokens from `prepare`."""
     added = meta.added_tokens
     return added is not None and identity.pipeline_sha256 == added.model_pipeline_sha256
 

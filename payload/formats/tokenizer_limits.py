@@ -16,7 +16,7 @@ _FIX = "Repair the folder, or use another folder."
 
 
 def require_bounded(raw: Mapping[str, Any], *, where: str, error: type[TileforgeError]) -> None:
-    """Raise `error` for merges that the package cannot read, and for steps that lengthen a text.
+    """Raise `error` for merges that the package cannot read, and steps that lengthen text too much.
 
     A step of the kind `Precompiled` is not limited.
     """

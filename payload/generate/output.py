@@ -152,7 +152,7 @@ class OrderedOutputs:
     def __init__(
         self, outputs: Sequence[TextOutput] | Sequence[JsonOutput], *, between: Callable[[], None]
     ) -> None:
-        """Take the outputs; `between` prints the separator between two results."""
+        """Store the outputs; `between` prints the separator between two results."""
         self._outputs = outputs
         self._between = between
         self._finished: set[int] = set()

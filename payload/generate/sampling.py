@@ -200,7 +200,7 @@ def choose(
 
 
 def _nucleus(chances: Tensor, *, top_p: float) -> Tensor:
-    """Return (B, V) probabilities with 0 for tokens after the likeliest that sum to `top_p`."""
+    """Return (B, V) probabilities, 0 except for the likeliest tokens that sum to `top_p`."""
     ordered, places = chances.sort(dim=1, descending=True)
     # The token that reaches the sum is kept, so at least one token remains.
     is_after = ordered.cumsum(dim=1) - ordered >= top_p

@@ -33,8 +33,8 @@ class Thoughts:
     first_header: str = ""
     """Text before an answer that has no thoughts."""
     key: str | None = None
-    """Key of a message whose value the template renders as the thoughts; None if it renders
-    none."""
+    """Key of a message whose value the template renders as the thoughts; None if the template
+    renders no thoughts."""
 
     def divide(self, answer: str, *, is_open: bool, is_finished: bool) -> tuple[str, str]:
         """Return the thoughts and the rest of an answer.

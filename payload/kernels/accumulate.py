@@ -37,7 +37,7 @@ class WeightGradients:
         self._library.weight_gradient(grad, x, total, add=adds)
 
     def add_stack(self, stack: Tensor, grads: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-        """Add the gradient of a stack of weights (E, R, C), of which each computes some rows.
+        """Add the gradient of a stack of weights (E, R, C); each weight has computed some rows.
 
         `counts` has the rows of `grads` (M, R) and of `x` (M, C) that belong to each weight.
         """

@@ -1,4 +1,4 @@
-"""Protects from other users the folders of machine code that a process loads."""
+"""Keeps other users from changing the machine code that a process loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def own_folder(path: Path) -> Path:
-    """Return `path`, created if missing, if only this user and root can write to it.
+    """Return `path`, to which only this user and root can write; create it if missing.
 
     Raises PermissionError for a folder of another user, unless that user owns the home folder: in
     some containers, root has the home of another user. Raises OSError if it cannot be created.

@@ -106,7 +106,7 @@ def rms_norm_backward(
     added_scale: float = 1.0,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, of `added` (if `adds`) and, unless it is frozen, of the weight.
+    """Return the gradients of x, `added` (if `adds`) and the weight (unless it is frozen).
 
     `total` and `rstd` are from the forward pass. The gradient of x overwrites `grad_total` if it is
     given.

@@ -239,7 +239,7 @@ class Library:
         self._weight_gradients(slices, x, [(total, add)])
 
     def weight_gradients(self, grad: Tensor, x: Tensor, totals: list[tuple[Tensor, bool]]) -> None:
-        """Compute `weight_gradient` for several weights; `totals` has (total, add) for each.
+        """Compute `weight_gradient` for several weights; `totals` has each (total, add).
 
         The columns of `grad` (N, R) belong to the first weight, then to the next, and so on.
         """

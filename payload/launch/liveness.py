@@ -13,8 +13,8 @@ SILENT_S = 8.0
 """A node counts as silent if it has sent nothing for this time. Nodes send a heartbeat every
 second."""
 FROZEN_S = 15.0
-"""A silent node that accepts connections is frozen after this time without data. By then, the
-result of a new connection is known; a node that refuses connections may be lost."""
+"""A silent node that accepts connections counts as frozen after this time without data. By then,
+the result of a new connection is known; a node that refuses connections may be lost."""
 LOST_S = 12.0
 """A node that refuses connections for this time is lost, unless ranks make progress."""
 
@@ -55,7 +55,7 @@ class Pace:
 
     hang_timeout_s: float
     longest_s: float
-    """The limit in phases that report no progress, and the upper bound of the other limits."""
+    """The time limit in phases that report no progress, and the upper bound of all time limits."""
     median_step_s: float | None
     """Median step time; None before the first step of the attempt is complete."""
 

@@ -48,8 +48,8 @@ class Evidence:
     """When the supervisor began to kill the run's processes, by the head's monotonic clock (as the
     times in exit records). A signal after this time is from the supervisor."""
     launcher_killed_s: float | None = None
-    """If a signal from outside killed the launcher: when the launcher was last seen alive.
-    Otherwise None. Signals that ranks receive after this time come from the launcher's helpers."""
+    """When the launcher was last seen alive, if a signal from outside killed it; otherwise None.
+    Signals that ranks receive after this time come from the launcher's helpers."""
     trouble: Verdict | None = None
     """The verdict from the heartbeats: a hang, a frozen node or a lost node."""
     begun: bool = False
@@ -65,7 +65,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Return the verdict with the root cause, such as a rank's own error, not its consequences."""
+    """Return the verdict with the root cause, such as a rank's error, not the consequences."""
     cause = _own_error_or_signal(evidence)
     if evidence.stop == "expired":
         return Verdict(
@@ -149,7 +149,7 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
 
 
 def _ended_alone(evidence: Evidence) -> list[RankExit]:
-    """Return the records of ranks that neither the supervisor nor a killed launcher ended."""
+    """Return the records of ranks not ended by the supervisor or by a killed launcher."""
     ends = [s for s in (evidence.ended_by_us_s, evidence.launcher_killed_s) if s is not None]
     began_s = min(ends, default=math.inf)
     return [

@@ -50,7 +50,7 @@ class LaunchPlan:
     """Command prefix with which the head runs a command on the node `{node}` without ssh."""
     off_head: bool = False
     """True if the supervisor is not on the head, for example in a salloc shell on a login node. In
-    this case, it reaches the head like every other node, through `node_command`."""
+    this case, the supervisor reaches the head like every other node, through `node_command`."""
     auto_batch_size: int | None = checked(None, low=1)
     """The value chosen for `batch.micro_batch_size = "auto"`; None if the settings have a number.
     A different number of ranks may need a different value to share the batch evenly."""

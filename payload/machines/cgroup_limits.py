@@ -1,8 +1,8 @@
 """CONTRACT: the limits of this process's control groups: of a container, a job or a service.
 
-A limit holds for a group and for all groups in it. So the limits of every group from this process's
-group up to the root of the mount apply. In a container the root of the mount is usually the
-container's own group.
+A limit holds for a group and for all groups in it. So this process is limited by every group from
+its own up to the root of the mount. In a container the root of the mount is usually the container's
+own group.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _memory_limits(folder: Path) -> Iterator[int]:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Return the memory of a group without page cache."""
+    """Return the memory that a group uses, without page cache."""
     used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
     pairs = (line.partition(" ") for line in _text(folder / "memory.stat").splitlines())
     counts = {name: int(value) for name, _, value in pairs if value.isdecimal()}

@@ -83,7 +83,7 @@ def find_compiler(path: str | None = None) -> str | None:
 
 
 def instructions_of(flags: Collection[str]) -> tuple[str, ...]:
-    """Return the instruction sets for matmuls, without those that another one includes."""
+    """Return the instruction sets for matmuls; omit a set that another set includes."""
     found = [name for name, needed in _INSTRUCTIONS.items() if {*needed} <= {*flags}]
     implied = {other for name in found for other in _IMPLIED.get(name, ())}
     return tuple(name for name in found if name not in implied)

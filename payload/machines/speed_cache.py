@@ -37,7 +37,7 @@ ISA_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "MKL_ENABLE_INSTRUCTIONS",
 )
-"""Variables with which torch's libraries leave instructions of the CPU unused."""
+"""Variables that keep torch's libraries from using some instructions of the CPU."""
 
 _BUSY_S = 600.0
 """Time after which a machine that was busy is measured again."""
@@ -188,7 +188,7 @@ def speed_path(folder: Path, key: SpeedKey) -> Path:
 
 
 def read_speed(folder: Path, key: SpeedKey) -> MachineSpeed | None:
-    """Return the measurement of this machine; None if it is missing, damaged or of another key."""
+    """Return the measurement for `key`; None if it is missing, damaged or has a different key."""
     path = speed_path(folder, key)
     try:
         raw = parse_json(read_bytes(path), where=str(path))

@@ -19,12 +19,12 @@ class GgufPlan:
     vocab_size: int
     """Rows of the token embedding."""
     rotated_heads: Mapping[str, int]
-    """Number of heads of each projection whose rows llama.cpp reorders, by the end of its name."""
+    """Number of heads of each projection whose rows llama.cpp reorders, by the end of the name."""
     prefix: str = ""
     """Prefix of all tensor names in transformers, which some files omit."""
     renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Modules under another name in llama.cpp's tables of transformers' names: the end of the name,
-    and the ends that replace it. With several, each gets an equal part of the rows."""
+    """Ends of module names that differ in llama.cpp's tables of transformers' names, each with the
+    ends that replace it. If there are several, each gets an equal part of the rows."""
     norm_shift: float = 0.0
     """Constant that is added to the weight of every norm."""
     transposed: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ _FIX = "Download it again, or use a folder in the Hugging Face layout."
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A metadata array, of which only the length is kept."""
+    """A metadata array; only the length is kept."""
 
     length: int
 

@@ -59,13 +59,13 @@ class Whole:
         return replace(self, config=_with_tied(self.config, tied))
 
     def module_path(self, path: str) -> str:
-        """Return the path in the whole model of a module of the text model."""
+        """Return the path that a module of the text model has in the whole model."""
         if path.startswith("model."):
             return self.type.body + path.removeprefix("model.")
         return self.type.head if path == "lm_head" else path
 
     def text_path(self, path: str) -> str:
-        """Return the path in the text model of a module of the whole model."""
+        """Return the path that a module of the whole model has in the text model."""
         if path.startswith(self.type.body):
             return "model." + path.removeprefix(self.type.body)
         return "lm_head" if path == self.type.head else path

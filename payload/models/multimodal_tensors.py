@@ -1,4 +1,4 @@
-"""The tensors of a multimodal checkpoint: the text model's, by its own names, and all others."""
+"""The tensors of a multimodal checkpoint, divided into the text model's and all others."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _BODIES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("language_model.lm_head.", "lm_head.")
 _EMBEDDING = "embed_tokens.weight"
 _PLAIN_PARTS = frozenset({"embed_tokens", "layers", "norm"})
-"""Parts of the text model if its prefix is `model.`, which other parts can also have."""
+"""Names of the text model's parts after the prefix `model.`, which other models' parts share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextNames:
-    """The names in a checkpoint's files of the text model's tensors."""
+    """The names that the text model's tensors have in a checkpoint's files."""
 
     body: str
     head: str
 
     def text_name(self, name: str) -> str | None:
-        """Return the name in the text model of a tensor in the files; None for other parts."""
+        """Convert a tensor's name in the files to that in the text model; None for other parts."""
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.body)
@@ -39,7 +39,7 @@ class TextNames:
         return "model." + rest
 
     def file_name(self, name: str) -> str:
-        """Return the name in the files of a tensor of the text model."""
+        """Convert a tensor's name in the text model to its name in the files."""
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head.")
         return self.body + name.removeprefix("model.")
@@ -59,8 +59,8 @@ class WholeTensors:
 def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTensors:
     """Divide a multimodal checkpoint's tensors into the text model's and all others.
 
-    Raises CheckpointError, naming `where`, if there is no text model or no other part, or if the
-    weights of another part are quantised.
+    Raises CheckpointError, naming `where`, if the text model or all other parts are missing, or if
+    weights outside the text model are quantised.
     """
     names = _text_names(headers, where=where)
     text, copied = {}, {}
@@ -84,7 +84,7 @@ def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTe
 
 
 def model_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of the model that is trained: of a multimodal checkpoint, the text model.
+    """Return the tensors of the model in `folder`; of a multimodal model, only the text model's.
 
     Quantised weights are a `StoredWeight`. Raises CheckpointError.
     """
@@ -98,8 +98,8 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
     """Return the multimodal model with its parts counted.
 
-    Without an output head in the files, the head is the token embedding. With one, only an explicit
-    tie_word_embeddings, which loading verifies, ties them.
+    Without an output head in the files, the head is the token embedding. With an output head, the
+    two are tied only if config.json sets tie_word_embeddings, which loading verifies.
     """
     has_head = any(name.startswith("lm_head.") for name in tensors.text)
     tied = whole.is_tied_explicitly or not has_head

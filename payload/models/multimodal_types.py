@@ -51,7 +51,7 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextType:
-    """A text model inside a multimodal model that computes text as another model type does."""
+    """A text model inside a multimodal model; it computes text like `model_type`."""
 
     model_type: str
     """The model type with the same computation on text."""

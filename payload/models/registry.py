@@ -49,7 +49,7 @@ def family_of_spec(spec: ModelSpec) -> Family:
 
 
 def family_name(spec: ModelSpec) -> str:
-    """Return the name in `FAMILIES` of the family of a spec's model."""
+    """Return the name that the family of a spec's model has in `FAMILIES`."""
     raw = {**spec.config_read(), "model_type": spec.model_type}
     own = named_family(spec.model_type) or _family_of_unknown_type(raw)
     named = zip(FAMILIES, families(), strict=True)
@@ -89,7 +89,7 @@ def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Return the spec of the model in `folder`; of a multimodal model, of its text model.
+    """Return the spec of the model in `folder`, or of the text model in a multimodal model.
 
     Raises CheckpointError.
     """

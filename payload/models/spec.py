@@ -139,7 +139,7 @@ class ModelSpec(ABC):
     """Rows of the token embedding; a padded vocabulary has more rows than the tokenizer has
     tokens."""
     whole: Whole | None = field(default=None, repr=False, compare=False)
-    """The multimodal model of which this is the text model; None for any other model."""
+    """The multimodal model that contains this text model; None for any other model."""
 
     def with_vocab_size(self, rows: int) -> Self:
         """Return the same model with `rows` rows in its embedding and output head."""
@@ -357,7 +357,7 @@ class ModelSpec(ABC):
         )
 
     def rope_switch(self) -> int | None:
-        """Return the number of tokens above which all positions of a text are encoded otherwise.
+        """Return the number of tokens above which all positions of a text are encoded differently.
 
         A longer text cannot continue from keys that were cached before. None = there is no limit.
         """

@@ -48,9 +48,9 @@ class Parameters:
     """The parameters that one optimizer trains."""
 
     matrices: Sequence[torch.nn.Parameter]
-    """Matrices and embeddings, which decay."""
+    """Matrices and embeddings, which get weight decay."""
     vectors: Sequence[torch.nn.Parameter]
-    """Norms and biases, which do not decay."""
+    """Norms and biases, which get no weight decay."""
 
 
 class Prepare(Protocol):

@@ -37,7 +37,7 @@ def commands(run: Run) -> Sequence[str]:
 
 
 def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
-    """Return shell lines that prepare the data again, or a comment if meta.json has too little.
+    """Return shell lines that prepare the data again, or a comment if meta.json lacks details.
 
     meta.json describes the source in text for readers, and might list only some of several inputs.
     Data in a bucket needs no command: the run downloads it.

@@ -65,7 +65,7 @@ def settings_to_approve(
     A hub model needs approval, because this user's cache or token may have access to private
     models. The default of `data.dir` also needs approval. `reads_init=False` leaves out
     `model.init`. The limits of time and cost are always included; waits are included only above one
-    hour. With `of`, only these keys are returned.
+    hour. If `of` is given, only settings with keys in `of` are returned.
     """
     found = {"data.dir": config.data.dir}
     default = RunConfig()
@@ -139,7 +139,8 @@ def require_approved(
 ) -> None:
     """Raise ConfigError for settings that come only from the records of the resumed run.
 
-    `settings` are those that need approval. `named` are the keys that the user sets in this resume.
+    `settings` are the settings that need approval. `named` are the keys that the user sets in this
+    resume.
     """
     missing = {
         key: value

@@ -35,8 +35,8 @@ _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
 _BYTES_PER_LIST = 64
 _MOST_SHORT_LISTS = 16
-"""A line may have one list per `_BYTES_PER_LIST` bytes, and this number of lists in addition,
-because a small confusion matrix has short lists."""
+"""Lists that a line may have in addition to one per `_BYTES_PER_LIST` bytes: a small confusion
+matrix has short lists."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 _MOST_SECONDS = 1e9
@@ -97,8 +97,8 @@ class StepMetrics:
     ranks: RankTimes | None = None
     """Times of all ranks; with many ranks, only some rows contain these times."""
     idle_experts: int | None = None
-    """Number of experts in all layers that received no token in this step; None if the model has no
-    experts."""
+    """Number of experts, over all layers, that received no token in this step; None if the model
+    has no experts."""
 
     def describe(self) -> str:
         """Return the text that the task adds to the log line of a step; empty by default."""

@@ -149,7 +149,7 @@ class RunPaths:
 
     @property
     def restored(self) -> RunPaths:
-        """restored/: records from the run's store, written by the machine that had the run."""
+        """restored/: records from the run's store, as an earlier machine of the run wrote them."""
         return RunPaths(self.root / "restored")
 
     @property
@@ -251,7 +251,7 @@ class Summary:
     steps: int = checked(0, low=0)
     tokens: int = checked(0, low=0)
     missing_metrics: tuple[tuple[int, int], ...] = checked((), low=1)
-    """First and last step of each range whose rows of metrics.jsonl are lost."""
+    """First and last step of each range of steps whose rows in metrics.jsonl are lost."""
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None
@@ -337,7 +337,7 @@ class RunState:
     spent_s: float = _seconds(0.0)
     """Time during which the run had a supervisor, over all attempts and resumes."""
     cost_usd: float | None = None
-    """Cost of the nodes in that time; None without prices."""
+    """Cost of the nodes during `spent_s`; None without prices."""
     grace_s: float = checked(DEFAULT_GRACE_S, low=0)
     """Time for the ranks to save after a stop request; a checkpoint in progress extends this time.
     """

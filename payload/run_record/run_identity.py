@@ -91,7 +91,7 @@ def known_identity(paths: RunPaths) -> RunIdentity:
 
 
 def checkpoint_identity(folder: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint; None if it has no identity."""
+    """Return the identity of the run that wrote a checkpoint; None if it is not recorded."""
     path = folder / TRAINER_FILE
     try:
         return parse_checkpoint_identity(read_bytes(path), where=str(path))
@@ -157,7 +157,7 @@ def require_same_run(
 
 
 def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
-    """Write the file and return its identity; another process may have written it first."""
+    """Write the file and return its identity; if another process was first, keep its file."""
     path = paths.identity
     require_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.fresh")

@@ -45,7 +45,7 @@ from payload.run_record.run_files import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    """The part of a record with the id of its run."""
+    """The part of a record that contains the id of the run."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
 
@@ -80,7 +80,7 @@ def known_state(paths: RunPaths) -> RunState | None:
 
 
 def known_config(paths: RunPaths) -> RunConfig:
-    """Return run.toml's settings; if it is damaged, the newest checkpoint's or the defaults.
+    """Return the settings in run.toml or, if damaged, in the newest checkpoint, or the defaults.
 
     This is for commands that only show a run; a resume uses `config_to_resume`.
     """

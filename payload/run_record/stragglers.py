@@ -1,7 +1,7 @@
 """CONTRACT: detects slow ranks (stragglers) from the rows of metrics.jsonl.
 
-Ranks wait for each other, so all ranks take as long as the slowest rank. Only the work time of a
-rank shows that it is slow: reading data, and the forward and backward passes without waiting.
+Ranks wait for each other, so all ranks take as long as the slowest rank. Only a rank's work time
+shows whether the rank is slow: reading data, and the forward and backward passes without waiting.
 """
 
 from __future__ import annotations

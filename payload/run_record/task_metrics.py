@@ -1,4 +1,4 @@
-"""Selects each task's own metrics from an evaluation's row, by the names that results show."""
+"""Selects the metrics of a task from an evaluation's row, and names them as in the results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TaskMetric:
     better: Literal["low", "high"]
     text: Callable[[float], str]
     tells: str | None = None
-    """Key that only rows of this metric's task have; None if every row with `row_key` is of the
-    task."""
+    """Key that only rows of this metric's task have; None if every row with `row_key` belongs to
+    the task."""
 
 
 def _percent(value: float) -> str:

@@ -61,7 +61,7 @@ class CloudRequirements:
     image: str = DEFAULTS.image
     """Full name of the boot image."""
     bucket_name: str = ""
-    """Name of an existing bucket; empty without a bucket, or if it is created."""
+    """Name of an existing bucket; empty without a bucket, or if `up` creates the bucket."""
     kms_key: str = ""
     """Name of the customer-managed key; empty for Google's keys."""
     unlisted: tuple[str, ...] = ()

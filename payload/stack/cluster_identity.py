@@ -1,8 +1,8 @@
 """CONTRACT: a cluster's identity, which distinguishes clusters with the same name.
 
 The identity is 16 random hexadecimal digits. It is in `.cluster/NAME/identity.json` of the folder
-that builds the cluster, and in a label (or the description) of all its resources. Two users can
-use the same name in one project: resources with another identity are never removed or adopted. A
+that builds the cluster, and in a label (or the description) of all its resources. Two users can use
+the same name in one project: resources with a different identity are never removed or adopted. A
 cloned folder can contain the file, so the file counts only with a signature by this user's key.
 """
 

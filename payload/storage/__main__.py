@@ -37,7 +37,7 @@ from payload.storage.uploader import Uploader
 _NICE = 10
 """Niceness of the upload, so that ranks have priority."""
 _UPLOAD_RETRY_S = 8.0
-"""Time in which one request is retried. The uploader then logs the error and retries the upload."""
+"""Time for retries of one request. The uploader then logs the error and retries the upload."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ _PART_BYTES = 32 * 2**20
 """Bytes of one request of a resumable upload or a download."""
 _T = TypeVar("_T")
 _FETCHES = 3
-"""Attempts to download an object; the network may change data, so that a checksum is wrong."""
+"""Attempts to download an object: the network may damage the data, which a checksum detects."""
 _WRITE_ID = "tileforge-write"
 """Metadata key for a random id of each write, by which a writer recognises its own object."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")

@@ -23,7 +23,7 @@ from payload.storage.objects import MissingObjectError, StoreReader, TooLargeErr
 _TRIES = 3
 _NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _REPLACED = ".replaced-"
-"""Suffix of a replaced data folder, before random digits; the folder is removed once unused."""
+"""Suffix of a replaced data folder, before random digits. The folder is removed when unused."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:

@@ -1,6 +1,6 @@
 """The process that uploads a run's results to the store during the run.
 
-Training never waits for it: the ranks write to the head's disk, and this process reads from it. If
+Training never waits for this process, which reads the files that ranks write to the head's disk. If
 the store fails, uploads are retried with exponential backoff, and one warning is logged.
 """
 
@@ -55,7 +55,7 @@ class Uploader:
         say: Callable[[str], None],
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
-        """Take the run and its store.
+        """Prepare uploads of the run at `paths` to `store`.
 
         The newest `keep` checkpoints and the best one are kept in the store; `say` gets log lines.
         """
@@ -94,9 +94,9 @@ class Uploader:
         """True if the store may have checkpoints to remove."""
 
     def run(self, commands: TextIO) -> None:
-        """Upload until `commands` has a line, then upload the rest until `commands` ends.
+        """Upload files as the run writes them; after a line in `commands`, finish all uploads.
 
-        At the end of a run, the supervisor sends a line, waits until the rest is uploaded,
+        At the end of a run, the supervisor sends a line, waits until all files are uploaded,
         completes the summary, and closes `commands`. Then this process uploads the last records.
         """
         self._update_state()

@@ -96,7 +96,7 @@ class Attempt:
         self._launcher_killed_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
-        """Run until all processes have ended; the verdict's error lists those that did not end."""
+        """Run to the end; the verdict's error lists processes that could not be ended."""
         log_start = self._log_size()
         self._beats.begin()
         launcher = self._start()
@@ -225,7 +225,7 @@ class Attempt:
         kill_all(self._paths.root)
 
     def _end_local_processes(self) -> dict[str, list[int] | None]:
-        """Wait briefly for the processes on this machine, then kill them; return those left."""
+        """Wait briefly for the processes on this machine, then kill them; return the survivors."""
         if not wait_until_none(self._paths.root, timeout_s=_AFTERMATH_S):
             return {}
         self._end_now()
@@ -233,7 +233,7 @@ class Attempt:
         return {self._node: sorted(left)} if left else {}
 
     def _end_remote_processes(self) -> dict[str, list[int] | None]:
-        """End the run's processes on other nodes; return those left by node.
+        """End the run's processes on other nodes; return the survivors, listed by node.
 
         A node that does not answer has no list.
         """

@@ -98,7 +98,7 @@ class NodeStream:
     def troubles(self) -> Mapping[str, str]:
         """Return the problem of each shared folder that does not answer on the node.
 
-        The problems are those in the node's last heartbeat.
+        The node's last heartbeat reported these problems.
         """
         return self._troubles
 
@@ -115,7 +115,7 @@ class NodeStream:
         self._stop_pid = pid
 
     def request_end(self) -> None:
-        """Make the node end all of the run's processes on it."""
+        """Make the node end all of its processes of the run."""
         self._ended.clear()
         self._end_requests += 1
 

@@ -58,7 +58,7 @@ def processes_of(run_dir: Path) -> set[int]:
 
 
 def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """Return the run's processes that are still alive after at most `timeout_s`."""
+    """Wait at most `timeout_s` until the run's processes end; return those still alive."""
     deadline = time.monotonic() + timeout_s
     while (left := processes_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -378,7 +378,7 @@ class Supervisor:
         self._write_state_regularly()
 
     def _check_store(self) -> None:
-        """Restart the uploader if it has ended; note once that the store fails or works again."""
+        """Restart an ended uploader; report each failure and each recovery of the store once."""
         if time.monotonic() - self._written_s <= _STATE_EVERY_S:
             return
         self._uploading.begin()
@@ -387,7 +387,7 @@ class Supervisor:
             self._state = replace(self._state, note=news)
 
     def _check_folders(self) -> None:
-        """Note once that a shared folder does not answer, and once that it answers again."""
+        """Report once that a shared folder does not answer, and once that it answers again."""
         message = self._silent_folders()
         before, self._folder_message = self._folder_message, message
         if message and not before:

@@ -49,7 +49,7 @@ class Calibration:
     all_reduce_bytes_per_s: float | None
     """Gradient bytes all-reduced per second; None with one rank."""
     dequantized_per_s: float | None = None
-    """4-bit weights that a rank dequantises per second; None for a run without 4-bit weights."""
+    """Rate at which a rank dequantises 4-bit weights; None for a run without 4-bit weights."""
     shards: ShardTimes | None = None
     """Times of a sharded run's collectives and copies; None for other runs and on GPUs."""
 

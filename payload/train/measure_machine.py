@@ -237,7 +237,7 @@ class _Update:
         self._step()  # maps the state's pages
 
     def weights_per_s(self) -> float:
-        """Return the weights of the fastest update per second."""
+        """Return the weights per second of the fastest update."""
         best_s, ends_s = float("inf"), time.perf_counter() + _UPDATE_S
         while best_s == float("inf") or time.perf_counter() < ends_s:
             began_s = time.perf_counter()

@@ -172,7 +172,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
 
 
 def _require_frozen(model: CausalLM, routers: Collection[str]) -> None:
-    """Raise ConfigError if an adapter trains one of these modules."""
+    """Raise ConfigError if an adapter trains one of `routers`."""
     for name, parameter in model.named_parameters():
         for router in routers:
             if parameter.requires_grad and f".{router}." in f".{name}":
@@ -353,7 +353,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
 
 
 def _described(folder: Path) -> Mapping[str, object]:
-    """Return config.json of `folder`, with what a multimodal model's tensors determine."""
+    """Return config.json of `folder`, with values that a multimodal model's tensors determine."""
     whole = read_spec(folder).whole
     return read_config(folder) if whole is None else whole.config
 

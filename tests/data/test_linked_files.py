@@ -201,7 +201,7 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_data_file_is_one_line(tmp_path: Pa
     folder = make_data_folder(tmp_path / "data", num_val_tokens=2048)  # 4096 bytes, as a folder
     (folder / "val.bin").unlink()
     (folder / "val.bin").mkdir()
-    with pytest.raises(DataError, match=r"val\.bin, which meta\.json lists: Not a regular file"):
+    with pytest.raises(DataError, match=r"val\.bin: Not a regular file, but meta\.json lists it"):
         load_meta(folder)
 
 

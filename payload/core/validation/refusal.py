@@ -18,7 +18,7 @@ class RefusedError(Exception):
     """A value outside its declared type or limits."""
 
     def __init__(self, reason: Reason, wanted: Any, *, value: object = None) -> None:
-        """Take the reason, and what is required (`wanted`): a type, limit, choices or text."""
+        """Set the reason, and what is required (`wanted`): a type, limit, choices or text."""
         super().__init__(reason, wanted)
         self.reason, self.wanted, self.value = reason, wanted, value
         self.path = ""

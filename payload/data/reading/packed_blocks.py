@@ -110,8 +110,8 @@ class PackedBlocks:
 def open_packed(folder: Path, *, split: Split, sequence_length: int) -> PackedBlocks:
     """Map one split of a folder into memory.
 
-    Raises DataError for a damaged folder, and ConfigError if the folder was prepared for another
-    task or length.
+    Raises DataError for a damaged folder, and ConfigError if the folder was prepared for a
+    different task or sequence length.
     """
     meta = load_meta(folder)
     require_task(folder, meta, task="chat")

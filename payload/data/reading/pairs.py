@@ -107,8 +107,8 @@ class Pairs:
 def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length: int) -> Pairs:
     """Map one split of a folder into memory.
 
-    Raises DataError for a damaged folder, and ConfigError if the folder was prepared for another
-    task or length.
+    Raises DataError for a damaged folder, and ConfigError if the folder was prepared for a
+    different task or sequence length.
     """
     meta = load_meta(folder)
     require_task(folder, meta, task="preference")

@@ -1,4 +1,4 @@
-"""Chooses the columns that a task reads by their known names, in any case."""
+"""Chooses the columns that a task reads by their known names, ignoring upper and lower case."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "d
 def first_row_columns(request: SourceRequest) -> list[str]:
     """Return the columns of the first row that can be read; empty without rows.
 
-    Also empty without network, because data that is prepared already needs none. Raises DataError,
+    Also empty without network, because already prepared data needs no network. Raises DataError,
     UsageError.
     """
     request = resolve_source(request)
@@ -47,7 +47,7 @@ def first_row_columns(request: SourceRequest) -> list[str]:
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the column with the first of these names, in any case; the exact name comes first."""
+    """Return the column with the first of these names, ignoring case; prefer an exact match."""
     found = {column.casefold(): column for column in reversed(columns)}
     found |= {column: column for column in columns}
     return next((found[name] for name in names if name in found), None)
@@ -71,7 +71,7 @@ def labelled_columns(
 def known_names(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Return pairs for --columns that turn rows with these columns into conversations or pairs.
 
-    The columns keep their names if these are known, or if no format matches in any case.
+    The columns keep their names if these are known, or if no format matches even ignoring case.
     """
     known = {*chat_columns(), *preference_columns()} - set(columns)
     found: dict[str, str] = {}

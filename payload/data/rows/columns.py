@@ -77,7 +77,7 @@ OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 _LEAVES = frozenset((str, int, float, bool, type(None)))
 """Types without inner values. A check for these is faster than a check for a mapping."""
 _NEAR = 0.8
-"""Similarity of a column's name from which on it may be a misspelt known name."""
+"""Lowest similarity at which a column's name counts as a misspelt known name."""
 _MOST_LEVELS = 100
 """Limit on the nesting depth of a row's values; the schemas of tools have about ten levels."""
 METADATA = re.compile(

@@ -144,7 +144,7 @@ def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
 def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
     """Prepend the message of the column `system`.
 
-    Raises BadConversationError if the messages begin with another system message.
+    Raises BadConversationError if the messages begin with a different system message.
     """
     column = present(row, SYSTEM)
     if column is None:

@@ -183,7 +183,7 @@ def _form(given: object, where: str) -> tuple[str, str]:
 
 
 def _missing_keys(given: object) -> str:
-    """Return which keys a message lacks, in the form that most of its keys belong to."""
+    """Return a sentence with the keys that a message needs, and hints on misspelled keys."""
     keys = [key for key in given if isinstance(key, str)] if isinstance(given, Mapping) else []
     distances = {form: sum(nearest(key, keys) is None for key in form) for form in _FORMS}
     form = min(_FORMS, key=distances.__getitem__)
@@ -328,7 +328,7 @@ def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_text(value: object, where: str) -> str:
-    """Return a text. Raises BadConversationError for another type."""
+    """Return a text. Raises BadConversationError for any other type."""
     if not isinstance(value, str):
         raise BadConversationError(f"{where} is {shown(value)}, not text.")
     return str(clean(value))

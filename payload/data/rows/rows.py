@@ -58,7 +58,7 @@ class Rows(ABC):
         self.num_rows = 0
         """Rows read so far, including bad rows."""
         self.first_val: int | None = None
-        """Number of the first row of the files for validation; None without such files."""
+        """Number of the first row in the validation files; None without such files."""
         self.file_starts: list[tuple[int, int]] = []
         """Number of the first row of each file so far, and number of the file's --input."""
         self.next_number = 0

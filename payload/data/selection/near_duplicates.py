@@ -27,8 +27,8 @@ _SHINGLE_WORDS = 5
 _AT_ONCE = 4096
 """Number of shingles, and of rows, that are handled together: each needs 1 kB."""
 _RECALL = (0.1, 0.9)
-"""Weights of false positives and false negatives; candidates are compared, so that the former only
-cost time."""
+"""Weights of false positives and false negatives. Candidates are compared, so a false positive only
+costs time."""
 # Chinese, Japanese and Korean are written without spaces between words, or have short words.
 _CHARACTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORDS = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")

@@ -23,8 +23,8 @@ Splitter = Callable[[Numbers], tuple[Split, Mask]]
 """Returns the split of the rows with these indices, and the mask of its validation rows."""
 
 _MOST_REMOVED = 0.5
-"""If more of the training rows also stand in validation, they are kept: without them, the data of
-examples that repeat a few rows would have no training rows."""
+"""If a larger fraction of the training rows is also in the validation data, these rows are kept.
+Otherwise, small examples that repeat a few rows would have no training rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Mixing:
     inputs: tuple[str, ...]
     """The paths of --input; without --input, the kind of the source."""
     weights: tuple[Fraction, ...] = ()
-    """Number of times that an epoch has each row of each input; empty if all are 1."""
+    """For each input, how often an epoch has each of its rows; empty if all are 1."""
     dedup: Dedup | None = None
     seed: int
 
@@ -56,7 +56,7 @@ class RowSelection:
     dedup: Dedup | None
 
     def numbers(self, *, is_val: bool) -> Numbers:
-        """Return the indices of one file's rows, repeated as often as the rows."""
+        """Return the indices of one file's rows, each repeated as often as the row."""
         chosen = np.flatnonzero(self.is_val == is_val)
         return np.repeat(chosen, self.copies[chosen])
 
@@ -89,8 +89,8 @@ class RowSelection:
 def split_by_units(choose: Callable[[Survey], Split], survey: Survey, units: Numbers) -> Splitter:
     """Return the splitter that decides by the rows' units: groups or row numbers.
 
-    `choose` returns the split for a number of units. Fewer rows are split by the place of their
-    units among the units that remain.
+    `choose` returns the split for a number of units. If only some of the rows are split, their
+    units are numbered again, without the units of other rows.
     """
 
     def split_rows(chosen: Numbers) -> tuple[Split, Mask]:
@@ -193,7 +193,7 @@ def _rows(count: int) -> str:
 
 
 def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
-    """Return the mask of the training rows to remove, without those of classes that lose most."""
+    """Return the mask of training rows to remove; classes that would lose most rows keep theirs."""
     labels = np.zeros(len(in_both), dtype=np.int64) if classes is None else classes
     size = int(labels.max(initial=0)) + 1
     before, lost = (np.bincount(labels[mask], minlength=size) for mask in (is_train, in_both))

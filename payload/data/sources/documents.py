@@ -50,7 +50,7 @@ class Batch:
     """For each group of bad documents: the first document's number, their count, and the
     message."""
     file_starts: list[tuple[int, int]] = field(default_factory=list)
-    """For each file that begins in the batch: the number of its first document, and its index."""
+    """For each file that begins in the batch: its first document's number, and the file's index."""
     cursor: Cursor = field(default_factory=dict)
     """Cursor of the next batch."""
     text_bytes: int = 0

@@ -146,7 +146,7 @@ def _array(text: _Text) -> Iterator[tuple[int, Any]]:
 
 
 def _wrapped(text: _Text) -> Iterator[tuple[int, Any]] | None:
-    """Return the rows of an object whose first key holds them; None for another object."""
+    """Return the rows of an object whose first key holds them; None for any other object."""
     start = text.window()
     return _wrapped_rows(text) if WRAPPED.match(start) else None
 

@@ -97,7 +97,7 @@ class FileSplit:
 def default_val_fraction(documents: int | None) -> float:
     """Return the validation share for a source with `documents` documents (None: unknown).
 
-    The share is a tenth of up to 1,000 documents. Of more documents, about 100 are for validation,
+    Of up to 1,000 documents, the share is a tenth. Of more documents, about 100 are for validation,
     but at least nanoGPT's share.
     """
     if documents is None:
@@ -109,7 +109,7 @@ def default_val_fraction(documents: int | None) -> float:
 
 
 def more_validation(*, wanted: int, documents: int, most: float) -> str | None:
-    """Return the fix for a validation set below `wanted`; None above the share `most`."""
+    """Return the fix for fewer than `wanted` documents; None if it needs more than `most`."""
     share = math.ceil(100 * wanted / documents) / 100
     return f"Use --val-fraction {share:g} with --force." if share <= most else None
 

@@ -72,7 +72,7 @@ def inputs_of(
 
 
 def in_order(found: Sequence[tuple[Path, int]], files: Sequence[Path]) -> list[int]:
-    """Return the index of the given path of each of `files`."""
+    """Return for each of `files` the index of the given path under which it was found."""
     index_of = dict(found)
     return [index_of[path] for path in files]
 

@@ -28,7 +28,7 @@ class Division:
     """Rules for splitting a file; they depend only on the file, so a resume uses the same rules.
 
     Without form feeds, a section ends at the first blank line after `target_bytes`. A section that
-    reaches `limit_bytes` ends at its last line end, or without line ends at white space.
+    reaches `limit_bytes` ends at its last line end, or at white space if it has no line end.
     """
 
     at_form_feeds: bool

@@ -47,7 +47,7 @@ def source_request(args: argparse.Namespace) -> SourceRequest:
 
 
 def with_known_names(request: SourceRequest, *, quiet: bool) -> SourceRequest:
-    """Return the request with --columns for columns whose known names are in another case."""
+    """Return the request with --columns for columns that match a known name if case is ignored."""
     from payload.data.rows.column_choice import choice_lines, first_row_columns, known_names
     from payload.data.writing.progress import Reporter
 

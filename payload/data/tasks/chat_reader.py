@@ -58,8 +58,8 @@ class _Sample:
 
     row: Row
     group: int
-    """Number that decides whether the sample is for validation: its group's or, without groups, its
-    row's."""
+    """Number of the sample's group or, without groups, of its row. It decides whether the sample is
+    for validation."""
     rendered: RenderedSample
     is_added: bool
     """False for one sample of each row, True for the row's other samples."""
@@ -230,7 +230,7 @@ class ChatReader:
         self.rows.keep_skipped(EXAMPLES_KEPT)
 
     def _samples(self, read: _Read) -> list[_Sample]:
-        """Return the samples of a row, whose first request was answered."""
+        """Return the samples of a row after the first request for the row was answered."""
         row = read.row
         if row.place >= EARLY_ROWS and not self._is_early_checked:
             self._is_early_checked = True

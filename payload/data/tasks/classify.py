@@ -28,7 +28,7 @@ class ClassifyTask(Task):
             "--label-column",
             metavar="NAME",
             help=f"key or column with the label, a name or a number (default: "
-            f"{DEFAULT_LABEL_COLUMN}, or another known name, in any case)",
+            f"{DEFAULT_LABEL_COLUMN}, or another known name, ignoring case)",
         )
         add(
             "--label-map",

@@ -232,7 +232,7 @@ class _ClassifyJob:
     def _require_labels(
         self, numbers: npt.NDArray[np.int64], labels: Sequence[str], *, part: str
     ) -> None:
-        """Raise DataError for a label without a text in a file, for example after --dedup."""
+        """Raise DataError if a label has no text in `part`, for example after --dedup."""
         missing = set(range(len(labels))) - set(numbers.tolist())
         if missing:
             raise DataError(

@@ -12,7 +12,7 @@ from payload.data.sources.split import more_validation
 _ENOUGH_VAL_TEXTS = 3
 _MOST_VAL_SHARE = 0.3
 _UNEQUAL = 3
-"""If the most frequent label is this many times the rarest, class weights are suggested."""
+"""If the most frequent label has this many times the rarest's texts, suggest class weights."""
 
 
 def label_notes(

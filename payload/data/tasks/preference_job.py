@@ -105,8 +105,8 @@ class _Pair:
     row: int
     """Number of the row."""
     group: int
-    """Number that decides whether the pair is for validation: its group's or, without groups, its
-    row's."""
+    """Number of the pair's group or, without groups, of its row. It decides whether the pair is for
+    validation."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
     trained: tuple[npt.NDArray[np.bool_], ...]
 

@@ -45,8 +45,8 @@ class Documents:
     rows: npt.NDArray[np.int64]
     """Number of each sample's row."""
     groups: npt.NDArray[np.int64]
-    """Number that decides whether each sample is for validation: its group's or, without groups,
-    its row's."""
+    """Number of each sample's group or, without groups, of its row. It decides whether the sample
+    is for validation."""
     lengths: npt.NDArray[np.int64]
     """Number of tokens of each sample."""
     tokens: npt.NDArray[np.uint32]
@@ -121,7 +121,7 @@ class SampleFiles:
     def index(self) -> npt.NDArray[Any]:
         """Return `row`, `group`, `length`, number of `trained` tokens and `key` of every sample.
 
-        Samples with equal keys have the same tokens, of which the same are trained.
+        Samples with equal keys have equal tokens, and the same tokens are trained.
         """
         self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
         return self._parts[0]
@@ -217,7 +217,7 @@ def _keys(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Keys:
 
 
 def row_keys(index: npt.NDArray[Any]) -> tuple[Numbers, Keys]:
-    """Return the index of each row's first sample, and the key of each row: of all its samples."""
+    """Return the index of each row's first sample, and a key of all samples of the row."""
     rows = index["row"]
     first = np.flatnonzero(np.diff(rows, prepend=-1))
     keys = index["key"][first].copy()

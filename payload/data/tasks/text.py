@@ -41,7 +41,7 @@ class TextTask(Task):
 
 
 def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
-    """Return the request with the column that the names of the first row's columns select."""
+    """Return the request with the text column, chosen by the names of the first row's columns."""
     from payload.data.rows.column_choice import (
         TEXT_COLUMNS,
         choice_lines,

@@ -44,8 +44,8 @@ class SampleTokenizer:
     unescaped_samples: int = 0
     """Number of samples in which a special token of the row is encoded as a special token.
 
-    Either the tokenizer turns the text into the token in any case, or the marks around the token
-    changed what the template rendered.
+    Either the tokenizer always turns the text into the token, or the marks around the token changed
+    what the template rendered.
     """
     encoder: SampleEncoder = field(init=False)
     _literal: LiteralTextEncoder | None = None

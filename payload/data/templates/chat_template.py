@@ -231,7 +231,7 @@ def read_chat_template(folder: Path) -> ChatTemplate:
 
 
 def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
-    """Return the template in the file at `path`, with the special tokens of another folder.
+    """Return the template in the file at `path`, with the special tokens of `tokenizer`.
 
     Raises DataError.
     """

@@ -1,7 +1,7 @@
 """Special tokens inside the text of a row, which are encoded as text.
 
-Only the template writes special tokens. A row that has one in a question, a tool result or a tool's
-description would otherwise end or begin a turn there. The occurrences are enclosed in marks before
+Only the template writes special tokens. Otherwise, a special token in a question, a tool result or
+a tool's description would end or begin a turn there. The occurrences are enclosed in marks before
 the template renders the row, and the marks are removed from the rendered text. The assistant's own
 messages are unchanged: data sets write calls and thoughts into the answers as special tokens.
 Source of the approach: `sanitize_control_tokens` of transformers 5.23.

@@ -28,8 +28,8 @@ def default_system_lines(template: ChatTemplate, variables: Mapping[str, Any]) -
 def default_system(template: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
     """Return the system message that the template adds if a conversation lacks one, or None.
 
-    A given system message shows which text surrounds a system message. Text that the template adds
-    also to a given system message, such as a date, is not part of the default.
+    A conversation with a system message shows which text the template puts around that message.
+    This text, for example a date, is not part of the default.
     """
     user, system = {"role": "user", "content": _USER}, {"role": "system", "content": _SYSTEM}
     try:

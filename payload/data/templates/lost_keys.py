@@ -1,8 +1,8 @@
 """Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
 
 A value whose text is in the rendered text is not lost. For other values, the conversation is
-rendered again without the value, or with another value. If the text is equal, the template does not
-read the value.
+rendered again without the value, or with a different value. If the text is equal, the template does
+not read the value.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _is_surely_in(texts: Sequence[str], text: str) -> bool:
-    """Return True if `text` contains all `texts`, and one of them is too long for chance."""
+    """Return True if `text` contains all `texts`, one of which is too long to occur by chance."""
     return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 

@@ -31,8 +31,8 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str] |
     """Return the file and the text of the template in a tokenizer's folder, or None.
 
     `config` is tokenizer_config.json. Of several named templates, `tool_use` is for conversations
-    with tools, and `default` for the others; the result chooses between these two. Raises DataError
-    for a file that cannot be read.
+    with tools, and `default` for all others; the returned template chooses between these two.
+    Raises DataError for a file that cannot be read.
     """
     path = folder / TEMPLATE_FILE
     named = _own_files(folder)

@@ -134,7 +134,7 @@ class TurnFinder(RenderedRow):
         return prompt + line + rest, len(prompt)
 
     def _behind(self, head: str, number: int, answered: str) -> int:
-        """Return where the prompt ends in a text that renders earlier messages in another way.
+        """Return where the prompt ends in a text that renders earlier messages differently.
 
         This is the index after the longest end of `head` that occurs in the text before the answer.
         The white space at the end of `head` may differ in the text.

@@ -4,7 +4,7 @@ A turn is a trained message of the assistant. At inference a server renders the 
 turn with the generation prompt, and the model continues this prompt up to a stop token. So the
 trained text of a turn is what the template adds to the prompt when the turn is the last message.
 Turns share one sample if a longer rendered text begins with the prompt and text of each. Templates
-that render earlier turns in another way, for example without thoughts, need several samples.
+that render earlier turns differently, for example without thoughts, need several samples.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def render_samples(
 
 
 class RowRendering:
-    """`render_samples` in two steps: the first request can be batched with those of other rows."""
+    """`render_samples` in two steps: the first requests of several rows can be batched."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, options: SampleOptions

@@ -36,9 +36,9 @@ _CHARACTER_BATCH = 4096
 class HfFast(FastTokenizer):
     """gigatoken for one tokenizer.json.
 
-    gigatoken and tokenizers use different versions of Unicode. So each new character beyond ASCII
-    is compared between neighbours of every kind. Texts with a character that differs go to the
-    reference.
+    gigatoken and tokenizers use different versions of Unicode. So both encode each new character
+    beyond ASCII, between neighbours of every kind. Texts with a character that they encode
+    differently go to the reference.
     """
 
     def __init__(self, tokenizer_class: Any, raw: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ class LiteralTextEncoder:
     def encode(
         self, text: str, literal: Sequence[tuple[int, int]]
     ) -> tuple[npt.NDArray[np.uint32], list[tuple[int, int]], bool]:
-        """Return tokens and their ranges of characters; `literal` are the ranges that are text.
+        """Return tokens and their ranges of characters; `literal` are ranges to encode as text.
 
         The last value is False if the tokenizer makes a special token of a range in `literal`. It
         is also False if the text has a character of the new names; then the result has all special

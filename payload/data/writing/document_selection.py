@@ -1,8 +1,8 @@
 """Mixes documents of the task `text`, and removes duplicates: reads the source twice or more.
 
-The first reading hashes the documents. Then each round reads the source again and yields the
-documents that occur in this round: in the first one all, in the next ones those with higher
-weights. So the copies of a document are not adjacent.
+The first reading hashes the documents. Then each round reads the source again. The first round
+yields all documents, the next rounds the documents with higher weights. So the copies of a document
+are not adjacent.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class PrepareResult:
     worked_s: float = 0.0
     """Seconds spent on tokenizing, writing and hashing.
 
-    Includes reading, unless counting has already read everything.
+    Includes reading, unless all texts were already read to count them.
     """
 
 

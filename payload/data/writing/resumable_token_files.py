@@ -4,8 +4,8 @@ The output is written to *.partial files. After every shard, the files are flush
 journal gets a line with the lengths and contents of the files, and the cursor of the source. A
 resumed run truncates the files to the last complete line of the journal and continues, so the
 result is the same as without interruption. Finally the files are renamed, and meta.json is written
-last. Conversations are packed after all are tokenized. Until then, the samples are in other files,
-which are removed at the end.
+last. Conversations are packed after all are tokenized. Until then, the samples are in separate
+files, which are removed at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Checks that tokens represent the text, while it is tokenized.
 
-A tokenizer with an empty vocabulary, or one for other text, produces tokens that do not represent
-the text. Training on these tokens fails late, or ends without an error and with a useless model.
+A tokenizer with an empty vocabulary, or one for a different kind of text, produces tokens that do
+not represent the text. Training on these tokens fails late, or ends without an error and with a
+useless model.
 """
 
 from __future__ import annotations

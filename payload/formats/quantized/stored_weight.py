@@ -20,7 +20,7 @@ Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight(TensorHeader):
-    """A weight that is dequantised while it is read; `dtype` and `shape` are those of the result.
+    """A weight that is dequantised while it is read; `dtype` and `shape` describe the result.
 
     `path` is the file of the first part.
     """
@@ -53,7 +53,7 @@ class Format(ABC):
     def weights(
         self, headers: Mapping[str, TensorHeader], *, dtype: str
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield each quantised weight's name and parts; `dtype` is that of the dequantised weight.
+        """Yield each quantised weight's name and parts; `dtype` is the dtype after dequantising.
 
         Raises CheckpointError for parts that are missing or do not fit together.
         """

@@ -100,7 +100,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_format(folder: Path) -> str | None:
-    """Return the format of a folder's weights and what they become, or None for plain weights.
+    """Describe the quantisation of a folder's weights and their dtype in memory; None if plain.
 
     Raises CheckpointError.
     """

@@ -44,7 +44,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _OLD_TYPES: Mapping[str, str] = {"attention": _FULL}
 """Names of layer types in files of older releases of transformers."""
 _HYBRID_MLP = 1024
-"""Default of its shared_intermediate_size."""
+"""Default of shared_intermediate_size in Granite 4."""
 _MOST_LAYERS = 1000
 
 

@@ -1,4 +1,4 @@
-"""The errors of a config.json that transformers would not compute as it reads."""
+"""The errors of a config.json that transformers would not compute as the file states."""
 
 from __future__ import annotations
 

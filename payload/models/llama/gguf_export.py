@@ -151,7 +151,7 @@ def _phi_notes(rope: Rope, *, width: int) -> list[str]:
 
 
 def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
-    """Plan an OLMo or a Granite, whose heads llama.cpp divides from the model's width."""
+    """Plan an OLMo or a Granite; llama.cpp derives the width of a head from the model's width."""
     if config.width_of_head() * config.num_attention_heads != config.hidden_size:
         refuse_export(where, "head_dim", config.width_of_head())
     if layers[0].rope is None:

@@ -100,7 +100,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 
 
 def _head_width(values: Mapping[str, Value], kind: str) -> Value | None:
-    """Return the elements of a head; a file of Phi can give only the number that is rotated."""
+    """Return the elements of a head; a file of Phi can give only the number of rotated ones."""
     width = values.get(f"{kind}.attention.key_length")
     sizes = [values.get(f"{kind}.{key}") for key in ("embedding_length", "attention.head_count")]
     if width is None and kind == "phi3" and all(isinstance(each, int) for each in sizes):

@@ -188,13 +188,13 @@ class DecoderSpec(ModelSpec):
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         The peak is at the end of the forward pass or, with few tokens, at the end of the backward
-        pass. Weights and two AdamW moments are fp32, 12 bytes per parameter. Gradients take 4 more,
-        or 2 (see `bf16_gradients`). They exist at the end of the forward pass if there are other
-        ranks, and in every micro-batch of a step after the first (`accumulates`). With `kernels`,
-        each matmul converts its weights to bf16; the head keeps a bf16 copy if its logits are
-        computed in chunks. With up to `hidden_size` tokens, a bf16 gradient of the head reuses the
-        logits' memory. Fragmentation took 2 bytes per parameter of the layers, or 1 with bf16
-        gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
+        pass. Weights and two AdamW moments are fp32, 12 bytes per parameter. Gradients take 4 more
+        bytes, or 2 (see `bf16_gradients`). They exist at the end of the forward pass if there are
+        other ranks, and in every micro-batch of a step after the first (`accumulates`). With
+        `kernels`, each matmul converts its weights to bf16; the head keeps a bf16 copy if its
+        logits are computed in chunks. With up to `hidden_size` tokens, a bf16 gradient of the head
+        reuses the logits' memory. Fragmentation took 2 bytes per parameter of the layers, or 1 with
+        bf16 gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length

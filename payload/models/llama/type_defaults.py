@@ -37,10 +37,10 @@ class TypeDefaults:
     decide."""
     is_gemma: bool = False
     no_windows: bool = False
-    """True if all layers are equal and have no window, whatever `layer_types` says."""
+    """True if all layers are equal and have no window, regardless of `layer_types`."""
     local_theta: float | None = None
-    """Base of the rotary embedding of the layers with a window, which has no scaling; None = one
-    rotary embedding for all layers."""
+    """Base of the unscaled rotary embedding of the layers with a window; None = one rotary
+    embedding for all layers."""
     full_layer_every: int | None = None
     """`layer_types` gives the layers with a window; by default, all except every N-th layer. None =
     other settings give them."""

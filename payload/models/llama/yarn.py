@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 _FAST, _SLOW = 32.0, 1.0
-"""Default turns of the first and of the last pair between the two kinds of frequencies."""
+"""Default numbers of turns in the original context, for the first and the last pair on the ramp."""
 
 
 def attention_factor(factor: float, *, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -27,7 +27,7 @@ def ramp(
     beta_slow: float | None,
     truncate: bool,
 ) -> tuple[float, float]:
-    """Return the numbers of the last pair with its own frequency and the first fully scaled pair.
+    """Return the numbers of the last unscaled pair and the first fully scaled pair.
 
     A pair belongs between them if it turns between `beta_slow` and `beta_fast` times in the
     original context.

@@ -109,7 +109,7 @@ class Counts:
     linears: tuple[LinearSize, ...]
     """The layers' linears. Until the module is built, their names are those in the files."""
     others: tuple[ParameterSize, ...] = ()
-    """Other matrices of the module, and stacks of matrices; empty before the module is built."""
+    """Matrices of the module beside `linears`, and stacks of matrices; empty until it is built."""
     has_modules: bool = False
     """True if the linears' names are from the built module; False if they are from the files."""
 
@@ -457,7 +457,7 @@ def is_adaptable(model_type: str, linear: str) -> bool:
 def _is_linear(name: str, shape: tuple[int, ...], experts: int) -> bool:
     """Return whether a tensor is probably the weight of a layer's linear.
 
-    transformers keeps the experts of a layer in one parameter, and most routers are no linears.
+    transformers keeps the experts of a layer in one parameter, and most routers are not linears.
     """
     if len(shape) != 2 or not name.endswith(".weight") or not _NUMBER.search(name):
         return False

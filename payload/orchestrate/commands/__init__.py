@@ -1,1 +1,1 @@
-"""The operator's commands: plan, run, status, attach, dashboard, and those for Google Cloud."""
+"""The operator's commands: plan, run, status, attach, dashboard, and the Google Cloud commands."""

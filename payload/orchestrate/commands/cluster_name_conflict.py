@@ -58,9 +58,9 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
 def conflicting_resources(
     google: Google, cluster: str, own: Ownership, *, take_over: str | None, talk: Console
 ) -> Sequence[Resource]:
-    """Return the resources of another cluster of this name that will be taken over.
+    """Return the resources to take over, which belong to another cluster of this name.
 
-    Raises ConfigError for resources with another identity than `take_over`, which is an identity
+    Raises ConfigError for resources with an identity other than `take_over`, which is an identity
     or NO_IDENTITY. Buckets do not conflict: their names are unique.
     """
     listing = _listed(google, cluster, own, kept="nothing was built", talk=talk)

@@ -26,7 +26,7 @@ from payload.storage.store_access import is_address, run_address, stored_at
 def collect(options: RunChoice, access: LocalAccess) -> int:
     """Fetch logs, metrics, summary and the newest checkpoint of a run.
 
-    The source is the run's store if its address is given or no machine answers.
+    The source is the run's store if the store's address is given or no machine answers.
     """
     talk = text_console(stderr=True)
     if options.run is not None and is_address(options.run):

@@ -76,5 +76,5 @@ def _require_settings(path: Path) -> None:
 
 
 def _left_size_open(resumed: RunPaths) -> bool:
-    """Return True if the run's plan chose its micro-batch size, or if there is no plan file."""
+    """Return True if the plan chose the micro-batch size, or if there is no plan file."""
     return not resumed.plan.exists() or auto_batch_size(resumed.plan) is not None

@@ -93,7 +93,7 @@ def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
     """Forward the ports of the head's Grafana and Prometheus; yield the URLs of the pages.
 
     `run_id` selects the page; the connection is closed at the end. Raises PreflightError if neither
-    runs.
+    server runs.
     """
     with ExitStack() as stack:
         head = stack.enter_context(cluster).connect(cluster.inventory.head)

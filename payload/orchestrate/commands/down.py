@@ -329,7 +329,7 @@ def _print_steps(
     *,
     talk: Console,
 ) -> None:
-    """Print the steps before they run; only lines with a step's number report results."""
+    """Print what will be collected, destroyed and verified, before the confirmation."""
     last = "a results bucket, if there is one, stays" if bucket is None else f"then {bucket}"
     first = "nothing (--without-collect)" if stake is None else stake.names()
     also = "".join(f", Filestore {name} with all its data" for name in data)

@@ -112,7 +112,7 @@ def _removals(
 def _refuse(
     options: RemoveOptions, access: LocalAccess, paths: RunPaths, *, without: Collection[RunPaths]
 ) -> None:
-    """Raise UsageError if the run must not be removed, once the runs in `without` are removed."""
+    """Raise UsageError if the run must not be removed, even after the runs in `without`."""
     if is_alive_at_site(paths, access.environment()):
         raise UsageError(f"run {paths.run_id} has an active job. Stop it first.")
     mirrored = readable_mirror(paths)
@@ -208,8 +208,8 @@ def _status(paths: RunPaths) -> str:
 def _selected(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
     """Return the selected runs without duplicates. Raises UsageError.
 
-    Only finished runs count for `keep`. A run that adapters are based on comes after the runs of
-    these adapters, because it can be removed only after them.
+    Only finished runs count for `keep`. The base run of an adapter comes after the adapter's run,
+    because the base can be removed only after the adapter.
     """
     if keep is not None:
         found = [paths for paths in all_runs(runs_dir) if is_own_run(paths)]

@@ -102,7 +102,7 @@ class _Stack:
         return Google(project, endpoints=Endpoints.from_env(self.env))
 
     def of_other_cluster(self) -> Sequence[Resource]:
-        """Return the resources of another cluster of this name that will be taken over."""
+        """Return the resources to take over, which belong to another cluster of this name."""
         # If this client's credentials differ from Pulumi's, it could not remove new resources.
         self.google().check_access()
         own = ownership_of(self.before, self.identity, project=self.google().project)
@@ -243,7 +243,7 @@ def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> R
 def _confirmed(
     stack: _Stack, preview: Update, stake: ResultsAtRisk | None, others: Sequence[Resource]
 ) -> bool:
-    """Return True after all confirmations; this also takes over another cluster's resources."""
+    """Return True after all confirmations; also take over another cluster's resources."""
     if stake is not None:
         stake.refuse_losses(**MESSAGES)
     data = filestores_that_go(preview)

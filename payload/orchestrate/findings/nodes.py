@@ -146,7 +146,7 @@ _CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
 _AMX = "amx_bf16"
 _AVX512_BF16 = "avx512_bf16"
 _FOLDER_WARNING_S = 1.0
-"""Time of a test write from which on a warning is shown. Within a zone, a synced write takes
+"""A test write that takes this long causes a warning. Within a zone, a synced write takes
 milliseconds."""
 _LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
 _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
@@ -224,7 +224,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def payload_findings(
     nodes: Sequence[Node], facts: Mapping[str, NodeFacts], *, version: str, lock_sha: str | None
 ) -> Iterator[Finding]:
-    """Yield findings for nodes with another release or lock file than this machine.
+    """Yield findings for nodes with a different release or lock file than this machine.
 
     Without a local lock (`lock_sha`), the nodes are compared with the first node.
     """

@@ -222,7 +222,7 @@ _CONFIRM_S = 3.0
 
 
 class Tails:
-    """Reads the lines that are added to rank 0's log and the metrics once this object exists."""
+    """Reads the lines added to rank 0's log and the metrics after this object was created."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.log = Tail(paths.rank_log(0), from_end=True)

@@ -302,7 +302,7 @@ def print_plan(
 ) -> None:
     """Print estimates, hosts, ranks, environment, command line and Accelerate config.
 
-    For a Slurm job, whose nodes are not known yet, only estimates and ranks, and the text `job`.
+    For a Slurm job, whose nodes are not known yet, print only estimates, ranks and the text `job`.
     """
     plan = planned.plan
     console.print("estimates")

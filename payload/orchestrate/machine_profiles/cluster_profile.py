@@ -64,7 +64,7 @@ class ClusterAccess:
         return known or ASSUMED_LINK_BYTES_PER_S
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
-        """Return the measured FLOP/s of the trial's ranks, whatever their threads; or None."""
+        """Return the measured FLOP/s of the trial's ranks, regardless of `threads`, or None."""
         del threads
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 

@@ -108,7 +108,7 @@ def _sha256(path: Path, *, init: str) -> str:
 def upload_code(
     nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """Upload the code to nodes that lack it and build the kernels; note a failed build."""
+    """Upload the code to nodes that lack it and build the kernels; report a failed build."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     behind = [node for node in nodes if node.name in lacking]
     if not behind:
@@ -196,8 +196,7 @@ def upload_weights(
 
 
 def _whole_data(source: Path) -> str:
-    """Return a path under ~/tileforge that has a digest; if the path exists, the data is
-    complete."""
+    """Return the data's path under ~/tileforge; if this path exists, the data is complete."""
     digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
     return f"data/{digest}/{META_NAME}"
 

@@ -78,7 +78,7 @@ class LocalAccess:
         return {node.name: LOOPBACK for node in nodes}
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
-        """Return the measured peak of this many of the cores; None if it was not measured."""
+        """Return the measured peak of `threads` cores; None if it was not measured."""
         if self._speed is None:
             return None
         share = min(threads, self._speed.cores) / self._speed.cores
@@ -95,7 +95,7 @@ class LocalAccess:
         return f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` by the measured speed, or to bf16 unless this CPU has no instructions."""
+        """Resolve `auto` by the measured speed; if unknown, to bf16 unless this CPU lacks it."""
         if choice != "auto":
             return choice
         if self._speed is not None:

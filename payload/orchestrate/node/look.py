@@ -129,7 +129,7 @@ class FolderTrial:
         mounts: Path = Path("/proc/self/mounts"),
         fstab: Path = Path("/etc/fstab"),
     ) -> None:
-        """Start the test if the mount table lists the folder: looking at the folder could block."""
+        """Start the test if the mount table lists the folder; a check of the folder could block."""
         self._folder = folder
         self._is_expected = is_listed(folder, fstab)
         self._is_mounted = is_listed(folder, mounts)

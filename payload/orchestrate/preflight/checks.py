@@ -270,7 +270,7 @@ def decide(
     lock_sha: str | None,
     need: GpuNeed | None = None,
 ) -> list[Finding]:
-    """Return the findings about each node that answered, without those about connections."""
+    """Return the findings about each node that answered, except findings about connections."""
     found: list[Finding] = []
     for node in nodes:
         if node.name in facts:

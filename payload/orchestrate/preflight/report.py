@@ -217,7 +217,7 @@ class Report:
         return [node for node in self.checks if node in failing]
 
     def least_memory_bytes(self) -> int | None:
-        """Return the memory of the node that has the least."""
+        """Return the memory of the node with the least memory."""
         sizes = [facts.memory_bytes for facts in self.facts.values()]
         return min((size for size in sizes if size is not None), default=None)
 
@@ -352,7 +352,7 @@ def _is_booting(report: Report) -> bool:
 
 
 def _reason(report: Report) -> str:
-    """Return the reason as one line, for any number of nodes."""
+    """Return the errors of all nodes as one line; they are the reason to wait."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
 

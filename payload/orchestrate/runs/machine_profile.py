@@ -65,4 +65,4 @@ class MachineProfile(Protocol):
         """Return the path of tcmalloc. Raises PreflightError with its install command."""
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node that has the least; None if it is unknown."""
+        """Return the memory of the node with the least memory; None if it is unknown."""

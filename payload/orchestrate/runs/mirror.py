@@ -76,8 +76,8 @@ class Mirrored:
     ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
     """Path of the SSH key that the nodes accept."""
     collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
-    """Name of the newest checkpoint on the head when results were collected after the run's end;
-    empty if the head had no checkpoint, None if results were not collected yet."""
+    """Name of the checkpoint that was the head's newest when results were collected after the run's
+    end; empty if the head had no checkpoint, None if results were not collected yet."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -75,8 +75,8 @@ def refuse_to_remove(
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):
             raise UsageError(
-                f"run {paths.run_id}: run {other.run_id}, which started from its weights, is "
-                f"running. Stop run {other.run_id} first."
+                f"run {paths.run_id}: run {other.run_id}, which started from the weights of "
+                f"{paths.run_id}, is running. Stop run {other.run_id} first."
             )
         if other != paths and not is_forced and needs(other, paths):
             raise UsageError(

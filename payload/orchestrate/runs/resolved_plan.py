@@ -75,7 +75,7 @@ class ResolvedPlan:
     strategies: tuple[StrategyPrediction, ...] = ()
     """Predictions for the alternative strategies on the run's ranks, the best first."""
     free_memory_bytes: int | None = None
-    """Free memory of the node that has the least."""
+    """Lowest free memory of a node."""
 
     def notes(self) -> list[str]:
         """Return the notes for the operator before the start, one per line."""

@@ -251,7 +251,7 @@ def _folders(runs_dir: Path) -> Iterator[RunPaths]:
 
 
 def _started_unix(paths: RunPaths) -> float:
-    """Return when the plan was written, or the time of another file of the run."""
+    """Return when the plan was written; without a plan, the time of another file of the run."""
     for path in (paths.plan, paths.config, paths.root):
         with suppress(OSError):
             return path.lstat().st_mtime

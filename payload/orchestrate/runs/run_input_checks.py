@@ -192,7 +192,7 @@ def rate_warning(config: RunConfig) -> str | None:
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return the GPU memory, in bytes, of the ranks of the node that has the least.
+    """Return the GPU memory, in bytes, of all ranks on the node with the least GPU memory.
 
     Each of the `ranks` of a node has one GPU. Returns None if the ranks compute on CPUs, or if the
     GPU memory of a node is unknown.

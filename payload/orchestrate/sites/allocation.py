@@ -92,7 +92,7 @@ class SlurmAccess(LocalAccess):
         return {node.name: self._reports[node.name].interface or LOOPBACK for node in nodes}
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node that has the least."""
+        """Return the memory of the node with the least memory."""
         return min(report.memory_bytes for report in self._reports.values())
 
     def executable(self, launcher: Launcher) -> str:

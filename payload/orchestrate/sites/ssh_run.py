@@ -50,8 +50,7 @@ _RETRY_S = 5.0
 
 
 class ClusterRun(SiteRun):
-    """A run on a cluster over SSH. If the connection breaks, it is opened again, and the output
-    continues."""
+    """A run on a cluster over SSH. A broken connection is opened again."""
 
     has_job = False
     is_copied = True

@@ -111,7 +111,7 @@ def write_on_nodes(
     hashes: ManifestHashes,
     talk: Console,
 ) -> None:
-    """Write the run folder on every node; moves non-regular files aside.
+    """Write the run folder on every node; move non-regular files aside.
 
     `own` is the identity of the run. With `hashes`, the head can verify checkpoints in the store.
     """
@@ -161,7 +161,7 @@ def _failure_code(begun: Begun) -> int:
 
 
 def remove_key(cluster: Cluster, name: str, talk: Console) -> None:
-    """Revoke the key of an attempt; print a failure instead of raising it over an earlier error."""
+    """Revoke the key of an attempt; print a failure, so that it does not hide an earlier error."""
     try:
         remove_run_key(cluster, name)
     except TileforgeError as error:

@@ -34,7 +34,7 @@ class HeadBusyError(PreflightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Result of a claim: of an attempt to get the lock on the head."""
+    """Result of an attempt to get the lock on the head."""
 
     name: str
     """The unique name of the attempt, which is also the name of its SSH key."""

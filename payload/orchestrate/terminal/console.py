@@ -130,7 +130,7 @@ def confirm_by_name(
 
 
 def _answer(prompt: str) -> str | None:
-    """Return the operator's line; None at the end of the input, which Ctrl-D is."""
+    """Return the operator's line; None at the end of the input (Ctrl-D)."""
     talk = text_console(stderr=True)
     talk.print(prompt, end="")
     line = sys.stdin.readline()
@@ -208,7 +208,7 @@ class LiveLine:
             self._console.print(part)
 
     def log(self, line: str) -> None:
-        """Print a line of rank 0's log; hold an error line until the next line comes.
+        """Print a line of rank 0's log; print an error line only when the next line arrives.
 
         The error with which the run ends may repeat that line: see `print_held_error`.
         """

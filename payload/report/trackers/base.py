@@ -25,7 +25,7 @@ class About:
 
 
 class Tracker(Protocol):
-    """A tracker for one run; its first exception is logged and disables it."""
+    """A tracker for one run; the first exception is logged and disables the tracker."""
 
     starts_over: ClassVar[bool]
     """True if the tracker discards its data and needs all rows again when a run is resumed."""

@@ -84,7 +84,7 @@ class MlflowTracker:
             self._client.set_terminated(self._run, status=status)
 
     def _require_own_store(self) -> None:
-        """Raise ConfigError if the file store would put the report into another folder.
+        """Raise ConfigError if the file store would put the report outside the store's folder.
 
         Files in the store name the location of a run's artifacts, which might be a different folder
         or a server.
@@ -103,8 +103,8 @@ class MlflowTracker:
 def _known_run(known: Path, *, server: str | None) -> str:
     """Return the id of the run to continue; empty for a new run.
 
-    On a server, only a run that this user's tracker created is continued: an untrusted run folder
-    could contain the id of any other run on that server.
+    On a server, continue only a run that this user's tracker created: an untrusted run folder could
+    contain the id of any other run on that server.
     """
     try:
         found = _RUN.fullmatch(read_bytes(known).decode(errors="replace").strip())

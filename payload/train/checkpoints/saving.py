@@ -29,7 +29,7 @@ _FREE_MEMORY = (
 
 
 class Saving:
-    """Writes one checkpoint at a time without copying tensors; an update waits until all are read.
+    """Writes one checkpoint at a time without copying tensors; an update waits for the last read.
 
     A failed write is raised as TrainingError by the next call of any method.
     """

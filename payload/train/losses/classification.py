@@ -48,7 +48,7 @@ class Classification(Loss):
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
         """Return the confusion matrix (K * K), by label and prediction, and the sum of losses.
 
-        Evaluation weighs all texts equally, whatever the class weights are.
+        Evaluation weighs all texts equally, regardless of the class weights.
         """
         count = found.shape[-1]
         confusion = torch.zeros(count, count, dtype=torch.float64)

@@ -273,7 +273,7 @@ class CausalLM(SplitModule, ABC):
         return "lm_head" if "lm_head" in last else None
 
     def train_tokens(self, tokens: Sequence[int], *, with_head: bool = True) -> None:
-        """Train these tokens' rows of the frozen embedding, and of the output head `with_head`.
+        """Train these tokens' rows of the frozen embedding; `with_head`, also of the output head.
 
         A tied head always has the rows of the embedding. Raises ConfigError for a head with a bias,
         whose adapter PEFT cannot compute.
@@ -317,7 +317,7 @@ class CausalLM(SplitModule, ABC):
         return TensorsWithNewRows(self.deferred_weights, modules=names, first=first, rows=rows)
 
     def add_tokens(self, first: int, rows: int) -> None:
-        """Set the rows from `first` to `rows` of embedding and head to the mean of those before.
+        """Set the rows from `first` to `rows` of embedding and head to the mean of earlier rows.
 
         A vocabulary with fewer rows grows to `rows`. The mean, unlike transformers' samples from a
         normal distribution, is equal on every machine.

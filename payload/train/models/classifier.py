@@ -99,7 +99,7 @@ class Classifier(CausalLM):
         return self.logits(hidden.flatten(0, 1)[rows.last])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (..., C) to logits (..., K), in fp32 whatever the layers' dtype is."""
+        """Map hidden states (..., C) to logits (..., K), in fp32 for any dtype of the layers."""
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self.score.weight)
 
@@ -245,7 +245,7 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 for only padding.
+    """Return the index of each text's last token that is not `pad_token`, (B,); 0 if all are.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """

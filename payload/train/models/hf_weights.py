@@ -87,7 +87,7 @@ def model_folder(
 ) -> Path:
     """Return the folder with the weights of `name`, downloaded if it is on the hub.
 
-    `setting` is the name in messages; the other options are as in `find_source`. Raises
+    `setting` is the name in messages; the other arguments are as in `find_source`. Raises
     CheckpointError if no weights are found.
     """
     source = find_source(

@@ -50,7 +50,7 @@ from payload.weights.adapter_files import (
 
 _PEFT_PREFIX = "base_model.model."
 _ROWS = "token_adapter.trainable_tokens_delta"
-"""PEFT's name of trained rows, which replace rows of the base and are no differences."""
+"""PEFT's name of trained rows, which replace rows of the base instead of being added to them."""
 _BASE_ROWS = "token_adapter.base_layer.weight"
 """PEFT's name of the embedding of a base that was resized before training."""
 
@@ -405,7 +405,8 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Set embedding and head from the rows in PEFT's adapter of a resized base, if it has any.
 
-    Return the other tensors. PEFT repeats the rows of a tied head, which are left out, too.
+    Return the other tensors. PEFT stores the rows of a tied head twice; the copies are left out as
+    well.
     """
     rest, embedding = dict(tensors), model.embedding_module()
     if model.spec.is_tied():

@@ -145,9 +145,9 @@ def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
 def loading_targets(
     module: nn.Module, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor | QuantizedLinear]:
-    """Return by name where to load a checkpoint's tensors: into the `tensors` of `module`.
+    """Return the destinations of a checkpoint's tensors by name: the `tensors` of `module`.
 
-    A quantised linear is one target instead of its packed weight and its scales.
+    A quantised linear is one destination instead of its packed weight and its scales.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():

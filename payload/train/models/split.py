@@ -90,7 +90,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The split of the parameters over the tensor ranks. Each rank holds the others in full."""
+    """The split of parameters over the tensor ranks. Each rank holds unsplit parameters in full."""
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()

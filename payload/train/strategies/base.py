@@ -37,8 +37,7 @@ class Strategy(ABC):
         parts."""
 
     def has_results(self) -> bool:
-        """Return whether this rank's losses are used; of the ranks with the same data, one is
-        used."""
+        """Return whether this rank's losses count; of ranks with the same data, only one counts."""
         return True
 
     def stage(self) -> Stage | None:

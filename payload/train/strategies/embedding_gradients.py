@@ -50,7 +50,7 @@ class TokenExchange(TokenGradient):
         self._weight = weight
         self._place = place
         self._place_is_taken = False
-        """True until a micro-batch has added its head gradient."""
+        """True while a micro-batch uses the exchange buffer for its head gradient."""
         self._head_is_done = head_is_done
         self._was_read: Tensor | None = None
         """Shape (V,): 1 for each token that some rank looks up. Set only in a step's last

@@ -48,7 +48,7 @@ class Layout:
     """The layout of the full model's checkpoint, recorded before the model is split over ranks."""
 
     def __init__(self, model: CausalLM, splits: Splits, stages: Mapping[str, int]) -> None:
-        """Record the model's parameters; `stages` maps each to its pipeline stage (default 0)."""
+        """Record the model's parameters; `stages` maps names to pipeline stages (default 0)."""
         self.parameters = {
             name: Distribution(
                 shape=tuple(each.shape),
@@ -100,7 +100,7 @@ class MeshSnapshot(Snapshot):
         rank: int,
         group: dist.ProcessGroup,
     ) -> None:
-        """Take this rank's parts: `parameters` by name and `state` by `key.name`.
+        """Store this rank's parts: `parameters` by name and `state` by `key.name`.
 
         `group` consists of the ranks of the first replica.
         """

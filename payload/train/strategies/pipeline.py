@@ -48,8 +48,8 @@ def run_schedule(
     """Run a step's forward and backward passes on this stage.
 
     `forward` gets the number of a micro-batch and returns the stage's output; on the last stage,
-    this is the loss. `backward` gets this output, and its gradient unless it is the loss. Gradients
-    are accumulated in the order of the backward passes.
+    this is the loss. `backward` gets this output and, unless the output is the loss, the output's
+    gradient. Gradients are accumulated in the order of the backward passes.
     """
     results: deque[Tensor] = deque()
     for kind, number in passes:

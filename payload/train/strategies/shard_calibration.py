@@ -71,7 +71,7 @@ def measure_shards(
     """Return the rates of the collectives and the times of the copies, averaged over the ranks.
 
     All ranks measure at the same time, because they share a machine's memory and network. The
-    copies are the ones that FSDP2 makes before and after a collective, into memory that is
+    measured copies are those that FSDP2 makes before and after a collective, into memory that is
     allocated and freed as in a step.
     """
     layer = _Layer(sharded)

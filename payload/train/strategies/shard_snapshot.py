@@ -30,7 +30,7 @@ class ShardSnapshot(Snapshot):
         group: dist.ProcessGroup,
         takes_part: bool,
     ) -> None:
-        """Take the tensors; `takes_part` is True if this rank is in rank 0's `group`."""
+        """Store the tensors; `takes_part` is True if this rank is in rank 0's `group`."""
         super().__init__(weights, optimizer)
         ordered = [each for _, each in (*in_file_order(weights), *in_file_order(optimizer))]
         shared = [each for each in ordered if isinstance(each, DTensor)] if takes_part else []

@@ -119,7 +119,7 @@ class Classify(Task):
         return self._val.check is not None
 
     def adapt_model(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model as a classifier. Raises CheckpointError if the data has other labels."""
+        """Return the model as a classifier. Raises CheckpointError if the data's labels differ."""
         labels = self._labels
         if not isinstance(model, Classifier):
             self._start_note = start_note(model, self._labels, folder=self.folder, init=init)
@@ -178,7 +178,7 @@ def _require_same(
     where: str,
     resumes: bool = False,
 ) -> None:
-    """Raise CheckpointError if a model's labels or padding token differ from the data."""
+    """Raise CheckpointError if a model's labels or padding token differ from the data's."""
     same = "Resume with the data that the run started with." if resumes else ""
     if labels != data.labels:
         fix = "Prepare the data with the same labels, or start from a model without labels."

@@ -42,8 +42,8 @@ class EvalPass:
     """(index, count): the samples are divided into `count` parts, and this rank evaluates part
     `index`. None = one part per rank."""
     has_results: bool = True
-    """True if this rank's losses are used. Of the ranks that evaluate the same samples, it is True
-    on one."""
+    """True if this rank's losses count. Of ranks that evaluate the same samples, only one rank's
+    losses count."""
 
     def own_share(self) -> tuple[int, int]:
         """Return (index, count): this rank evaluates part `index` of `count` parts of the

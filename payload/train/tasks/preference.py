@@ -207,9 +207,10 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return the stored reference, and a dtype with its stored values for the validation pairs.
+    """Return the stored reference, a dtype in which it is stored, and its validation values.
 
-    `dtype` is preferred if its values are stored. Raises DataError if no reference is stored.
+    The dtype is `dtype` if values are stored in that dtype. Raises DataError if no reference is
+    stored.
     """
     found = read_reference(folder, meta)
     others: tuple[Dtype, ...] = ("bf16", "fp32")

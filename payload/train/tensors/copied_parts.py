@@ -61,7 +61,7 @@ class CopiedParts:
         return cls(names=found.names, tensors=dict(ordered), files=files, _opened=opened)
 
     def move_to(self, folder: Path) -> None:
-        """Read the same parts from `folder` from now on, a checkpoint that was just written."""
+        """From now on, read the same parts from `folder`, a checkpoint that was just written."""
         moved = CopiedParts.open(folder)
         assert moved is not None, "a checkpoint keeps the multimodal config.json"
         self.close()

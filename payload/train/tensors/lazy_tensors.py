@@ -145,7 +145,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def copy_elements(self, name: str, target: Tensor, *, first: int) -> None:
         """Copy a tensor's elements from index `first` into a contiguous `target` of its dtype.
 
-        The index counts elements in file order, whatever the tensor's shape.
+        The index counts elements in file order, regardless of the tensor's shape.
         """
         header = self._headers[name]
         assert not isinstance(header, StoredWeight), "a checkpoint's tensors are not quantised"
@@ -212,8 +212,7 @@ class PlannedTensors(LazyTensors):
         super().__init__(folder)
         self._like = like
         self.targets: dict[str, Tensor] = {}
-        """The model's tensors that would be set, each by the name of the file's tensor that would
-        be copied into it."""
+        """The model's tensors to set, by the names of the file's tensors to copy into them."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""

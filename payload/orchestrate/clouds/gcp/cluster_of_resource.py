@@ -28,11 +28,10 @@ def by_cluster(
 ) -> dict[str, list[Resource]]:
     """Return each cluster's resources; resources that belong to no cluster are left out.
 
-    The cluster is found in this order:
-    1. by the resource's label;
-    2. by the label of its network, as for firewall rules that a person added;
-    3. by its full name, if the cluster program creates that name in the cluster's own network.
-    `known` adds names of clusters that no label has. A common name prefix alone proves nothing.
+    The cluster is found in this order: 1. by the resource's label; 2. by the label of its network,
+    as for firewall rules that a person added; 3. by its full name, if the cluster program creates a
+    resource of that name in the cluster's network. `known` lists clusters whose names are in no
+    label. A common name prefix alone proves nothing.
     """
     labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
     names = labelled | set(known)

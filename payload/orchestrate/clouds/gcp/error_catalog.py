@@ -69,7 +69,7 @@ class Refusal:
 
     error: type[TileforgeError]
     advice: str
-    """The fix. If Google's message lacks the cause, the cause precedes the fix."""
+    """The fix, after the cause if Google's message does not state the cause."""
 
 
 @dataclass(frozen=True, slots=True)

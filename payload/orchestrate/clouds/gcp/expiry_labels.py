@@ -16,8 +16,8 @@ from payload.orchestrate.clouds.gcp.listing import list_machines
 from payload.stack.resource_labels import EXPIRES_LABEL
 
 _SLACK_S = 600.0
-"""Largest accepted difference between the expiry in a new machine's label and its time limit. The
-label is computed before the machine is created."""
+"""Largest accepted difference between the expiry in a new machine's label and the machine's time
+limit. The label is computed before the machine is created."""
 
 
 def renew_expiry_labels(google: Google, nodes: Sequence[Node], *, talk: Console) -> float | None:

@@ -211,7 +211,7 @@ def find_leftovers(
 def _split(
     group: Sequence[Resource], proof: Ownership, cluster: str
 ) -> tuple[list[Resource], list[Resource]]:
-    """Split the resources with a cluster's name into its own and those of other clusters."""
+    """Split resources with a cluster's name: those of this cluster, and those of other clusters."""
     mine, others = proof.split(group)
     if not proof.is_known:
         mine = [each for each in group if is_made_by_program(each, cluster)]

@@ -57,7 +57,7 @@ class _QuotaInfo:
 def check_quotas(google: Google, need: CloudRequirements, project: Any) -> Iterator[Check]:
     """Check every quota that the cluster uses.
 
-    `project` is Compute Engine's resource, or None if it could not be read.
+    `project` is Compute Engine's project resource, or None if it could not be read.
     """
     try:
         region = get_compute_resource(
@@ -105,8 +105,7 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
 
 
 def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: str) -> Check:
-    """Check the machine family's limit in a quota with dimensions; Google does not list its
-    usage."""
+    """Check the machine family's limit in a quota with dimensions, whose usage is not listed."""
     name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
     path = (
         f"/v1/projects/{google.project}/locations/global/services/compute.googleapis.com/"
@@ -137,7 +136,7 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
 
 
 def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
-    """Return the limit that matches most dimensions; -1 if unlimited, None if unknown."""
+    """Return the limit that matches the most dimensions; -1 if unlimited, None if unknown."""
     dimensions = {"region": region, "vm_family": family.lower()}
     fitting = [
         each
@@ -153,7 +152,7 @@ def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
 
 
 def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
-    """Compare with a default project's limit, because only the console shows the actual limit."""
+    """Compare `amount` with a default project's limit; only the console shows the actual limit."""
     name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
     if default is None:
         return _not_known(name, amount, f"Check the quota at {page}")

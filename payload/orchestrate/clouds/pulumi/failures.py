@@ -121,7 +121,7 @@ def explain(update: Update, *, spot: bool = False) -> TileforgeError:
     """Return the error, with its exit code, for a failed operation.
 
     `spot` has the same meaning as in stock_out_of. Stock-outs are checked before quotas: Google
-    reports some as QUOTA_EXCEEDED, with the zones that have capacity in the details
+    reports some stock-outs as QUOTA_EXCEEDED, and names zones with capacity in the details
     (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
     """
     what, problems = update.shown, problems_of(update)

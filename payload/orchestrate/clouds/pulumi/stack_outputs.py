@@ -158,7 +158,7 @@ def load_stack(
 
 
 def record_outputs(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
-    """Record what `sweep` needs if there are no outputs, and the bucket that the stack created."""
+    """Record the outputs for a `sweep` after the stack is gone, and the bucket it created."""
     before = load_cluster_record(folder, outputs.inventory.cluster)
     kept = before.bucket if before is not None and before.project == outputs.project else None
     known = ClusterRecord(

@@ -38,7 +38,7 @@ def destroy_and_verify(
 ) -> None:
     """Destroy the stack and verify that nothing is left.
 
-    Both are reported as steps, the last two of `steps`. The verification also runs after a failed
+    The two are reported as the last two of `steps` steps. The verification also runs after a failed
     destroy. Leftovers that belong to the cluster, according to its identity or to `state` (read
     before the destroy), are removed after confirmation. A Filestore instance is removed only if
     `may_go` allows it. Raises TeardownError if resources are left or cannot be listed.

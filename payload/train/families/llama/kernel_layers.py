@@ -89,7 +89,7 @@ def run_layers(
         return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
 
     def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return the residual sum, and its norm (or itself without a norm) in bf16."""
+        """Return the residual sum, and the normed sum (without a norm, the sum) in bf16."""
         if norm is None:
             total = total if added is None else total + added
             return total, total.bfloat16()

@@ -182,7 +182,7 @@ class MLP(SplitModule):
         return (self.input_linear if self.is_shared else self.gate_up_proj,)
 
     def output(self) -> Linear:
-        """Return the linear back to the width."""
+        """Return the linear that maps back to width C."""
         return self.output_linear if self.is_shared else self.down_proj
 
 

@@ -66,7 +66,7 @@ class Experts(nn.Module):
 
 
 class MixtureMLP(nn.Module):
-    """A router and the experts, of which each token gets some."""
+    """A router, and the experts from which the router selects some for each token."""
 
     def __init__(self, spec: DecoderSpec, mixture: Mixture) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def table(angles: Tensor, *, start: int, length: int, factor: float = 1.0) -> Ta
 
 
 def rotated(x: Tensor, rope: Table) -> Tensor:
-    """Rotate the pairs of `x`, (B, H, T, D), of which the elements from R on stay as they are."""
+    """Rotate the pairs of `x`, (B, H, T, D); the elements from R on are unchanged."""
     cos, sin = rope
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].chunk(2, dim=-1)

@@ -133,7 +133,7 @@ class TransformersLM(CausalLM):
         )
 
     def _resize_vocabulary(self, rows: int) -> None:
-        """Let transformers change its config and tied weights, too."""
+        """Resize the vocabulary; transformers also changes its config and tied weights."""
         self.module.resize_token_embeddings(rows, mean_resizing=False)
 
     def hf_name(self, module: str) -> str:

@@ -74,7 +74,7 @@ def why_not_plain(module: _Module) -> str | None:
 def mixes_documents(module: _Module) -> bool:
     """Return whether a document's logits depend on the previous document in its row.
 
-    A rounding difference is no dependence: in a mixture of experts, the tokens of both documents
+    A rounding difference does not count: in a mixture of experts, the tokens of both documents
     share an expert's matmuls, and torch sums these in an order that depends on the number of rows.
     """
     dtype = module.get_output_embeddings().weight.dtype

@@ -90,7 +90,7 @@ class TokenCounts:
     def take(self) -> Tensor:
         """Return the number of tokens of each expert since the last call, float64 on the CPU.
 
-        The result is empty for a model without experts, or whose experts receive no indices.
+        The result is empty for a model without experts, or with experts that receive no indices.
         """
         counts, self._counts = self._counts, {}
         if not self._layers:

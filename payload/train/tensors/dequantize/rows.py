@@ -1,4 +1,4 @@
-"""Reads rows of a quantised weight as floats, whatever its format."""
+"""Reads rows of a quantised weight of any format as floats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
     """Return a function of (first, count) that returns rows of a weight in its dtype.
 
     `read` reads rows of a stored tensor. Scales that belong to all rows are read here. Raises
-    CheckpointError for values that cannot be those of a weight.
+    CheckpointError for values that a weight cannot have.
     """
     exact = _LAYOUTS[weight.layout](name, weight, read)
     steps = [_DTYPES[each] for each in (weight.rounded_to, weight.dtype) if each in _DTYPES]
