@@ -152,9 +152,7 @@ def test_the_residual_sum_and_its_layer_norm_are_those_of_torch(
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize(
-    ("length", "heads", "key_heads", "width"), [(5, 3, 1, 6), (70, 4, 2, 128)]
-)
+@pytest.mark.parametrize(("length", "heads", "key_heads", "width"), [(5, 3, 1, 6), (70, 4, 2, 128)])
 def test_normed_and_rotated_queries_and_keys_are_those_of_torch(
     library: Library,
     threads: int,

@@ -104,7 +104,7 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     call = Library.call
 
     def call_with_little(self: Library, name: str, *arguments: Tensor | float | None) -> None:
-        if name == "attention_backward":
+        if name == "attention_backward_bf16":
             raise MemoryError(f"no memory for the kernel {name}")
         call(self, name, *arguments)
 
@@ -114,6 +114,6 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     known = ExitRecorder()._as_tileforge_error(ended.value)
     assert known.exit_code == 40
     assert str(known) == (
-        "out of memory (MemoryError: no memory for the kernel attention_backward). "
+        "out of memory (MemoryError: no memory for the kernel attention_backward_bf16). "
         "Lower batch.micro_batch_size."
     )
