@@ -91,8 +91,8 @@ def rms_norm_forward(
         return x, normed, rstd
     total = x if added is None else torch.empty_like(x)
     last = (total, normed, rstd, rows, width)
-    tensors = (x, added, added_scale, scale.weight, *numbers)
-    library.call_on(dtype, "rms_norm_forward", *tensors, *last)
+    inputs = (x, added, added_scale, scale.weight, *numbers)
+    library.call_on(dtype, "rms_norm_forward", *inputs, *last)
     return total, normed, rstd
 
 
@@ -131,8 +131,8 @@ def rms_norm_backward(
     is_same = dtype is torch.float32 and added_scale == 1
     grad_added = torch.empty(rows, width, dtype=dtype) if adds and not is_same else None
     grads = (grad_total, grad_normed, grad_x, grad_added, added_scale, parts, rows, width)
-    tensors = (total, rstd, scale.weight, scale.offset, *grads)
-    library.call_on(dtype, "rms_norm_backward", *tensors)
+    inputs = (total, rstd, scale.weight, scale.offset)
+    library.call_on(dtype, "rms_norm_backward", *inputs, *grads)
     if adds and is_same:
         grad_added = grad_x
     return grad_x, grad_added, None if parts is None else parts.sum(dim=0)
