@@ -31,10 +31,19 @@ class WeightGradients:
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add the gradient of `weight` (R, C) in x (N, C) @ weight.T, from `grad` (N, R).
 
-        `x` and `grad`, the output's gradient, are bf16.
+        `x` and `grad`, the output's gradient, are both bf16 or both fp32.
         """
         total, adds = self._total(weight)
-        self._library.weight_gradient(grad, x, total, add=adds)
+        self.compute(grad, x, total, add=adds)
+
+    def compute(self, grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
+        """Compute the transpose of `grad` (N, R) times x (N, C) into `total`, or add it."""
+        if x.dtype is not torch.float32:
+            self._library.weight_gradient(grad, x, total, add=add)
+        elif add:
+            total.addmm_(grad.t(), x)
+        else:
+            torch.mm(grad.t(), x, out=total)
 
     def add_stack(self, stack: Tensor, grads: Tensor, x: Tensor, counts: Sequence[int]) -> None:
         """Add the gradient of a stack of weights (E, R, C); each weight has computed some rows.
@@ -52,6 +61,11 @@ class WeightGradients:
 
     def add_joined(self, weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
         """Add the gradients of several weights with the same x; `grad` joins their columns."""
+        if x.dtype is torch.float32:
+            parts = torch.split(grad, [len(each) for each in weights], dim=1)
+            for weight, part in zip(weights, parts, strict=True):
+                self.add(weight, part, x)
+            return
         self._library.weight_gradients(grad, x, [self._total(each) for each in weights])
 
     def add_made(self, weight: Tensor, grad: Tensor, scale: float) -> None:

@@ -4,6 +4,7 @@
 // for all of them, and never copied per query head. Its blocks stay in the core's L2 cache. The
 // backward pass keeps scores transposed (keys x queries): so probabilities and their gradients are
 // left operands without repacking, and per-query values lie along a row.
+#include "attention_shape.h"
 #include "brgemm.h"
 #include "layout.h"
 
@@ -28,21 +29,6 @@ void pack_rows(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf
 void pack_columns(const bf16* from, int64_t stride, int64_t rows, int64_t width, bf16* to) {
   transpose_pairs(from, stride, rows, width, reinterpret_cast<uint32_t*>(to), kBlock);
 }
-
-// Sizes and strides: queries and keys are in one tensor, values can be in another.
-struct Shape {
-  int64_t batch, length, heads, key_heads, width;
-  // Elements from one token to the next: of queries and keys, of values, of all three's gradients.
-  int64_t in_stride, value_stride, grad_stride;
-  float scale;
-  // For each token of a batch the first one that it attends to, never decreasing; null for 0.
-  const int64_t* starts;
-
-  int64_t blocks() const { return (length + kBlock - 1) / kBlock; }
-  int64_t rows(int64_t block) const { return std::min(kBlock, length - block * kBlock); }
-  int64_t stride() const { return heads * width; }
-  int64_t group() const { return heads / key_heads; }
-};
 
 // The first token that each token of a sequence attends to, by blocks.
 struct Visible {
@@ -349,18 +335,6 @@ void backward_heads(const Shape& s, const Visible& visible, const Inputs& in, co
   }
 }
 
-Shape make_shape(int64_t batch, int64_t length, int64_t heads, int64_t key_heads, int64_t width,
-                 bool is_apart, float scale, const int64_t* starts) {
-  const int64_t all = (heads + 2 * key_heads) * width;
-  const int64_t in = is_apart ? (heads + key_heads) * width : all;
-  if (scale == 0.0f) scale = 1.0f / std::sqrt(static_cast<float>(width));
-  return {batch, length, heads, key_heads, width, in, all, all, scale, starts};
-}
-
-const int64_t* starts_of(const Shape& s, int64_t sequence) {
-  return s.starts ? s.starts + sequence * s.length : nullptr;
-}
-
 }  // namespace
 
 extern "C" {
@@ -369,10 +343,11 @@ extern "C" {
 // (batch, heads, length), from qkv (batch, length, heads + 2 key_heads, width). If `qk` (batch,
 // length, heads + key_heads, width) is given, it replaces queries and keys. A scale of 0 means one
 // over the root of the width. `starts` (batch, length) is each token's first visible one, or null.
-int tileforge_attention_forward(const bf16* qkv, const bf16* qk, const int64_t* starts, bf16* out,
-                                float* lse, int64_t batch, int64_t length, int64_t heads,
-                                int64_t key_heads, int64_t width, float scale, int threads) {
-  const Shape s = make_shape(batch, length, heads, key_heads, width, qk, scale, starts);
+int tileforge_attention_forward_bf16(const bf16* qkv, const bf16* qk, const int64_t* starts,
+                                     bf16* out, float* lse, int64_t batch, int64_t length,
+                                     int64_t heads, int64_t key_heads, int64_t width, float scale,
+                                     int threads) {
+  const Shape s = make_shape(kBlock, batch, length, heads, key_heads, width, qk, scale, starts);
   Tasks tasks;
 #pragma omp parallel num_threads(threads)
   {
@@ -398,11 +373,11 @@ int tileforge_attention_forward(const bf16* qkv, const bf16* qk, const int64_t* 
 
 // Computes grad_qkv, of qkv's shape, from the forward pass's in- and outputs and grad_out, of out's
 // shape. If `qk` is given, the gradients of queries and keys are the gradients of `qk`.
-int tileforge_attention_backward(const bf16* qkv, const bf16* qk, const int64_t* starts,
-                                 const bf16* out, const float* lse, const bf16* grad_out,
-                                 bf16* grad_qkv, int64_t batch, int64_t length, int64_t heads,
-                                 int64_t key_heads, int64_t width, float scale, int threads) {
-  const Shape s = make_shape(batch, length, heads, key_heads, width, qk, scale, starts);
+int tileforge_attention_backward_bf16(const bf16* qkv, const bf16* qk, const int64_t* starts,
+                                      const bf16* out, const float* lse, const bf16* grad_out,
+                                      bf16* grad_qkv, int64_t batch, int64_t length, int64_t heads,
+                                      int64_t key_heads, int64_t width, float scale, int threads) {
+  const Shape s = make_shape(kBlock, batch, length, heads, key_heads, width, qk, scale, starts);
   Tasks tasks;
 #pragma omp parallel num_threads(threads)
   {

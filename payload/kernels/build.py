@@ -19,20 +19,39 @@ from payload.machines.machine_facts import INSTALL_COMPILER, find_compiler
 
 SOURCES = (
     "attention.cpp",
+    "attention_fp32.cpp",
     "decoder.cpp",
+    "decoder_fp32.cpp",
+    "instructions.cpp",
+    "loss.cpp",
     "pointwise.cpp",
+    "pointwise_fp32.cpp",
     "products.cpp",
     "tile_gradients.cpp",
     "update.cpp",
 )
-_HEADERS = ("brgemm.h", "common.h", "layout.h", "tile_gradients.h", "tiles.h")
+_HEADERS = (
+    "attention_shape.h",
+    "brgemm.h",
+    "common.h",
+    "element.h",
+    "layout.h",
+    "products_fp32.h",
+    "tile_gradients.h",
+    "tiles.h",
+)
 KERNELS = tuple(Path(__file__).parent / each for each in SOURCES)
+
+ISA = "TILEFORGE_CPU_ISA"
+"""The environment variable that limits the instruction set of the kernels."""
+# The levels of x86-64 with AVX2 and with AVX-512. A CPU below the level lacks the flag of
+# /proc/cpuinfo.
+_LEVELS = {"avx2": ("x86-64-v3", "avx2"), "avx512": ("x86-64-v4", "avx512vl")}
 
 # errno and floating-point traps would prevent vectorisation. NaN and infinity still work.
 _FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fopenmp",
@@ -51,16 +70,23 @@ _GCC_FLAGS = ("-fno-thread-jumps",)
 _TIMEOUT_S = 300
 
 
-def built_library(cache: Path, *, name: str = "kernels", sources: Sequence[Path] = KERNELS) -> Path:
+def built_library(
+    cache: Path,
+    *,
+    name: str = "kernels",
+    sources: Sequence[Path] = KERNELS,
+    isa: str | None = None,
+) -> Path:
     """Return the shared library in `cache`, building it if missing.
 
     `sources` replace the kernels' sources, and may include the kernels' headers. The library's file
-    name begins with `name`. If several processes call this, one builds and the others wait. Raises
-    KernelsUnavailableError.
+    name begins with `name`. `isa` limits the instruction set; None means all of this CPU's. If
+    several processes call this, one builds and the others wait. Raises KernelsUnavailableError.
     """
     if platform.system() != "Linux":
         raise KernelsUnavailableError(f"they need Linux, this machine has {platform.system()}")
-    library = cache / f"{name}-{_fingerprint(sources)}.so"
+    flags = target_flags(isa)
+    library = cache / f"{name}-{_fingerprint(sources, flags)}.so"
     try:
         own_folder(cache)
         if is_own_file(library):
@@ -68,20 +94,37 @@ def built_library(cache: Path, *, name: str = "kernels", sources: Sequence[Path]
         with (cache / "build.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_own_file(library):
-                _compile(library, sources)
+                _compile(library, sources, flags)
     except OSError as error:
         raise KernelsUnavailableError(f"{cache} cannot be used: {error.strerror}") from None
     return library
 
 
-def _compile(library: Path, sources: Sequence[Path]) -> None:
+def target_flags(isa: str | None) -> tuple[str, ...]:
+    """Return the compiler's flags for this CPU, or for less: the level `isa`.
+
+    A level that the CPU does not reach changes nothing. Raises KernelsUnavailableError for an
+    unknown level.
+    """
+    if not isa:
+        return ("-march=native",)
+    if isa not in _LEVELS:
+        raise KernelsUnavailableError(f"{ISA} = {isa}: must be {' or '.join(_LEVELS)}")
+    target, needed = _LEVELS[isa]
+    flags = {flag for line in _cpu_description() for flag in line.split()}
+    if needed not in flags:
+        return ("-march=native",)
+    return (f"-march={target}", "-DTILEFORGE_WITHOUT_BF16")
+
+
+def _compile(library: Path, sources: Sequence[Path], target: Sequence[str]) -> None:
     """Build the library under a temporary name, then rename it, so that it is never incomplete."""
     compiler = find_compiler()
     if compiler is None:
         raise KernelsUnavailableError(f"this machine has no C++ compiler ({INSTALL_COMPILER})")
     torch_libraries = Path(torch.__file__).parent / "lib"
     partial = library.with_suffix(f".{os.getpid()}.partial")
-    flags = _FLAGS + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
+    flags = (*_FLAGS, *target) + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
     command = [compiler, *flags, *map(str, sources), "-o", str(partial)]
     # The process has already loaded torch's libraries, so the library needs no path to them.
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
@@ -112,12 +155,13 @@ def _compile(library: Path, sources: Sequence[Path]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _fingerprint(sources: Sequence[Path]) -> str:
+def _fingerprint(sources: Sequence[Path], target: Sequence[str]) -> str:
     """Return a hash of all inputs of the build: different machines may share a home folder."""
     digest = hashlib.sha256()
     for path in (*sources, *(Path(__file__).parent / each for each in _HEADERS)):
         digest.update(path.read_bytes())
-    digest.update(" ".join((*_FLAGS, *_GCC_FLAGS, torch.__version__, platform.machine())).encode())
+    flags = (*_FLAGS, *target, *_GCC_FLAGS)
+    digest.update(" ".join((*flags, torch.__version__, platform.machine())).encode())
     digest.update("".join(_cpu_description()).encode())
     return digest.hexdigest()[:20]
 

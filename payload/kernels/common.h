@@ -73,6 +73,10 @@ inline void round_all(const float* from, int64_t count, bf16* to) {
   for (; i < count; ++i) to[i] = to_bf16(from[i]);
 }
 
+inline void round_all(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, count * sizeof(float));
+}
+
 // to[i] = value(i), rounded, in pieces: the compiler cannot vectorise with the instruction that
 // rounds sixteen elements, and its substitutes cost a quarter of a loop's time.
 template <typename Value>

@@ -1,17 +1,13 @@
 // Pointwise ops and norms of the Llama family, each in one pass over its data: residual sum and RMS
 // norm, rotary embeddings with norms of queries and keys, and the gated activation. Sums are fp32.
 // Results do not depend on the number of threads.
-#include "common.h"
+#include "element.h"
 
 namespace {
 
 // Rows that one task adds to a partial sum.
 constexpr int64_t kSumRows = 64;
 
-inline void store(const float* from, int64_t count, bf16* to) { round_all(from, count, to); }
-inline void store(const float* from, int64_t count, float* to) {
-  std::memcpy(to, from, count * sizeof(float));
-}
 
 template <typename T>
 inline float inverse_root(const T* x, int64_t width, float eps) {
@@ -23,15 +19,15 @@ inline float inverse_root(const T* x, int64_t width, float eps) {
 
 // The scale is weight + offset: Gemma's weights are relative to 1.
 template <typename T>
-void norm_forward(const T* x, const bf16* added, float added_scale, const float* weight,
-                  float offset, float eps, float* sum, bf16* normed, float* rstd, int64_t rows,
+void norm_forward(const T* x, const element* added, float added_scale, const float* weight,
+                  float offset, float eps, float* sum, element* normed, float* rstd, int64_t rows,
                   int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const T* in = x + row * width;
-    bf16* to = normed + row * width;
+    element* to = normed + row * width;
     if (added) {
-      const bf16* plus = added + row * width;
+      const element* plus = added + row * width;
       float* total = sum + row * width;
 #pragma omp simd
       for (int64_t i = 0; i < width; ++i) {
@@ -48,9 +44,9 @@ void norm_forward(const T* x, const bf16* added, float added_scale, const float*
 
 template <typename T>
 void norm_backward(const T* x, const float* rstd, const float* weight, float offset,
-                   const float* grad_sum, const bf16* grad_normed, T* grad_x, bf16* grad_added,
-                   float added_scale, float* weight_parts, int64_t rows, int64_t width,
-                   int threads) {
+                   const float* grad_sum, const element* grad_normed, T* grad_x,
+                   element* grad_added, float added_scale, float* weight_parts, int64_t rows,
+                   int64_t width, int threads) {
   constexpr int64_t kAtOnce = 256;
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -60,7 +56,7 @@ void norm_backward(const T* x, const float* rstd, const float* weight, float off
     const int64_t end = std::min(rows, (part + 1) * kSumRows);
     for (int64_t row = part * kSumRows; row < end; ++row) {
       const T* in = x + row * width;
-      const bf16* grad = grad_normed + row * width;
+      const element* grad = grad_normed + row * width;
       const float factor = rstd[row];
       float along = 0;
       if (weight_grad) {
@@ -90,7 +86,7 @@ void norm_backward(const T* x, const float* rstd, const float* weight, float off
 #pragma omp simd
           for (int64_t k = 0; k < size; ++k) piece[k] += through[first + k];
         }
-        store(piece, size, grad_x + row * width + first);
+        round_all(piece, size, grad_x + row * width + first);
         if (grad_added) {
 #pragma omp simd
           for (int64_t k = 0; k < size; ++k) piece[k] *= added_scale;
@@ -166,11 +162,11 @@ struct GeluTanh {
 constexpr int64_t kPiece = 512;
 
 template <typename Activation>
-void gated_forward(const bf16* wide, bf16* y, int64_t rows, int64_t width, int threads) {
+void gated_forward(const element* wide, element* y, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const bf16* gate = wide + row * 2 * width;
-    const bf16* up = gate + width;
+    const element* gate = wide + row * 2 * width;
+    const element* up = gate + width;
     fill(width, y + row * width, [=](int64_t i) {
       return Activation(to_float(gate[i])).value * to_float(up[i]);
     });
@@ -178,14 +174,14 @@ void gated_forward(const bf16* wide, bf16* y, int64_t rows, int64_t width, int t
 }
 
 template <typename Activation>
-void gated_backward(const bf16* wide, bf16* grad, bf16* grad_wide, int64_t rows, int64_t width,
-                    int threads) {
+void gated_backward(const element* wide, element* grad, element* grad_wide, int64_t rows,
+                    int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
-    const bf16* gate = wide + row * 2 * width;
-    const bf16* up = gate + width;
-    bf16* in = grad + row * width;
-    bf16* to = grad_wide + row * 2 * width;
+    const element* gate = wide + row * 2 * width;
+    const element* up = gate + width;
+    element* in = grad + row * width;
+    element* to = grad_wide + row * 2 * width;
     float gate_grad[kPiece], up_grad[kPiece], out[kPiece];
     for (int64_t first = 0; first < width; first += kPiece) {
       const int64_t size = std::min(kPiece, width - first);
@@ -210,43 +206,46 @@ extern "C" {
 
 // sum = x + added_scale * added, normed = sum * rstd * (weight + offset), row by row, rstd = 1 /
 // the root of the mean square. Without `added`, `sum` is not written; both may be null.
-void tileforge_rms_norm_forward(const float* x, const bf16* added, float added_scale,
-                                const float* weight, float offset, float eps, float* sum,
-                                bf16* normed, float* rstd, int64_t rows, int64_t width,
-                                int threads) {
+void TILEFORGE_KERNEL(rms_norm_forward)(const float* x, const element* added, float added_scale,
+                                        const float* weight, float offset, float eps, float* sum,
+                                        element* normed, float* rstd, int64_t rows, int64_t width,
+                                        int threads) {
   norm_forward(x, added, added_scale, weight, offset, eps, sum, normed, rstd, rows, width,
                threads);
 }
-// The same of x in bf16, without a sum.
-void tileforge_rms_norm_forward_bf16(const bf16* x, const float* weight, float offset, float eps,
-                                     bf16* normed, float* rstd, int64_t rows, int64_t width,
-                                     int threads) {
+// The same of x with elements of the matmuls' type, without a sum.
+void TILEFORGE_KERNEL(branch_rms_norm_forward)(const element* x, const float* weight, float offset,
+                                               float eps, element* normed, float* rstd,
+                                               int64_t rows, int64_t width, int threads) {
   norm_forward(x, nullptr, 1.0f, weight, offset, eps, nullptr, normed, rstd, rows, width, threads);
 }
 
-// grad_x = grad_sum + the norm's own gradient; grad_added is added_scale * grad_x in bf16.
+// grad_x = grad_sum + the norm's own gradient; grad_added is added_scale * grad_x, rounded.
 // `grad_sum` may be grad_x itself; `grad_sum` and `grad_added` may be null. The weight's gradient
 // has one partial sum for each 64 rows, (parts, width), and is skipped if `weight_parts` is null.
-void tileforge_rms_norm_backward(const float* sum, const float* rstd, const float* weight,
-                                 float offset, const float* grad_sum, const bf16* grad_normed,
-                                 float* grad_x, bf16* grad_added, float added_scale,
-                                 float* weight_parts, int64_t rows, int64_t width, int threads) {
+void TILEFORGE_KERNEL(rms_norm_backward)(const float* sum, const float* rstd, const float* weight,
+                                         float offset, const float* grad_sum,
+                                         const element* grad_normed, float* grad_x,
+                                         element* grad_added, float added_scale,
+                                         float* weight_parts, int64_t rows, int64_t width,
+                                         int threads) {
   norm_backward(sum, rstd, weight, offset, grad_sum, grad_normed, grad_x, grad_added, added_scale,
                 weight_parts, rows, width, threads);
 }
-void tileforge_rms_norm_backward_bf16(const bf16* x, const float* rstd, const float* weight,
-                                      float offset, const bf16* grad_normed, bf16* grad_x,
-                                      float* weight_parts, int64_t rows, int64_t width,
-                                      int threads) {
-  norm_backward<bf16>(x, rstd, weight, offset, nullptr, grad_normed, grad_x, nullptr, 1.0f,
+void TILEFORGE_KERNEL(branch_rms_norm_backward)(const element* x, const float* rstd,
+                                                const float* weight, float offset,
+                                                const element* grad_normed, element* grad_x,
+                                                float* weight_parts, int64_t rows, int64_t width,
+                                                int threads) {
+  norm_backward<element>(x, rstd, weight, offset, nullptr, grad_normed, grad_x, nullptr, 1.0f,
                       weight_parts, rows, width, threads);
 }
 
 // Rotates queries and keys of qkv (rows, heads + 2 key_heads, width) in place; cos and sin are
 // (length, half), and row r is token r % length. Elements from 2 half on stay as they are.
-void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign, int64_t rows,
-                      int64_t length, int64_t heads, int64_t key_heads, int64_t width,
-                      int64_t half, int threads) {
+void TILEFORGE_KERNEL(rotate)(element* qkv, const float* cos, const float* sin, float sign,
+                              int64_t rows, int64_t length, int64_t heads, int64_t key_heads,
+                              int64_t width, int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
   const int64_t turned = 2 * half;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -254,7 +253,7 @@ void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign,
     const int64_t angle = row % length * half;
     float x[kLongestHead];
     for (int64_t head = 0; head < s.rotated(); ++head) {
-      bf16* at = qkv + row * s.stride() + head * width;
+      element* at = qkv + row * s.stride() + head * width;
       for (int64_t i = 0; i < turned; ++i) x[i] = to_float(at[i]);
       turn(x, cos + angle, sin + angle, sign, half);
       round_all(x, turned, at);
@@ -264,10 +263,11 @@ void tileforge_rotate(bf16* qkv, const float* cos, const float* sin, float sign,
 
 // Norms and rotates queries and keys of qkv, to qk (rows, heads + key_heads, width). `Norms`
 // describes the weights; null cos and sin mean no rotation.
-void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, int is_joint,
-                                   float offset, float eps, const float* cos, const float* sin,
-                                   bf16* qk, int64_t rows, int64_t length, int64_t heads,
-                                   int64_t key_heads, int64_t width, int64_t half, int threads) {
+void TILEFORGE_KERNEL(norm_rotate_forward)(const element* qkv, const float* weights, int is_joint,
+                                           float offset, float eps, const float* cos,
+                                           const float* sin, element* qk, int64_t rows,
+                                           int64_t length, int64_t heads, int64_t key_heads,
+                                           int64_t width, int64_t half, int threads) {
   const Heads s{rows, length, heads, key_heads, width};
   const Norms norms{s, is_joint != 0};
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -276,7 +276,7 @@ void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, int is
     float x[kLongestHead];
     for (int64_t first = 0; first < s.rotated(); first += norms.together(first)) {
       const int64_t end = first + norms.together(first);
-      const bf16* at = qkv + row * s.stride() + first * width;
+      const element* at = qkv + row * s.stride() + first * width;
       const float factor = inverse_root(at, (end - first) * width, eps);
       for (int64_t head = first; head < end; ++head, at += width) {
         const float* weight = weights + norms.weight_at(head);
@@ -292,11 +292,12 @@ void tileforge_norm_rotate_forward(const bf16* qkv, const float* weights, int is
 // Converts the gradient of queries and keys in grad (rows, heads + 2 key_heads, width) from the
 // outputs' of the function above to the inputs'. The weights' gradient has one partial sum for each
 // 64 rows, each with the shape of the weights.
-void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, int is_joint,
-                                    float offset, float eps, const float* cos, const float* sin,
-                                    bf16* grad, float* weight_parts, int64_t rows, int64_t length,
-                                    int64_t heads, int64_t key_heads, int64_t width,
-                                    int64_t half, int threads) {
+void TILEFORGE_KERNEL(norm_rotate_backward)(const element* qkv, const float* weights, int is_joint,
+                                            float offset, float eps, const float* cos,
+                                            const float* sin, element* grad, float* weight_parts,
+                                            int64_t rows, int64_t length, int64_t heads,
+                                            int64_t key_heads, int64_t width, int64_t half,
+                                            int threads) {
   const Heads s{rows, length, heads, key_heads, width};
   const Norms norms{s, is_joint != 0};
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
@@ -308,7 +309,7 @@ void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, int i
     for (int64_t row = part * kSumRows; row < end; ++row) {
       const int64_t angle = row % length * half;
       float g[kLongestHead];
-      const auto load = [&](const bf16* from) {
+      const auto load = [&](const element* from) {
         for (int64_t i = 0; i < width; ++i) g[i] = to_float(from[i]);
         if (cos) turn(g, cos + angle, sin + angle, -1.0f, half);
       };
@@ -317,7 +318,7 @@ void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, int i
         const float factor = inverse_root(qkv + at, count * width, eps);
         float along = 0;
         for (int64_t k = 0; k < count; ++k) {
-          const bf16* in = qkv + at + k * width;
+          const element* in = qkv + at + k * width;
           const float* weight = weights + norms.weight_at(first + k);
           float* weight_grad = sums + norms.weight_at(first + k);
           load(grad + at + k * width);
@@ -330,7 +331,7 @@ void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, int i
         }
         const float pull = along / (count * width) * factor;
         for (int64_t k = 0; k < count; ++k) {
-          const bf16* in = qkv + at + k * width;
+          const element* in = qkv + at + k * width;
           const float* weight = weights + norms.weight_at(first + k);
           // With one head, g still holds its gradient.
           if (count > 1) load(grad + at + k * width);
@@ -347,14 +348,14 @@ void tileforge_norm_rotate_backward(const bf16* qkv, const float* weights, int i
 
 // y (rows, width) = activation(gate) * up; gate and up are the halves of wide (rows, 2 width). The
 // activation is SiLU, or with `is_gelu` GELU's tanh form.
-void tileforge_gated_forward(const bf16* wide, bf16* y, int is_gelu, int64_t rows, int64_t width,
-                             int threads) {
+void TILEFORGE_KERNEL(gated_forward)(const element* wide, element* y, int is_gelu, int64_t rows,
+                                     int64_t width, int threads) {
   (is_gelu ? gated_forward<GeluTanh> : gated_forward<Silu>)(wide, y, rows, width, threads);
 }
 
 // grad_wide (rows, 2 width) from the gradient of y, which is overwritten by y.
-void tileforge_gated_backward(const bf16* wide, bf16* grad, bf16* grad_wide, int is_gelu,
-                              int64_t rows, int64_t width, int threads) {
+void TILEFORGE_KERNEL(gated_backward)(const element* wide, element* grad, element* grad_wide,
+                                      int is_gelu, int64_t rows, int64_t width, int threads) {
   (is_gelu ? gated_backward<GeluTanh> : gated_backward<Silu>)(wide, grad, grad_wide, rows, width,
                                                               threads);
 }

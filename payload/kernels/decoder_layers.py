@@ -1,7 +1,7 @@
-"""Layers of the Llama family in bf16, as autograd functions over the kernels.
+"""Layers of the Llama family, as autograd functions over the kernels.
 
-The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32.
-Projections with the same input are one matmul: queries, keys and values; gate and up.
+The residual stream and all sums are fp32. Matmuls and the tensors between them are bf16, or fp32.
+Projections with the same input are computed together: queries, keys and values; gate and up.
 Shapes: B batch, T tokens, C width, H query heads, K key heads, D head width, N = B x T.
 """
 
@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from payload.kernels import decoder_pointwise as pointwise
 from payload.kernels.decoder_pointwise import Gate, HeadSizes, NormScale, Rotation
-from payload.kernels.library import Library
 from payload.kernels.linears import Grads, LayerContext, Linears, Projection, join
 
 
@@ -60,14 +59,15 @@ def add_norm(
     *,
     added_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual sum x + added_scale * added (N, C) in fp32, and its RMS norm in bf16."""
-    made = _AddNorm.apply(x, added, norm.weight, norm, added_scale, context.library)
+    """Return the residual sum x + added_scale * added (N, C) in fp32, and its RMS norm in the
+    context's dtype."""
+    made = _AddNorm.apply(x, added, norm.weight, norm, added_scale, context)
     return cast("tuple[Tensor, Tensor]", made)
 
 
 def branch_norm(x: Tensor, norm: Norm, context: LayerContext) -> Tensor:
-    """Return the RMS norm of a branch's output (N, C) bf16, before the residual addition."""
-    made = _BranchNorm.apply(x, norm.weight, norm, context.library)
+    """Return the RMS norm of a branch's output (N, C), before the residual addition."""
+    made = _BranchNorm.apply(x, norm.weight, norm, context)
     return cast(Tensor, made)
 
 
@@ -123,10 +123,11 @@ class _AddNorm(torch.autograd.Function):
         weight: Tensor,
         norm: Norm,
         added_scale: float,
-        library: Library,
+        context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
+        library = context.library
         total, normed, rstd = pointwise.rms_norm_forward(
-            library, x, added, norm.scale(), added_scale=added_scale
+            library, x, added, norm.scale(), added_scale=added_scale, dtype=context.dtype
         )
         ctx.save_for_backward(total, rstd)
         ctx.library, ctx.norm, ctx.adds = library, norm, added is not None
@@ -155,11 +156,14 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _BranchNorm(torch.autograd.Function):
-    """Computes the RMS norm of a bf16 tensor."""
+    """Computes the RMS norm of a tensor of the matmuls' dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm, library: Library) -> Tensor:
-        _, normed, rstd = pointwise.rms_norm_forward(library, x, None, norm.scale())
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm, context: LayerContext) -> Tensor:
+        library = context.library
+        _, normed, rstd = pointwise.rms_norm_forward(
+            library, x, None, norm.scale(), dtype=context.dtype
+        )
         ctx.save_for_backward(x, rstd)
         ctx.library, ctx.norm = library, norm
         return normed

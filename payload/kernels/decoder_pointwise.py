@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from payload.kernels.library import Library, require_tensor
+from payload.kernels.library import Library, element, require_tensor
 
 Gate = Literal["silu", "gelu_tanh"]
 """Activation of the gate: SiLU for SwiGLU, or the tanh form of GELU for GeGLU."""
@@ -75,22 +75,24 @@ def rms_norm_forward(
     scale: NormScale,
     *,
     added_scale: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (N, C) + added_scale * `added` bf16, its RMS norm in bf16, and 1 / rms (N,).
+    """Return x (N, C) + added_scale * `added`, its RMS norm, and 1 / rms (N,).
 
-    `x` is fp32, or bf16 without `added`.
+    `added` and the norm are of `dtype`. `x` is fp32; without `added`, it can be bf16.
     """
     rows, width = x.shape
-    is_bf16 = _require_norm(x, added, scale)
-    normed, rstd = torch.empty(rows, width, dtype=torch.bfloat16), torch.empty(rows)
+    is_branch = _require_norm(x, added, scale, dtype)
+    normed, rstd = torch.empty(rows, width, dtype=dtype), torch.empty(rows)
     numbers = (scale.offset, scale.eps)
-    if is_bf16:
+    if is_branch:
         tensors = (x, scale.weight, *numbers, normed, rstd)
-        library.call("rms_norm_forward_bf16", *tensors, rows, width)
+        library.call_on(dtype, "branch_rms_norm_forward", *tensors, rows, width)
         return x, normed, rstd
     total = x if added is None else torch.empty_like(x)
     last = (total, normed, rstd, rows, width)
-    library.call("rms_norm_forward", x, added, added_scale, scale.weight, *numbers, *last)
+    inputs = (x, added, added_scale, scale.weight, *numbers)
+    library.call_on(dtype, "rms_norm_forward", *inputs, *last)
     return total, normed, rstd
 
 
@@ -109,53 +111,58 @@ def rms_norm_backward(
     """Return the gradients of x, `added` (if `adds`) and the weight (unless it is frozen).
 
     `total` and `rstd` are from the forward pass. The gradient of x overwrites `grad_total` if it is
-    given.
+    given. If the gradients of x and `added` are equal, they are one tensor.
     """
     rows, width = total.shape
-    is_bf16 = _require_norm(total, None, scale)
+    dtype = element(grad_normed)
+    is_branch = _require_norm(total, None, scale, dtype)
     require_tensor("rstd", rstd, torch.float32, (rows,))
-    require_tensor("grad_normed", grad_normed, torch.bfloat16, total.shape)
+    require_tensor("grad_normed", grad_normed, dtype, total.shape)
     parts = None if frozen else torch.empty(-(-rows // _SUM_ROWS), width)
-    if is_bf16:
+    if is_branch:
         if adds or grad_total is not None:
             raise ValueError("the norm of a bf16 tensor has no sum")
         grad_x = torch.empty_like(total)
         tensors = (total, rstd, scale.weight, scale.offset, grad_normed, grad_x, parts)
-        library.call("rms_norm_backward_bf16", *tensors, rows, width)
+        library.call_on(dtype, "branch_rms_norm_backward", *tensors, rows, width)
         return grad_x, None, None if parts is None else parts.sum(dim=0)
     require_tensor("grad_total", grad_total, torch.float32, total.shape)
     grad_x = torch.empty_like(total) if grad_total is None else grad_total
-    grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
-    grads = (grad_total, grad_normed, grad_x, grad_added, added_scale, parts)
-    library.call("rms_norm_backward", total, rstd, scale.weight, scale.offset, *grads, rows, width)
+    is_same = dtype is torch.float32 and added_scale == 1
+    grad_added = torch.empty(rows, width, dtype=dtype) if adds and not is_same else None
+    grads = (grad_total, grad_normed, grad_x, grad_added, added_scale, parts, rows, width)
+    inputs = (total, rstd, scale.weight, scale.offset)
+    library.call_on(dtype, "rms_norm_backward", *inputs, *grads)
+    if adds and is_same:
+        grad_added = grad_x
     return grad_x, grad_added, None if parts is None else parts.sum(dim=0)
 
 
 def rotate(
     library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
 ) -> None:
-    """Rotate the queries and keys in qkv (N, H + 2 K, D) bf16 in place; `back` inverts this."""
+    """Rotate the queries and keys in qkv (N, H + 2 K, D) in place; `back` inverts this."""
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)
-    library.call("rotate", qkv, *angles, *_numbers(qkv, sizes), rotation.pairs())
+    library.call_on(qkv.dtype, "rotate", qkv, *angles, *_numbers(qkv, sizes), rotation.pairs())
 
 
 def norm_rotate_forward(
     library: Library, qkv: Tensor, scale: NormScale, rotation: Rotation | None, sizes: HeadSizes
 ) -> Tensor:
-    """Return normed and rotated queries and keys, (N, H + K, D) bf16.
+    """Return normed and rotated queries and keys, (N, H + K, D), in the dtype of qkv.
 
     Without a rotation, they are only normed.
     """
     _require_heads(qkv, sizes)
     is_joint = _require_head_norms(scale, sizes)
     heads = sizes.heads + sizes.key_heads
-    qk = torch.empty(len(qkv), heads, sizes.width, dtype=torch.bfloat16)
+    qk = qkv.new_empty(len(qkv), heads, sizes.width)
     numbers = (scale.weight, int(is_joint), scale.offset, scale.eps)
     angles = _angles(rotation, sizes)
     last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
-    library.call("norm_rotate_forward", qkv, *numbers, *angles, qk, *last)
+    library.call_on(qkv.dtype, "norm_rotate_forward", qkv, *numbers, *angles, qk, *last)
     return qk
 
 
@@ -172,43 +179,44 @@ def norm_rotate_backward(
     Return the gradient of the scale's weight.
     """
     _require_heads(qkv, sizes)
-    require_tensor("grad", grad, torch.bfloat16, qkv.shape)
+    require_tensor("grad", grad, qkv.dtype, qkv.shape)
     is_joint = _require_head_norms(scale, sizes)
     parts = torch.empty(-(-len(qkv) // _SUM_ROWS), *scale.weight.shape)
     numbers = (scale.weight, int(is_joint), scale.offset, scale.eps)
     sizes_last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
     tensors = (*_angles(rotation, sizes), grad, parts)
-    library.call("norm_rotate_backward", qkv, *numbers, *tensors, *sizes_last)
+    library.call_on(qkv.dtype, "norm_rotate_backward", qkv, *numbers, *tensors, *sizes_last)
     return parts.sum(dim=0)
 
 
 def gated_forward(library: Library, wide: Tensor, gate: Gate) -> Tensor:
-    """Return activation(gate) * up (N, I) for `wide` (N, 2 I) bf16, the columns of gate and up."""
-    require_tensor("wide", wide, torch.bfloat16)
+    """Return activation(gate) * up (N, I) for `wide` (N, 2 I), the columns of gate and up."""
+    require_tensor("wide", wide, element(wide))
     rows, width = wide.shape
     y = wide.new_empty(rows, width // 2)
-    library.call("gated_forward", wide, y, int(gate == "gelu_tanh"), rows, width // 2)
+    is_gelu = int(gate == "gelu_tanh")
+    library.call_on(wide.dtype, "gated_forward", wide, y, is_gelu, rows, width // 2)
     return y
 
 
 def gated_backward(library: Library, wide: Tensor, grad: Tensor, gate: Gate) -> Tensor:
     """Return the gradient of `wide`; overwrite the output's gradient `grad` with the output."""
-    require_tensor("wide", wide, torch.bfloat16)
+    require_tensor("wide", wide, element(wide))
     rows, width = wide.shape
-    require_tensor("grad", grad, torch.bfloat16, (rows, width // 2))
+    require_tensor("grad", grad, wide.dtype, (rows, width // 2))
     grad_wide = torch.empty_like(wide)
     is_gelu = int(gate == "gelu_tanh")
-    library.call("gated_backward", wide, grad, grad_wide, is_gelu, rows, width // 2)
+    library.call_on(wide.dtype, "gated_backward", wide, grad, grad_wide, is_gelu, rows, width // 2)
     return grad_wide
 
 
-def _require_norm(x: Tensor, added: Tensor | None, scale: NormScale) -> bool:
+def _require_norm(x: Tensor, added: Tensor | None, scale: NormScale, dtype: torch.dtype) -> bool:
     """Raise ValueError for tensors that do not fit each other; return whether x is bf16."""
     is_bf16 = x.dtype is torch.bfloat16
-    require_tensor("x", x, torch.bfloat16 if is_bf16 else torch.float32)
+    require_tensor("x", x, dtype if is_bf16 else torch.float32)
     if is_bf16 and added is not None:
         raise ValueError("a sum's first term must be fp32")
-    require_tensor("added", added, torch.bfloat16, x.shape)
+    require_tensor("added", added, dtype, x.shape)
     require_tensor("weight", scale.weight, torch.float32, (x.shape[1],))
     return is_bf16
 
@@ -216,7 +224,7 @@ def _require_norm(x: Tensor, added: Tensor | None, scale: NormScale) -> bool:
 def _require_heads(qkv: Tensor, sizes: HeadSizes) -> None:
     rows = len(qkv)
     heads = sizes.heads + 2 * sizes.key_heads
-    require_tensor("qkv", qkv, torch.bfloat16, (rows, heads, sizes.width))
+    require_tensor("qkv", qkv, element(qkv), (rows, heads, sizes.width))
     if sizes.width % 2 or sizes.width > LONGEST_HEAD or rows % sizes.length:
         raise ValueError(f"heads {sizes} do not fit {rows} tokens and at most {LONGEST_HEAD} wide")
 

@@ -27,18 +27,19 @@ class Kernels:
         self._copies = Bf16Copies()
         self.token_gradient = accumulate.TokenGradient(library)
         """Adds up the token embedding's gradient; a gradient exchange replaces this object."""
-        self._layers: LayerContext | None = None
-        if library is not None and library.has_products:
-            gradients = accumulate.WeightGradients(library)
-            self._layers = LayerContext(library, self._copies, gradients)
+        self._layers: dict[Dtype, LayerContext] = {}
+        if library is None:
+            return
+        gradients = accumulate.WeightGradients(library)
+        self._layers["fp32"] = LayerContext(library, self._copies, gradients, torch.float32)
+        if library.has_products:
+            self._layers["bf16"] = LayerContext(library, self._copies, gradients)
 
     def layers_note(self, dtype: Dtype) -> str | None:
         """Return a log text on why a run in `dtype` has no layer kernels, or None."""
-        if self._library is None or (self._layers is not None and dtype == "bf16"):
+        if self._library is None or dtype in self._layers:
             return None
-        why = "layer kernels need bf16, this run is in fp32"
-        if self._layers is None:
-            why = "this CPU has no bf16 matmul instructions"
+        why = "this CPU has no bf16 matmul instructions"
         return f"for loss and AdamW; layers run on PyTorch ({why})"
 
     @property
@@ -56,8 +57,8 @@ class Kernels:
 
     def make_gradients_at(self, place: Callable[[Tensor], Tensor]) -> None:
         """Make the kernels compute weight gradients in the memory that `place` returns."""
-        if self._layers is not None:
-            self._layers.gradients.place = place
+        for context in self._layers.values():
+            context.gradients.place = place
 
     def norm(self, tensors: list[Tensor]) -> float:
         """Return the norm over all tensors, bitwise equal for any number of threads."""
@@ -79,8 +80,8 @@ class Kernels:
         return accumulate.embed(weight, tokens, self.token_gradient)
 
     def layer_context(self) -> LayerContext | None:
-        """Return the context for the layer functions; None in fp32 or without layer kernels."""
-        return self._layers if _is_bf16() else None
+        """Return the context for the layer functions in the current dtype, or None without them."""
+        return self._layers.get("bf16" if _is_bf16() else "fp32")
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of `hidden` (B, T, C) against `targets` (B, T)."""

@@ -1,7 +1,7 @@
-"""Layers of GPT-2 in bf16, as autograd functions over the kernels.
+"""Layers of GPT-2, as autograd functions over the kernels.
 
-The residual stream is fp32, matmuls and the tensors between them are bf16, sums are fp32, as with
-autocast, but with fewer passes over memory.
+The residual stream and all sums are fp32. Matmuls and the tensors between them are bf16 as with
+autocast, or fp32, but with fewer passes over memory.
 
 Shapes: B batch, T tokens, C width, H heads, N = B x T.
 """
@@ -21,8 +21,8 @@ from payload.kernels.linears import Grads, LayerContext, Linears, Projection, jo
 def add_norm(
     x: Tensor, added: Tensor | None, norm: nn.LayerNorm, context: LayerContext
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual sum x + added (N, C) in fp32, and its layer norm in bf16."""
-    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, context.library)
+    """Return the residual sum x + added (N, C) in fp32, and its layer norm in `context.dtype`."""
+    made = _AddNorm.apply(x, added, norm.weight, norm.bias, norm.eps, context)
     return cast("tuple[Tensor, Tensor]", made)
 
 
@@ -63,9 +63,12 @@ class _AddNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        library: Library,
+        context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
-        total, normed, mean, rstd = library.add_norm_forward(x, added, weight, bias, eps=eps)
+        library = context.library
+        total, normed, mean, rstd = library.add_norm_forward(
+            x, added, weight, bias, eps=eps, dtype=context.dtype
+        )
         ctx.save_for_backward(total, mean, rstd, weight)
         ctx.library, ctx.adds, ctx.has_bias = library, added is not None, bias is not None
         ctx.set_materialize_grads(False)

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from payload.formats.data_folder import IGNORED_TARGET
-from payload.kernels.build import built_library
+from payload.kernels.build import ISA, built_library
 from payload.kernels.unavailable import KernelsUnavailableError
 
 _SUM_ROWS = 64
@@ -27,30 +28,26 @@ Slices = Sequence[Tensor]
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double
 
-_SIGNATURES: dict[str, list[type]] = {
+_ELEMENT_SIGNATURES: dict[str, list[type]] = {
     "attention_forward": [*[_POINTER] * 5, *[_SIZE] * 5, _FLOAT, _INT],
     "attention_backward": [*[_POINTER] * 7, *[_SIZE] * 5, _FLOAT, _INT],
-    "cross_entropy_bf16": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
-    "cross_entropy_fp32": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
+    "cross_entropy": [_POINTER, *[_SIZE] * 3, _POINTER, _SIZE, _FLOAT, _INT, _POINTER, _INT],
     "gelu_forward": [*[_POINTER] * 2, _SIZE, _INT],
     "gelu_backward": [*[_POINTER] * 3, _SIZE, _INT],
-    "weight_gradient": [_POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, *[_INT] * 2],
     "sum_rows": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
-    "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
-    "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
     "add_norm_forward": [*[_POINTER] * 4, _FLOAT, *[_POINTER] * 4, *[_SIZE] * 2, _INT],
     "add_norm_backward": [*[_POINTER] * 10, *[_SIZE] * 2, _INT],
-    "sum_squares": [*[_POINTER] * 3, _SIZE, _POINTER, _INT],
-    "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
     "rms_norm_forward": [
         *[*[_POINTER] * 2, _FLOAT, _POINTER, *[_FLOAT] * 2],
         *[*[_POINTER] * 3, *[_SIZE] * 2, _INT],
     ],
-    "rms_norm_forward_bf16": [*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "branch_rms_norm_forward": [
+        *[*[_POINTER] * 2, *[_FLOAT] * 2, *[_POINTER] * 2, *[_SIZE] * 2, _INT]
+    ],
     "rms_norm_backward": [
         *[*[_POINTER] * 3, _FLOAT, *[_POINTER] * 4, _FLOAT, _POINTER, *[_SIZE] * 2, _INT]
     ],
-    "rms_norm_backward_bf16": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
+    "branch_rms_norm_backward": [*[_POINTER] * 3, _FLOAT, *[_POINTER] * 3, *[_SIZE] * 2, _INT],
     "rotate": [*[_POINTER] * 3, _FLOAT, *[_SIZE] * 6, _INT],
     "norm_rotate_forward": [
         *[*[_POINTER] * 2, _INT, *[_FLOAT] * 2, *[_POINTER] * 3, *[_SIZE] * 6, _INT]
@@ -61,6 +58,15 @@ _SIGNATURES: dict[str, list[type]] = {
     "gated_forward": [*[_POINTER] * 2, _INT, *[_SIZE] * 2, _INT],
     "gated_backward": [*[_POINTER] * 3, _INT, *[_SIZE] * 2, _INT],
 }
+"""Functions that exist for both dtypes in `ELEMENTS`, with the dtype's name as suffix."""
+
+_SIGNATURES: dict[str, list[type]] = {
+    "weight_gradient": [_POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, *[_INT] * 2],
+    "widen_add": [*[_POINTER] * 2, _SIZE, _INT],
+    "add_rows": [*[_POINTER] * 3, *[_SIZE] * 2, _INT],
+    "sum_squares": [*[_POINTER] * 3, _SIZE, _POINTER, _INT],
+    "adamw": [_POINTER, _SIZE, _FLOAT, _DOUBLE, _DOUBLE, _FLOAT, _INT],
+}
 
 _TAKES_MEMORY = {
     "attention_forward",
@@ -70,6 +76,9 @@ _TAKES_MEMORY = {
     "adamw",
 }
 """Functions that return whether they ran out of memory; all other functions return nothing."""
+
+ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""The dtypes of matmuls and of the activations between them, with their names in the library."""
 
 
 class TensorUpdate(ctypes.Structure):
@@ -102,12 +111,19 @@ class Library:
             self._functions = ctypes.CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailableError(f"{path} cannot be loaded: {error}") from None
-        for name, types in _SIGNATURES.items():
-            function = getattr(self._functions, f"tileforge_{name}")
+        self._functions.tileforge_missing_instructions.restype = ctypes.c_char_p
+        missing = self._functions.tileforge_missing_instructions()
+        if missing is not None:
+            raise KernelsUnavailableError(f"{path} needs {missing.decode()}, which this CPU lacks")
+        every = {name: (name, types) for name, types in _SIGNATURES.items()}
+        for suffix in ELEMENTS.values():
+            every |= {f"{n}_{suffix}": (n, types) for n, types in _ELEMENT_SIGNATURES.items()}
+        for symbol, (name, types) in every.items():
+            function = getattr(self._functions, f"tileforge_{symbol}")
             function.argtypes = types
             function.restype = _INT if name in _TAKES_MEMORY else None
         self.has_products: bool = bool(self._functions.tileforge_has_products())
-        """True if this CPU has bf16 matmul instructions; otherwise torch computes the layers."""
+        """True if this CPU has bf16 matmul instructions; otherwise a run computes in fp32."""
 
     def attention_forward(
         self, qkv: Tensor, *, starts: Tensor | None = None
@@ -143,18 +159,18 @@ class Library:
         scale: float | None = None,
         starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return causal attention (B, T, H, D) bf16 and its log sums (B, H, T).
+        """Return causal attention (B, T, H, D) and its log sums (B, H, T).
 
-        `qkv` is (B, T, H + 2 K, D) bf16: query heads, then K heads of keys and K heads of values,
-        each shared by H / K query heads. If `qk` (B, T, H + K, D) is given, it replaces queries and
-        keys. A token attends to the tokens from `starts` (B, T) int64 up to itself; None = from the
-        first token. The default scale is one over the root of D.
+        `qkv` is (B, T, H + 2 K, D), bf16 or fp32: query heads, then K heads of keys and K heads of
+        values, each shared by H / K query heads. If `qk` (B, T, H + K, D) is given, it replaces
+        queries and keys. A token attends to the tokens from `starts` (B, T) int64 up to itself;
+        None = from the first token. The default scale is one over the root of D.
         """
         batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
         out = qkv.new_empty(batch, length, heads, width)
         log_sums = torch.empty(batch, heads, length)
         sizes = (batch, length, heads, key_heads, width, scale or 0.0)
-        self.call("attention_forward", qkv, qk, starts, out, log_sums, *sizes)
+        self.call_on(qkv.dtype, "attention_forward", qkv, qk, starts, out, log_sums, *sizes)
         return out, log_sums
 
     def grouped_attention_backward(
@@ -176,13 +192,13 @@ class Library:
         """
         batch, length, heads, width = _attention_sizes(qkv, qk, starts, key_heads)
         sizes = (batch, length, heads, width)
-        require_tensor("out", out, torch.bfloat16, sizes)
+        require_tensor("out", out, qkv.dtype, sizes)
         require_tensor("log_sums", log_sums, torch.float32, (batch, heads, length))
-        require_tensor("grad_out", grad_out, torch.bfloat16, sizes)
+        require_tensor("grad_out", grad_out, qkv.dtype, sizes)
         grad = torch.empty_like(qkv)
         tensors = (qkv, qk, starts, out, log_sums, grad_out, grad)
         last = (batch, length, heads, key_heads, width, scale or 0.0)
-        self.call("attention_backward", *tensors, *last)
+        self.call_on(qkv.dtype, "attention_backward", *tensors, *last)
         return grad
 
     def cross_entropy(
@@ -194,33 +210,31 @@ class Library:
         slices of the vocabulary. Columns beyond the vocabulary in the last slice are unchanged.
         """
         dtype = logits[0].dtype
-        _require(dtype in (torch.bfloat16, torch.float32), "logits of another dtype")
         rows, width = _require_slices(logits, vocabulary, dtype)
         require_tensor("targets", targets, torch.int64, (rows,))
         is_word = (targets >= 0) & (targets < vocabulary) | (targets == IGNORED_TARGET)
         _require(bool(is_word.all()), "a target is outside the vocabulary")
         losses = torch.empty(rows)
-        name = "cross_entropy_bf16" if dtype == torch.bfloat16 else "cross_entropy_fp32"
         sizes = (rows, vocabulary, width)
         scale = 0.0 if grad_scale is None else grad_scale
         with_grad = int(grad_scale is not None)
         last = (targets.contiguous(), IGNORED_TARGET, scale, with_grad, losses)
-        self.call(name, _addresses(logits), *sizes, *last)
+        self.call_on(dtype, "cross_entropy", _addresses(logits), *sizes, *last)
         return losses
 
     def gelu_forward(self, x: Tensor) -> Tensor:
-        """Return GELU of x in GPT-2's tanh form, bf16."""
-        require_tensor("x", x, torch.bfloat16)
+        """Return GELU of x, bf16 or fp32, in GPT-2's tanh form."""
+        require_tensor("x", x, element(x))
         y = torch.empty_like(x)
-        self.call("gelu_forward", x, y, x.numel())
+        self.call_on(x.dtype, "gelu_forward", x, y, x.numel())
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return the recomputed output; overwrite its gradient `grad` with the gradient of `x`."""
-        require_tensor("x", x, torch.bfloat16)
-        require_tensor("grad", grad, torch.bfloat16, x.shape)
+        require_tensor("x", x, element(x))
+        require_tensor("grad", grad, x.dtype, x.shape)
         y = torch.empty_like(x)
-        self.call("gelu_backward", x, grad, y, x.numel())
+        self.call_on(x.dtype, "gelu_backward", x, grad, y, x.numel())
         return y
 
     def weight_gradient(
@@ -267,11 +281,12 @@ class Library:
         self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
-        """Return the sum in fp32 of the rows of x (N, C) bf16, without converting all of x."""
-        require_tensor("x", x, torch.bfloat16)
+        """Return the sum in fp32 of the rows of x (N, C), bf16 or fp32, without converting all of
+        x."""
+        require_tensor("x", x, element(x))
         rows, width = x.shape
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
-        self.call("sum_rows", x, parts, rows, width)
+        self.call_on(x.dtype, "sum_rows", x, parts, rows, width)
         return parts.sum(dim=0)
 
     def widen_add(self, x: Tensor, total: Tensor) -> None:
@@ -292,19 +307,30 @@ class Library:
         self.call("add_rows", total, indices, rows, *rows.shape)
 
     def add_norm_forward(
-        self, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *, eps: float
+        self,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        eps: float,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return x (N, C) + `added` in fp32, its norm in bf16, and each row's mean and 1 / std."""
+        """Return x (N, C) + `added` in fp32, its norm in `dtype`, and each row's mean and 1 / std.
+
+        `added` has the same `dtype`, x is fp32.
+        """
         rows, width = x.shape
         require_tensor("x", x, torch.float32)
-        require_tensor("added", added, torch.bfloat16, x.shape)
+        require_tensor("added", added, dtype, x.shape)
         require_tensor("weight", weight, torch.float32, (width,))
         require_tensor("bias", bias, torch.float32, (width,))
         total = x if added is None else torch.empty_like(x)
-        normed = torch.empty(rows, width, dtype=torch.bfloat16)
+        normed = torch.empty(rows, width, dtype=dtype)
         mean, rstd = torch.empty(rows), torch.empty(rows)
         tensors = (total, normed, mean, rstd)
-        self.call("add_norm_forward", x, added, weight, bias, eps, *tensors, rows, width)
+        numbers = (*tensors, rows, width)
+        self.call_on(dtype, "add_norm_forward", x, added, weight, bias, eps, *numbers)
         return tensors
 
     def add_norm_backward(
@@ -327,12 +353,13 @@ class Library:
             require_tensor(name, each, torch.float32, (rows,))
         require_tensor("weight", weight, torch.float32, (width,))
         require_tensor("grad_total", grad_total, torch.float32, total.shape)
-        require_tensor("grad_normed", grad_normed, torch.bfloat16, total.shape)
+        dtype = element(grad_normed)
+        require_tensor("grad_normed", grad_normed, dtype, total.shape)
         grad_x = torch.empty(rows, width)
-        grad_added = torch.empty(rows, width, dtype=torch.bfloat16) if adds else None
+        grad_added = torch.empty(rows, width, dtype=dtype) if adds else None
         parts = torch.empty(2, -(-rows // _SUM_ROWS), width)
         grads = (grad_total, grad_normed, grad_x, grad_added, parts[0], parts[1])
-        self.call("add_norm_backward", *saved, weight, *grads, rows, width)
+        self.call_on(dtype, "add_norm_backward", *saved, weight, *grads, rows, width)
         weight_grad, bias_grad = parts.sum(dim=1)
         return grad_x, grad_added, weight_grad, bias_grad
 
@@ -359,6 +386,11 @@ class Library:
         """Update weights, moments and copies in place; the caller keeps the tensors alive."""
         array = (TensorUpdate * len(updates))(*updates)
         self.call("adamw", ctypes.addressof(array), len(updates), grad_scale, *betas, eps)
+
+    def call_on(self, dtype: torch.dtype, name: str, *arguments: Tensor | float | None) -> None:
+        """Call the version of a kernel for elements of this dtype, as `call` does."""
+        _require(dtype in ELEMENTS, f"elements of {dtype}")
+        self.call(f"{name}_{ELEMENTS[dtype]}", *arguments)
 
     def call(self, name: str, *arguments: Tensor | float | None) -> None:
         """Call a kernel. Raises MemoryError; in this case the output is undefined."""
@@ -391,13 +423,18 @@ def require_tensor(
         )
 
 
+def element(tensor: Tensor) -> torch.dtype:
+    """Return fp32 for an fp32 tensor, otherwise bf16: the dtype that its kernel needs."""
+    return torch.float32 if tensor.dtype is torch.float32 else torch.bfloat16
+
+
 def _require(fits: bool, problem: str) -> None:
     if not fits:
         raise ValueError(f"a kernel's arguments do not fit: {problem}")
 
 
 def _require_qkv(qkv: Tensor) -> None:
-    require_tensor("qkv", qkv, torch.bfloat16)
+    require_tensor("qkv", qkv, element(qkv))
     _require(qkv.ndim == 5 and qkv.shape[2] == 3, "qkv is not (B, T, 3, H, D)")
     _require(qkv.shape[4] % 2 == 0, "a head's width is odd")
 
@@ -406,7 +443,7 @@ def _attention_sizes(
     qkv: Tensor, qk: Tensor | None, starts: Tensor | None, key_heads: int
 ) -> tuple[int, int, int, int]:
     """Return B, T, H and D. Raises ValueError for tensors that do not fit each other."""
-    require_tensor("qkv", qkv, torch.bfloat16)
+    require_tensor("qkv", qkv, element(qkv))
     _require(qkv.ndim == 4, "qkv is not (B, T, H + 2 K, D)")
     batch, length, all_heads, width = qkv.shape
     heads = all_heads - 2 * key_heads
@@ -415,7 +452,7 @@ def _attention_sizes(
         key_heads > 0 and heads > 0 and heads % key_heads == 0,
         "the query heads are not a multiple of the key heads",
     )
-    require_tensor("qk", qk, torch.bfloat16, (batch, length, heads + key_heads, width))
+    require_tensor("qk", qk, qkv.dtype, (batch, length, heads + key_heads, width))
     require_tensor("starts", starts, torch.int64, (batch, length))
     if starts is not None and length:
         positions = torch.arange(length)
@@ -441,5 +478,9 @@ def _require_slices(slices: Slices, columns: int, dtype: torch.dtype) -> tuple[i
 
 
 def load_library() -> Library:
-    """Load the library, which is built if missing. Raises KernelsUnavailableError."""
-    return Library(built_library(Path.home() / ".cache" / "tileforge" / "kernels"))
+    """Load the library, which is built if missing. Raises KernelsUnavailableError.
+
+    The environment variable TILEFORGE_CPU_ISA limits its instruction set.
+    """
+    cache = Path.home() / ".cache" / "tileforge" / "kernels"
+    return Library(built_library(cache, isa=os.environ.get(ISA)))

@@ -1,6 +1,7 @@
-"""Joins linear layers that have the same input into one bf16 matmul.
+"""Joins linear layers that have the same input: in bf16, they are one matmul.
 
-The layers are trained, or frozen with adapters.
+In fp32, each weight has its own matmul, which reads or writes its columns of the joined tensor: one
+matmul would need a copy of the weights. The layers are trained, or frozen with adapters.
 
 N tokens, I inputs, O outputs of all layers together, R ranks of all their adapters together.
 """
@@ -33,6 +34,8 @@ class LayerContext:
     library: Library
     copies: Bf16Copies
     gradients: WeightGradients
+    dtype: torch.dtype = torch.bfloat16
+    """The dtype of matmuls and of the activations between them: bf16 or fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class _Trained(Linears):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        if x.dtype is torch.float32:
+            return _outputs(x, self._weights, self._biases), _NOTHING
         bias = self._joined(self._biases) if self._biases else None
         return functional.linear(x, self._joined(self._weights), bias), _NOTHING
 
@@ -130,6 +135,8 @@ class _Trained(Linears):
     ) -> tuple[Tensor, Tensor | None]:
         if not needed:
             return grad.new_empty(0), None
+        if grad.dtype is torch.float32:
+            return _input_gradient(grad, self._weights), None
         return torch.mm(grad, self._joined(self._weights)), None
 
     def backward(self, grad: Tensor, x: Tensor, kept: Kept, grad_low: Tensor | None) -> Grads:
@@ -154,6 +161,7 @@ class _Frozen(Linears):
 
     def __init__(self, projections: Sequence[Projection], context: LayerContext) -> None:
         self._context, self._projections = context, projections
+        self._weights = tuple(each.weight for each in projections)
         self._adapters = [each.adapter for each in projections if each.adapter is not None]
         self._blocks: list[tuple[LowRank, slice, slice]] = []
         """Each adapter with its rows and columns of the joined second matrix."""
@@ -174,7 +182,11 @@ class _Frozen(Linears):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         biases = tuple(each.bias for each in self._projections if each.bias is not None)
-        result = functional.linear(x, self._weight(), join_rows(biases) if biases else None)
+        if x.dtype is torch.float32:
+            result = _outputs(x, self._weights, biases)
+        else:
+            joined = join_rows(biases) if biases else None
+            result = functional.linear(x, join_rows(self._weights), joined)
         if not self._adapters:
             return result, _NOTHING
         masks = self._draw_masks(x)
@@ -182,7 +194,7 @@ class _Frozen(Linears):
             low = torch.mm(x, self._first().t())
         else:
             parts = [
-                torch.mm(self._dropped(x, mask), join_rows((each.first,)).t())
+                torch.mm(self._dropped(x, mask), self._rows((each.first,)).t())
                 for each, mask in zip(self._adapters, masks, strict=True)
             ]
             low = torch.cat(parts, dim=1)
@@ -195,13 +207,16 @@ class _Frozen(Linears):
         grad_low = torch.mm(grad, self._second()) if self._adapters else None
         if not needed:
             return grad.new_empty(0), grad_low
-        found = torch.mm(grad, self._weight())
+        if grad.dtype is torch.float32:
+            found = _input_gradient(grad, self._weights)
+        else:
+            found = torch.mm(grad, join_rows(self._weights))
         if grad_low is None:
             return found, None
         if masks is None:
             return found.addmm_(grad_low, self._first()), grad_low
         for (each, _, ranks), mask in zip(self._blocks, masks, strict=True):
-            through = torch.mm(grad_low[:, ranks], join_rows((each.first,)))
+            through = torch.mm(grad_low[:, ranks], self._rows((each.first,)))
             found.add_(self._dropped(through, mask))
         return found, grad_low
 
@@ -209,7 +224,7 @@ class _Frozen(Linears):
         low, masks = kept
         if low is None or grad_low is None:
             return (None,) * len(self.parameters)
-        gradients, library = self._context.gradients, self._context.library
+        gradients = self._context.gradients
         if masks is None:
             gradients.add_joined([each.first for each in self._adapters], grad_low, x)
         else:
@@ -218,7 +233,7 @@ class _Frozen(Linears):
                 gradients.add(each.first, part, self._dropped(x, mask))
         # Only the blocks with rank and output of the same adapter are needed.
         every = torch.empty(low.shape[1], grad.shape[1])
-        library.weight_gradient(low, grad, every, add=False)
+        gradients.compute(low, grad, every, add=False)
         for adapter, rows, ranks in self._blocks:
             gradients.add_made(adapter.second, every[ranks, rows].t(), adapter.scale)
         return (None,) * len(self.parameters)
@@ -235,27 +250,49 @@ class _Frozen(Linears):
     def _dropped(self, x: Tensor, mask: Tensor) -> Tensor:
         return (x * mask).div_(1 - self._dropout)
 
-    def _weight(self) -> Tensor:
-        return join_rows(tuple(each.weight for each in self._projections))
+    def _rows(self, parameters: Sequence[Tensor]) -> Tensor:
+        return join_rows(parameters, dtype=self._context.dtype)
 
     def _first(self) -> Tensor:
-        return join_rows(tuple(each.first for each in self._adapters))
+        return self._rows(tuple(each.first for each in self._adapters))
 
     def _second(self) -> Tensor:
-        joined = torch.zeros(self._sizes, dtype=torch.bfloat16)
+        joined = torch.zeros(self._sizes, dtype=self._context.dtype)
         for adapter, rows, ranks in self._blocks:
             joined[rows, ranks] = adapter.second.detach() * adapter.scale
         return joined
 
 
-def join_rows(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parameters as one bf16 tensor, without a copy if they are adjacent."""
+def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Return the outputs (N, O) for x (N, I) fp32; there are as many biases as weights, or none."""
+    rows = [len(each) for each in weights]
+    result = x.new_empty(len(x), sum(rows))
+    for number, part in enumerate(torch.split(result, rows, dim=1)):
+        weight = weights[number].detach().t()
+        if biases:
+            torch.addmm(biases[number].detach(), x, weight, out=part)
+        else:
+            torch.mm(x, weight, out=part)
+    return result
+
+
+def _input_gradient(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of the input (N, I) from that of the outputs (N, O), both fp32."""
+    parts = torch.split(grad, [len(each) for each in weights], dim=1)
+    found = torch.mm(parts[0], weights[0].detach())
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        found.addmm_(part, weight.detach())
+    return found
+
+
+def join_rows(parameters: Sequence[Tensor], *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return the rows of all parameters as one tensor, without a copy if they are adjacent."""
     first = parameters[0].detach()
-    if first.dtype is torch.bfloat16 and _are_adjacent(parameters):
+    if first.dtype is dtype and _are_adjacent(parameters):
         size = (sum(len(each) for each in parameters), *first.shape[1:])
         return first.as_strided(size, first.stride())
     rows = [len(each) for each in parameters]
-    joined = first.new_empty((sum(rows), *first.shape[1:]), dtype=torch.bfloat16)
+    joined = first.new_empty((sum(rows), *first.shape[1:]), dtype=dtype)
     for each, part in zip(parameters, torch.split(joined, rows), strict=True):
         part.copy_(each.detach())
     return joined

@@ -1,75 +1,12 @@
-// Pointwise ops and norms between the matmuls, each in one pass over its data: the loss and its
-// gradient, GELU, and the residual sum with layer norm. Sums are fp32. Results do not depend on
-// the number of threads.
-#include "common.h"
+// Pointwise ops and norms between GPT-2's matmuls, each in one pass over its data: GELU, and the
+// residual sum with layer norm; also a bias's gradient. Sums are fp32. Results do not depend on the
+// number of threads.
+#include "element.h"
 
 namespace {
 
 // Rows that one task adds to a partial sum.
 constexpr int64_t kSumRows = 64;
-
-// One row of logits: slices of `width` elements, the last one shorter, in separate memory.
-template <typename T>
-struct Logits {
-  T* const* slices;
-  int64_t row, vocabulary, width;
-
-  T* at(int64_t i) const { return slices[i / width] + row * width + i % width; }
-  template <typename Use>
-  void each_slice(Use use) const {
-    for (int64_t i = 0; i < vocabulary; i += width) use(at(i), std::min(width, vocabulary - i));
-  }
-};
-
-template <typename T>
-void cross_entropy_row(Logits<T> logits, int64_t target, int64_t ignored, float grad_scale,
-                       bool with_grad, float* loss) {
-  if (target == ignored) {
-    *loss = 0.0f;
-    if (with_grad) {
-      logits.each_slice([](T* slice, int64_t size) { std::fill_n(slice, size, T{0}); });
-    }
-    return;
-  }
-  float top = -std::numeric_limits<float>::infinity();
-  logits.each_slice([&](const T* slice, int64_t size) {
-    float largest = top;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < size; ++i) largest = larger(largest, to_float(slice[i]));
-    top = largest;
-  });
-  // One sum for each slice: rounding errors of fifty thousand terms would add up.
-  double sum = 0;
-  logits.each_slice([&](const T* slice, int64_t size) {
-    float part = 0;
-#pragma omp simd reduction(+ : part)
-    for (int64_t i = 0; i < size; ++i) part += exp2_fast((to_float(slice[i]) - top) * kLog2E);
-    sum += part;
-  });
-  const float log_sum = static_cast<float>(std::log(sum));
-  const float target_logit = to_float(*logits.at(target));
-  *loss = log_sum + (top - target_logit);
-  if (!with_grad) return;
-  const float factor = static_cast<float>(grad_scale / sum);
-  logits.each_slice([=](T* slice, int64_t size) {
-    fill(size, slice, [=](int64_t i) {
-      return exp2_fast((to_float(slice[i]) - top) * kLog2E) * factor;
-    });
-  });
-  const float share = exp2_fast((target_logit - top) * kLog2E) / static_cast<float>(sum);
-  fill(1, logits.at(target), [=](int64_t) { return (share - 1.0f) * grad_scale; });
-}
-
-template <typename T>
-void cross_entropy(T* const* slices, int64_t rows, int64_t vocabulary, int64_t width,
-                   const int64_t* targets, int64_t ignored, float grad_scale, int with_grad,
-                   float* losses, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
-    cross_entropy_row(Logits<T>{slices, row, vocabulary, width}, targets[row], ignored, grad_scale,
-                      with_grad != 0, losses + row);
-  }
-}
 
 // GPT-2's tanh form is x times the logistic function of 2u.
 struct Gelu {
@@ -91,23 +28,7 @@ constexpr int64_t kPiece = 256;
 
 extern "C" {
 
-// Loss of each row, log(sum(exp(logits))) - logits[target]; 0 if the target is `ignored`. With
-// `with_grad` the logits are overwritten by their gradient times `grad_scale`. They are in slices
-// of the vocabulary, (rows, width) each.
-void tileforge_cross_entropy_bf16(bf16* const* slices, int64_t rows, int64_t vocabulary,
-                                  int64_t width, const int64_t* targets, int64_t ignored,
-                                  float grad_scale, int with_grad, float* losses, int threads) {
-  cross_entropy(slices, rows, vocabulary, width, targets, ignored, grad_scale, with_grad, losses,
-                threads);
-}
-void tileforge_cross_entropy_fp32(float* const* slices, int64_t rows, int64_t vocabulary,
-                                  int64_t width, const int64_t* targets, int64_t ignored,
-                                  float grad_scale, int with_grad, float* losses, int threads) {
-  cross_entropy(slices, rows, vocabulary, width, targets, ignored, grad_scale, with_grad, losses,
-                threads);
-}
-
-void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) {
+void TILEFORGE_KERNEL(gelu_forward)(const element* x, element* y, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += kPiece) {
     const int64_t end = std::min(count, first + kPiece);
@@ -119,7 +40,8 @@ void tileforge_gelu_forward(const bf16* x, bf16* y, int64_t count, int threads) 
 }
 
 // Overwrites grad, of the output, by the input's; y is the forward pass's output, recomputed.
-void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, int threads) {
+void TILEFORGE_KERNEL(gelu_backward)(const element* x, element* grad, element* y, int64_t count,
+                                     int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += kPiece) {
     const int64_t size = std::min(count - first, kPiece);
@@ -138,7 +60,8 @@ void tileforge_gelu_backward(const bf16* x, bf16* grad, bf16* y, int64_t count, 
 }
 
 // Sums over rows, one partial sum for each 64 of them, (parts, width): a bias's gradient.
-void tileforge_sum_rows(const bf16* x, float* parts_of, int64_t rows, int64_t width, int threads) {
+void TILEFORGE_KERNEL(sum_rows)(const element* x, float* parts_of, int64_t rows, int64_t width,
+                                int threads) {
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < parts; ++part) {
@@ -146,50 +69,24 @@ void tileforge_sum_rows(const bf16* x, float* parts_of, int64_t rows, int64_t wi
     std::fill_n(sums, width, 0.0f);
     const int64_t end = std::min(rows, (part + 1) * kSumRows);
     for (int64_t row = part * kSumRows; row < end; ++row) {
-      const bf16* in = x + row * width;
+      const element* in = x + row * width;
 #pragma omp simd
       for (int64_t i = 0; i < width; ++i) sums[i] += to_float(in[i]);
     }
   }
 }
 
-// to += from, elementwise.
-void tileforge_widen_add(const bf16* from, float* to, int64_t count, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t first = 0; first < count; first += kPiece) {
-    const int64_t end = std::min(count, first + kPiece);
-#pragma omp simd
-    for (int64_t i = first; i < end; ++i) to[i] += to_float(from[i]);
-  }
-}
-
-// Row indices[i] of `to` += row i of `from`, in order; a task has some columns of all rows.
-void tileforge_add_rows(float* to, const int64_t* indices, const float* from, int64_t rows,
-                        int64_t width, int threads) {
-  constexpr int64_t kColumns = 64;
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t first = 0; first < width; first += kColumns) {
-    const int64_t size = std::min(kColumns, width - first);
-    for (int64_t row = 0; row < rows; ++row) {
-      float* sum = to + indices[row] * width + first;
-      const float* plus = from + row * width + first;
-#pragma omp simd
-      for (int64_t i = 0; i < size; ++i) sum[i] += plus[i];
-    }
-  }
-}
-
 // sum = x + added, normed = (sum - mean) * rstd * weight + bias, row by row. `added` and `bias` may
 // be null; without `added`, `sum` is not written and may be null.
-void tileforge_add_norm_forward(const float* x, const bf16* added, const float* weight,
-                                const float* bias, float eps, float* sum, bf16* normed,
-                                float* mean, float* rstd, int64_t rows, int64_t width,
-                                int threads) {
+void TILEFORGE_KERNEL(add_norm_forward)(const float* x, const element* added, const float* weight,
+                                        const float* bias, float eps, float* sum, element* normed,
+                                        float* mean, float* rstd, int64_t rows, int64_t width,
+                                        int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < rows; ++row) {
     const float* in = x + row * width;
     if (added) {
-      const bf16* plus = added + row * width;
+      const element* plus = added + row * width;
       float* to = sum + row * width;
 #pragma omp simd
       for (int64_t i = 0; i < width; ++i) to[i] = in[i] + to_float(plus[i]);
@@ -205,7 +102,7 @@ void tileforge_add_norm_forward(const float* x, const bf16* added, const float* 
     const float factor = 1.0f / std::sqrt(squares / width + eps);
     mean[row] = middle;
     rstd[row] = factor;
-    bf16* to = normed + row * width;
+    element* to = normed + row * width;
     if (bias) {
       fill(width, to,
            [=](int64_t i) { return (in[i] - middle) * factor * weight[i] + bias[i]; });
@@ -215,14 +112,15 @@ void tileforge_add_norm_forward(const float* x, const bf16* added, const float* 
   }
 }
 
-// grad_x = grad_sum + the norm's own gradient; grad_added is the same in bf16. `grad_sum` and
+// grad_x = grad_sum + the norm's own gradient; grad_added is the same, rounded. `grad_sum` and
 // `grad_added` may be null. Gradients of weight and bias have one partial sum for each 64 rows,
 // (parts, width).
-void tileforge_add_norm_backward(const float* sum, const float* mean, const float* rstd,
-                                 const float* weight, const float* grad_sum,
-                                 const bf16* grad_normed, float* grad_x, bf16* grad_added,
-                                 float* weight_parts, float* bias_parts, int64_t rows,
-                                 int64_t width, int threads) {
+void TILEFORGE_KERNEL(add_norm_backward)(const float* sum, const float* mean, const float* rstd,
+                                         const float* weight, const float* grad_sum,
+                                         const element* grad_normed, float* grad_x,
+                                         element* grad_added, float* weight_parts,
+                                         float* bias_parts, int64_t rows, int64_t width,
+                                         int threads) {
   const int64_t parts = (rows + kSumRows - 1) / kSumRows;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t part = 0; part < parts; ++part) {
@@ -233,7 +131,7 @@ void tileforge_add_norm_backward(const float* sum, const float* mean, const floa
     const int64_t end = std::min(rows, (part + 1) * kSumRows);
     for (int64_t row = part * kSumRows; row < end; ++row) {
       const float* in = sum + row * width;
-      const bf16* grad = grad_normed + row * width;
+      const element* grad = grad_normed + row * width;
       const float middle = mean[row], factor = rstd[row];
       float plain = 0, along = 0;
 #pragma omp simd reduction(+ : plain, along)

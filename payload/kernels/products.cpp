@@ -65,8 +65,12 @@ void sum_block(Gradient grad, const Part& part, const uint32_t* packed, int64_t 
 
 extern "C" {
 
-// Returns 1 if brgemm supports bf16 on this CPU, and 0 if torch throws.
+// Returns 1 if brgemm supports bf16 on this CPU, and 0 if torch throws or the library was compiled
+// for a CPU without bf16.
 int tileforge_has_products() {
+#ifdef TILEFORGE_WITHOUT_BF16
+  return 0;
+#else
   alignas(64) bf16 left[32 * 32], right[32 * 32];
   alignas(64) float sums[32 * 32];
   for (int i = 0; i < 32 * 32; ++i) left[i] = right[i] = to_bf16(1.0f);
@@ -81,6 +85,7 @@ int tileforge_has_products() {
     if (sum != 32.0f) return 0;
   }
   return 1;
+#endif
 }
 
 // Each part's total (rows, width) is, or with `add` is increased by, the transpose of its columns

@@ -59,7 +59,7 @@ def pieces(tensor):
 
 qkv, out, sums = t(2, 8, 3, 2, 4, dtype=half), t(2, 8, 2, 4, dtype=half), t(2, 2, 8)
 calls = {"attention_forward": [
-    t(2, 8, 2, 2, 4, dtype=half), t(2, 8, 3, 2, 3, dtype=half), t(2, 8, 3, 2, 4), pieces(qkv),
+    t(2, 8, 2, 2, 4, dtype=half), t(2, 8, 3, 2, 3, dtype=half), qkv.double(), pieces(qkv),
     t(8, 3, 2, 4, dtype=half),
 ]}
 refused = [(library.attention_forward, (each,), {}) for each in calls["attention_forward"]]
@@ -83,10 +83,10 @@ words = {"vocabulary": 24, "grad_scale": 1.0}
 refused.append((library.cross_entropy, ([*logits, logits[0, :4]], targets), words))
 x, grad = t(6, 4, dtype=half), t(6, 3, dtype=half)
 refused += [
-    (library.gelu_forward, (x.float(),), {}), (library.gelu_forward, (pieces(x),), {}),
+    (library.gelu_forward, (x.double(),), {}), (library.gelu_forward, (pieces(x),), {}),
     (library.gelu_backward, (x, x[:3]), {}), (library.gelu_backward, (x, x.float()), {}),
     (library.gelu_backward, (x.float(), x), {}),
-    (library.sum_rows, (x.float(),), {}), (library.sum_rows, (x.t(),), {}),
+    (library.sum_rows, (x.double(),), {}), (library.sum_rows, (x.t(),), {}),
     (library.widen_add, (x, t(5, 4)), {}), (library.widen_add, (x, x), {}),
     (library.widen_add, (x.float(), t(6, 4)), {}), (library.widen_add, (x, pieces(t(6, 4))), {}),
 ]
@@ -124,8 +124,9 @@ refused += [
     (library.add_norm_backward, arguments, {"adds": True})
     for arguments in [
         (saved, norm[:3], wide, x), (saved, norm, wide[:5], x), (saved, norm, wide, x[:5]),
-        (saved, norm, wide, wide), (saved, norm, x, x), ((wide, t(5), t(6)), norm, wide, x),
-        ((wide, t(6), t(5)), norm, wide, x), ((x, t(6), t(6)), norm, wide, x),
+        (saved, norm, wide, wide.double()), (saved, norm, x, x),
+        ((wide, t(5), t(6)), norm, wide, x), ((wide, t(6), t(5)), norm, wide, x),
+        ((x, t(6), t(6)), norm, wide, x),
     ]
 ]
 others = (x.half(), pieces(x), pieces(wide), wide.double())

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.kernels import build
@@ -118,6 +119,36 @@ def test_the_trainer_trains_the_same_without_a_compiler(
             name == "without"
         )
     assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), rel=2e-3)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are x86-64's")
+def test_a_lower_instruction_set_is_built_apart_and_has_no_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KernelsUnavailableError, match="TILEFORGE_CPU_ISA = sse: must be avx2 or"):
+        built_library(tmp_path, isa="sse")
+    flags = "flags : fpu avx avx2 fma"
+    monkeypatch.setattr(build, "_cpu_description", lambda: [flags])
+    assert build.target_flags("avx2")[0] == "-march=x86-64-v3"
+    # The variable never raises the level.
+    assert build.target_flags("avx512") == build.target_flags(None) == ("-march=native",)
+    low = Library(built_library(tmp_path, isa="avx2"))
+    assert not low.has_products
+    assert Kernels(low).layers_note("fp32") is None
+    assert "no bf16" in str(Kernels(low).layers_note("bf16"))
+    x = torch.linspace(-4, 4, 300)
+    expected = torch.nn.functional.gelu(x, approximate="tanh")
+    assert torch.allclose(low.gelu_forward(x), expected, atol=1e-6)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are x86-64's")
+def test_a_library_for_another_cpu_is_refused_by_the_instructions_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only AMD's CPUs of 2011 to 2017 have this instruction set.
+    monkeypatch.setattr(build, "target_flags", lambda _isa: ("-mfma4",))
+    with pytest.raises(KernelsUnavailableError, match="needs fma4, which this CPU lacks"):
+        Library(built_library(tmp_path, sources=[Path(build.__file__).parent / "instructions.cpp"]))
 
 
 def fake_compiler(folder: Path, script: str) -> None:

@@ -24,7 +24,7 @@ def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -
     assert result.stdout.splitlines() == [
         f"no memory for the kernel {name}"
         for name in (
-            *("attention_forward", "attention_backward"),
+            *("attention_forward_bf16", "attention_backward_bf16"),
             *("weight_gradient", "weight_gradient"),
             *("sum_squares", "adamw"),
         )
@@ -50,8 +50,8 @@ def attention(length):
     grad, sizes = torch.empty_like(qkv), (3, length, 1, 1, 2, 0.0)
     inputs = (qkv, None, None)
     return (
-        lambda: library.call("attention_forward", *inputs, out, log_sums, *sizes),
-        lambda: library.call("attention_backward", *inputs, out, log_sums, out, grad, *sizes),
+        lambda: library.call("attention_forward_bf16", *inputs, out, log_sums, *sizes),
+        lambda: library.call("attention_backward_bf16", *inputs, out, log_sums, out, grad, *sizes),
     )
 
 def gradient(tokens, rows):
@@ -104,7 +104,7 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     call = Library.call
 
     def call_with_little(self: Library, name: str, *arguments: Tensor | float | None) -> None:
-        if name == "attention_backward":
+        if name == "attention_backward_bf16":
             raise MemoryError(f"no memory for the kernel {name}")
         call(self, name, *arguments)
 
@@ -114,6 +114,6 @@ def test_a_kernel_without_memory_ends_training_in_the_words_for_it(
     known = ExitRecorder()._as_tileforge_error(ended.value)
     assert known.exit_code == 40
     assert str(known) == (
-        "out of memory (MemoryError: no memory for the kernel attention_backward). "
+        "out of memory (MemoryError: no memory for the kernel attention_backward_bf16). "
         "Lower batch.micro_batch_size."
     )

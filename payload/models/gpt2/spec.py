@@ -150,12 +150,12 @@ class Gpt2Spec(ModelSpec):
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
         The peak is at the end of the forward pass. Weights and two AdamW moments are fp32, 12 bytes
-        per parameter. Gradients take 4 more bytes. They exist at the end of the forward pass if
-        there are other ranks (in the exchange buckets), and in every micro-batch of a step after
-        the first (`accumulates`). With `kernels` in bf16, a layer keeps 28 bytes per token and
-        element of its width for its backward pass: the residual stream twice in fp32, and 10 widths
-        in bf16. Fragmentation adds 7 bytes to the 28, as measured for gpt2. Only one chunk of
-        logits is in memory.
+        per parameter. Gradients take 4 more. They exist at this time if there are other ranks,
+        because of the exchange buckets, and in every micro-batch of a step after the first
+        (`accumulates`). With `kernels`, a layer keeps the residual stream twice in fp32, and 10
+        widths in the matmuls' dtype: 28 bytes per token and element of its width in bf16, 48 in
+        fp32. Fragmentation adds 7 bytes, as measured for gpt2 in bf16. Only one chunk of logits is
+        in memory.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -168,7 +168,7 @@ class Gpt2Spec(ModelSpec):
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
             return held + max(layers + logits, gradients)
-        widths = 35 if setting.dtype == "bf16" else 72
+        widths = 8 + 10 * size + 7
         layers = tokens * self.n_layer * widths * self.n_embd
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         # In a step's only micro-batch, the head's gradient is computed in the exchange buffer.

@@ -229,14 +229,13 @@ class DecoderSpec(ModelSpec):
         gradient is a sum in fp32. The two gradients of a tied embedding are summed, then rounded.
         """
         linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
-        linears = linears and self.mixture is None
+        linears = linears and self.mixture is None and setting.dtype == "bf16"
         tokens = setting.micro_batch_size * self.sequence_length
         return linears, linears and tokens <= logits_tokens(self.vocab_size)
 
     def _has_fast_layers(self, setting: RankSetting) -> bool:
-        """Return whether kernels run the layers: only in bf16, and not for transformers' layers."""
-        is_ours = setting.kernels and not self.unsupported_features
-        return is_ours and setting.dtype == "bf16"
+        """Return whether kernels run the layers: not transformers' layers."""
+        return setting.kernels and not self.unsupported_features
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes that a layer keeps of one token for its backward pass.
@@ -245,7 +244,9 @@ class DecoderSpec(ModelSpec):
         """
         width, queries, keys = self.hidden_size, self._query_width(), self._key_width()
         if self.mixture is not None:
-            experts = size * self.mixture.kept_elements(width, kernels=kernels)
+            # The kernels of the experts are for bf16 alone.
+            fast_experts = kernels and size == 2
+            experts = size * self.mixture.kept_elements(width, kernels=fast_experts)
             dense = replace(self, mixture=None, intermediate_size=0)
             return dense._kept_bytes(size, kernels=kernels) + experts
         if kernels:

@@ -117,15 +117,30 @@ def test_a_pass_is_as_near_to_fp32_as_the_reference_s(
         assert error(twice[1][key], ours[1][key]) < 1e-3, key
 
 
-def test_in_fp32_the_layers_are_the_reference_and_the_gradients_equal(library: Library) -> None:
-    model = adapted("llama")
-    batch = random_tokens(model.spec.vocab_size)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt2", {}),
+        ("llama", {"target": "q_proj,v_proj"}),
+        ("llama, untied, biases", {}),
+        ("phi3, partial longrope", {"target": "qkv_proj", "dropout": 0.25}),
+        ("qwen3", {"dropout": 0.25}),
+    ],
+)
+def test_in_fp32_loss_and_gradients_differ_from_the_reference_s_by_rounding(
+    library: Library, name: str, settings: dict[str, Any], packed: bool
+) -> None:
+    model = adapted(name, **settings)
+    batch: Batch = random_tokens(model.spec.vocab_size)
+    if packed:
+        batch = (*batch, documents(batch))
     exact = gradients(copy.deepcopy(model), batch)
     model.kernels = Kernels(library)
     found = gradients(model, batch)
-    assert found[0] == pytest.approx(exact[0], rel=1e-5)
+    assert found[0] == pytest.approx(exact[0], rel=1e-6)
     for key, true in exact[1].items():
-        assert error(found[1][key], true) < 1e-5, key
+        assert error(found[1][key], true) < 2e-5, key
 
 
 @pytest.mark.bf16

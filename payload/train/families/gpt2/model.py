@@ -136,7 +136,7 @@ class GPT(CausalLM):
         return embedded
 
     def _fast_layers(self, x: Tensor, starts: Tensor | None, context: LayerContext) -> Tensor:
-        """Map the sum of embeddings (B, T, C) fp32 to the final norm's output, bf16."""
+        """Map the sum of embeddings (B, T, C) fp32 to the final norm's output."""
         with torch.autocast("cpu", enabled=False):
             sizes = (x.shape[0], x.shape[1])
             total: Tensor = x.flatten(0, 1)

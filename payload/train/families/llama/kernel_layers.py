@@ -67,7 +67,7 @@ def run_layers(
     ranks: TensorRanks | None = None,
     stage: Stage | None = None,
 ) -> Tensor:
-    """Map the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
+    """Map the embedded tokens (B, T, C) fp32 to the final norm's output in the context's dtype.
 
     `CausalLM.hidden` describes `starts`, for which the tables in `ropes` are made. `run_layer`
     calls each layer. With `ranks`, each rank has some of the heads and a part of the MLP. On a
@@ -89,10 +89,10 @@ def run_layers(
         return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
 
     def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return the residual sum, and the normed sum (without a norm, the sum) in bf16."""
+        """Return the residual sum and, in the matmuls\' dtype, the normed sum (or the sum itself)."""
         if norm is None:
             total = total if added is None else total + added
-            return total, total.bfloat16()
+            return total, total.to(context.dtype)
         scale = spec.residual_scale
         return add_norm(total, added, _norm(norm), context, added_scale=scale)
 
@@ -182,6 +182,9 @@ def _attention(
 
 def _mlp(x: Tensor, module: MLP | MixtureMLP, context: LayerContext) -> Tensor:
     """Return the output of a layer's MLP for x (N, C)."""
+    if isinstance(module, MixtureMLP) and context.dtype is torch.float32:
+        # The kernels of the experts are for bf16 alone.
+        return cast(Tensor, module(x.unsqueeze(0))).squeeze(0)
     if isinstance(module, MixtureMLP):
         weights, chosen = module.route(x)
         stacks = module.experts.gate_up_proj, module.experts.down_proj
