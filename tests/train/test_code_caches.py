@@ -88,7 +88,7 @@ def test_kernels_that_another_user_may_have_written_are_built_again(
     cache = home / ".cache" / "tileforge" / "kernels"
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    library = cache / f"kernels-{build._fingerprint(build.KERNELS)}.so"
+    library = cache / f"kernels-{build._fingerprint(build.KERNELS, build.target_flags(None))}.so"
     library.write_text("theirs")
     library.chmod(0o777)
     if planted != "writable":
@@ -96,6 +96,6 @@ def test_kernels_that_another_user_may_have_written_are_built_again(
         give_away(library, monkeypatch)
     assert not is_own_file(library)
     if os.geteuid() != _SOMEBODY:
-        monkeypatch.setattr(build, "_compile", lambda path, _: path.write_text("ours"))
+        monkeypatch.setattr(build, "_compile", lambda path, *_: path.write_text("ours"))
         assert built_library(cache).read_text() == "ours"
         assert cache.stat().st_mode & 0o777 == 0o700

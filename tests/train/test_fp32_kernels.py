@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ def test_attention_and_its_gradient_are_those_of_torch(
         qk, qkv = qkv[:, :, :-key_heads].contiguous(), qkv.clone()
         qkv[:, :, :-key_heads] = float("nan")
 
-    options = {"key_heads": key_heads, "qk": qk, "scale": 0.1, "starts": starts}
+    options: dict[str, Any] = {"key_heads": key_heads, "qk": qk, "scale": 0.1, "starts": starts}
     out, log_sums = library.grouped_attention_forward(qkv, **options)
     grad = library.grouped_attention_backward(qkv, out, log_sums, grad_out, **options)
 

@@ -89,7 +89,7 @@ def run_layers(
         return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
 
     def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return the residual sum and, in the matmuls\' dtype, the normed sum (or the sum itself)."""
+        """Return the residual sum, and the normed sum (without a norm, the sum) in matmul dtype."""
         if norm is None:
             total = total if added is None else total + added
             return total, total.to(context.dtype)
