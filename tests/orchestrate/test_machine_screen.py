@@ -167,7 +167,7 @@ def test_a_limit_above_the_machine_is_none(report: Report) -> None:
 def test_a_cpu_without_bf16_computes_the_layers_in_fp32(report: Report) -> None:
     facts = {name: replace(each, cpu_flags=()) for name, each in report.facts.items()}
     text = rows(FACTS, replace(report, facts=facts))["runs fast"]
-    assert text.endswith("layers run on PyTorch in fp32, as the CPU has no bf16 instructions")
+    assert text.endswith("the project's kernels in fp32, as the CPU has no bf16 instructions")
 
 
 @pytest.mark.parametrize(("bf16", "words"), [(3e12, "in bf16"), (0.5e12, "is no faster in bf16")])

@@ -129,10 +129,7 @@ def _kernels_text(facts: MachineFacts, report: Report, config: RunConfig) -> str
     if dtype == "bf16":
         return "layers, loss and AdamW run on the project's kernels in bf16"
     why = "has no bf16 instructions" if has_bf16 is False else "is no faster in bf16"
-    return (
-        f"loss and AdamW run on the project's kernels; layers run on PyTorch in fp32, as the CPU "
-        f"{why}"
-    )
+    return f"layers, loss and AdamW run on the project's kernels in fp32, as the CPU {why}"
 
 
 def _memory_row(facts: MachineFacts) -> Row:
