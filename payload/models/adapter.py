@@ -298,7 +298,7 @@ class AdaptedSpec(WrappedSpec):
             # Dropout's mask for the input of each adapter takes one byte per element.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.inputs for each in self._adapted())
-        return int(kept * _GAPS)
+        return kept if self.base.counts_gaps(setting) else int(kept * _GAPS)
 
     def weight_bytes(self, setting: RankSetting) -> int:
         """Return the bytes of all weights; the base's linears have the matmuls' dtype."""

@@ -181,6 +181,10 @@ class ModelSpec(ABC):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included."""
 
+    def counts_gaps(self, setting: RankSetting) -> bool:
+        """Return whether `memory_bytes` includes gaps between activations in proportion to them."""
+        return False
+
     def checkpointed_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with activation checkpointing.
 
