@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -225,16 +226,21 @@ class Engine:
             assert time.monotonic() < ends
             time.sleep(0.005)
 
-    def wait_for_change(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until a resource is being built, or the process has ended."""
-        ends = time.monotonic() + _MOST_S
-        while not self.cloud.count("^POST .*networks$") and process.poll() is None:
-            assert time.monotonic() < ends
-            time.sleep(0.005)
-        # The request counts when it arrives, a moment before the resource is there.
-        while not self.left() and process.poll() is None:
-            assert time.monotonic() < ends
-            time.sleep(0.005)
+    def kill_while_it_builds(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill the command at its first request after a resource exists."""
+        is_building, is_killed = threading.Event(), threading.Event()
+
+        def hold(method: str, target: str) -> None:
+            if not is_killed.is_set() and self.left():
+                is_building.set()
+                # On a busy machine, the command could otherwise end before it is killed.
+                is_killed.wait(_MOST_S)
+
+        self.cloud.before_each = hold
+        while not is_building.wait(0.05):
+            assert process.poll() is None, "the command ended before it built anything"
+        self.kill(process)
+        is_killed.set()
 
     def left(self) -> dict[str, list[str]]:
         """Return the cloud's resources, without those that existed before."""

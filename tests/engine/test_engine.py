@@ -226,8 +226,7 @@ def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engi
     (engine.folder / "tiny.toml").write_text(TINY_RUN.format(data=data))
     rehearse = ("rehearse", "--project", PROJECT, "--config", "tiny.toml")
     process = engine.start("orchestrate", *rehearse, "--yes")
-    engine.wait_for_change(process)
-    engine.kill(process)
+    engine.kill_while_it_builds(process)
     assert engine.left() != {}
     assert (
         engine.pulumi("stack", "--show-name").stdout.strip() == "dev"
@@ -242,8 +241,7 @@ def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engi
 
 def test_a_lock_of_another_machine_is_named_and_left(engine: Engine) -> None:
     process = engine.start(*UP)
-    engine.wait_for_change(process)
-    engine.kill(process)
+    engine.kill_while_it_builds(process)
     assert engine.locks()
     for path in engine.locks():
         lock = json.loads(path.read_text())
