@@ -239,8 +239,9 @@ class Engine:
         self.cloud.before_each = hold
         while not is_building.wait(0.05):
             assert process.poll() is None, "the command ended before it built anything"
+        kill_session(process.pid)
+        is_killed.set()  # an engine in a session of its own ends when its request is answered
         self.kill(process)
-        is_killed.set()
 
     def left(self) -> dict[str, list[str]]:
         """Return the cloud's resources, without those that existed before."""
