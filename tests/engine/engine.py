@@ -240,7 +240,7 @@ class Engine:
         while not is_building.wait(0.05):
             assert process.poll() is None, "the command ended before it built anything"
         kill_session(process.pid)
-        is_killed.set()  # an engine in a session of its own ends when its request is answered
+        is_killed.set()  # an engine in another session ends when its request is answered
         self.kill(process)
 
     def left(self) -> dict[str, list[str]]:
