@@ -103,6 +103,7 @@ def installed(venv: Path) -> set[str]:
     return {each for each in found if each.partition("==")[0] not in ("pip", "setuptools")}
 
 
+@pytest.mark.slow
 def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_path: Path) -> None:
     wheels = tmp_path / "it's a wheelhouse"
     for name in ("alpha", "beta", "gamma"):

@@ -295,6 +295,7 @@ def test_two_commands_at_once_measure_once(tmp_path: Path) -> None:
     assert len([*(tmp_path / "tileforge" / "speed").glob("*.json")]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_measurement_is_printed_and_cached(tmp_path: Path) -> None:
     env = {**code_environment(os.environ), "XDG_CACHE_HOME": str(tmp_path)}

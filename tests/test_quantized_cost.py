@@ -167,6 +167,7 @@ def test_the_sizes_of_packaged_recipes_models_are_known_without_a_network() -> N
     assert small is not None and round(small.num_params() / 1e6) == 4022
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("quantize", ["nf4", "none"])
 def test_the_70b_recipe_is_planned_on_its_machines_without_weights_or_network(

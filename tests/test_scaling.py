@@ -174,6 +174,7 @@ def test_every_rank_has_as_many_passes_however_many_there_are() -> None:
         assert config.data.dir == "/data/it's"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_exchange_a_step_s_gradients_and_the_runs_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

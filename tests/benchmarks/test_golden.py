@@ -137,6 +137,7 @@ def test_the_same_code_has_no_difference(repo: Path, capsys: pytest.CaptureFixtu
         assert row["largest"] == dict.fromkeys(SERIES, 0) and row["first_step"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_change_is_found_unless_it_is_within_the_tolerance(
     repo: Path, capsys: pytest.CaptureFixture[str]

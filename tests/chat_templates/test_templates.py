@@ -19,6 +19,7 @@ _LEAST_RIGHT = {"one turn": 147, "three turns": 141, "tools": 114, "thoughts": 5
 """The number of templates that train each row."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _FEW)
 def test_a_few_templates_train_what_a_server_would_have_to_produce(name: str) -> None:
     found = outcomes(trl_templates()[name])

@@ -185,6 +185,7 @@ def test_names_of_20_000_characters_in_a_source_are_quoted_in_short_on_one_line(
     assert len(complaint.replace(str(tmp_path), "")) < 700
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("make", "message"), SKIPPABLE)
 def test_bad_document_stops_with_its_place_or_is_counted(

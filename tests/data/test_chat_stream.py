@@ -61,6 +61,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # A round trip for each row is tried with one case.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "size"),
     [("best-fit", 1), *((case, size) for case in CASES for size in (7, 256, 5000))],
@@ -117,6 +118,7 @@ def num_shards(out: Path) -> int:
     return journal.read_bytes().count(b"\n") - 1 if journal.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +170,7 @@ def kill_before_packing(words: list[str]) -> None:
             main(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [
@@ -335,6 +338,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 def test_a_row_that_exceeds_the_limits_is_named_and_the_others_are_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

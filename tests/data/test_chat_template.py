@@ -53,6 +53,7 @@ def template(tmp_path: Path, source: str) -> ChatTemplate:
     return load_chat_template(path, tokenizer=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -77,6 +78,7 @@ def test_a_template_that_fails_in_its_own_way_is_one_line(source: str, tmp_path:
     assert len(str(raised.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -138,6 +140,7 @@ def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
     assert trained(made) == ["<|assistant|> four <|user|>"]
 
 
+@pytest.mark.slow
 def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     made = template(tmp_path, "{{ ' ' * (60 * 2 ** 20) }}" + PLAIN)
     with pytest.raises(
@@ -149,6 +152,7 @@ def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     assert len(eight.render(long, add_generation_prompt=False)) == 2**23
 
 
+@pytest.mark.slow
 def test_consecutive_rows_that_end_the_process_are_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

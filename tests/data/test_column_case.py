@@ -47,6 +47,7 @@ def write(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("task", TASKS)

@@ -138,6 +138,7 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
     assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 def test_reading_resumes_at_any_cursor(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +231,7 @@ def hub_commands(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Hub
     return root, done
 
 
+@pytest.mark.slow
 def test_parquet_is_requested_at_a_fixed_commit(hub_commands: HubCommands) -> None:
     root, done = hub_commands
     assert done["named"].returncode == 0, done["named"].stderr

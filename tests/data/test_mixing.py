@@ -149,6 +149,7 @@ def test_the_rows_of_a_batch_do_not_change_the_mixture(
     assert contents(tmp_path / "small") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["text", "chat"])
 def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
     task: TaskKind, tokenizer: Path, tmp_path: Path

@@ -46,6 +46,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_run_resumes_and_ends_with_the_same_bytes(big: Path, tmp_path: Path) -> None:
     args = ["--source", "jsonl", "--input", big, "--shard-mib", "1"]

@@ -104,6 +104,7 @@ def path_of(request: Document) -> str:
     return f"{path}/{named[1] if named else body['name']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_stored_has_googles_types(cloud: CloudStandIn, case: str) -> None:
     cloud.key_members[f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"] = []

@@ -121,6 +121,7 @@ def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("changes", [{}, {"dora": True}])
 def test_generate_and_evaluate_read_an_adapter_as_they_read_its_merged_weights(

@@ -156,6 +156,7 @@ def test_class_weights_are_suggested_only_to_a_run_without_them(
     assert "--has-class-weights" not in printed.out
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_decisions_fit_a_terminal_of_80_columns(place: Path, tmp_path: Path) -> None:
     words = command(place, "--data", place / "chats.jsonl", "--dry-run")
@@ -202,6 +203,7 @@ def test_a_link_in_the_output_folder_that_leads_elsewhere_is_refused(
     assert list(other.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("in_process")
 def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller_dtype(
@@ -247,6 +249,7 @@ def finetuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetune
     return Finetuned(cwd=cwd, words=words, stderr=done.stderr, prepare=prepare, again=again)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.usefixtures("in_process")
 def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited_config(
@@ -329,6 +332,7 @@ def test_the_report_shows_what_the_model_wrote_before_and_after(
     assert not run.samples.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
     place: Path, tmp_path: Path

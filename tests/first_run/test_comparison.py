@@ -61,6 +61,7 @@ def test_unsuitable_functions_are_left_out(code: str) -> None:
     assert _record(code) is None
 
 
+@pytest.mark.slow
 def test_held_out_functions_are_not_in_training_and_do_not_depend_on_the_order() -> None:
     records = list(standard_library())
     training, held_out = split(records)

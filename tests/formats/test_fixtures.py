@@ -40,6 +40,7 @@ def require_continued(run_dir: Path, name: str) -> None:
     assert evaluated[-1] == close(known["last_val_loss"])
 
 
+@pytest.mark.slow
 def test_every_run_is_listed_with_its_result(commands: Commands, recorded: Recorded) -> None:
     listed = json.loads(commands.do("list", "--json", folder=recorded.project).out)
     assert {each["run_id"] for each in listed} == set(RUNS)
@@ -52,6 +53,7 @@ def test_every_run_is_listed_with_its_result(commands: Commands, recorded: Recor
         assert each["damaged"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_has_a_status_with_its_ranks_and_a_log(
     commands: Commands, recorded: Recorded, name: str
@@ -72,6 +74,7 @@ def test_a_resumed_run_with_an_adapter_has_the_recorded_losses(
     require_continued(continued.run_dir(name), name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_resumed_run_with_all_weights_has_the_recorded_losses_on_two_ranks(
     supervised: Recorded,

@@ -26,6 +26,7 @@ def test_a_store_lists_its_runs_and_their_checkpoints(
     assert [line.split()[0] for line in found.splitlines()] == ["step_00000004", "step_00000008"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_resumed_from_the_store_alone_has_the_recorded_losses(
     commands: Commands, recorded: Recorded

@@ -169,6 +169,7 @@ def has_trial(commands: Commands, project: Path) -> bool:
     return plan["arithmetic"]["compute_s"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan", "ranks", "state", "summary", "inventory"])
 def test_another_version_of_a_run_s_record_is_named_and_the_run_resumes_without_it(
     commands: Commands, recorded: Recorded, name: str

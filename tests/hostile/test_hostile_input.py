@@ -94,6 +94,7 @@ def test_every_field_of_every_format_refuses_hostile_values_in_one_line(
     assert problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("reads", [1_200, pytest.param(ALL_READS, marks=pytest.mark.seeds)])
 def test_no_damage_to_any_format_is_a_traceback(formats: list[Format], reads: int) -> None:

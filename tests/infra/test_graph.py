@@ -222,6 +222,7 @@ def triggers_of(stack: Recorded) -> set[str]:
     return {instance["options"]["replacementTrigger"] for instance in instances}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "replaced"),
     [

@@ -119,6 +119,7 @@ def run(root: Path, run_id: str, *settings: str) -> tuple[RunPaths, str]:
     return RunPaths(root / "runs" / run_id), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_new_launcher_is_one_file_and_trains(toy_run: tuple[RunPaths, str]) -> None:
     lines = Path(toy_launcher.__file__).read_text(encoding="utf-8").splitlines()

@@ -556,6 +556,7 @@ def test_training_refuses_it_in_one_line_and_writes_nothing(
     assert below(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_known_before])

@@ -25,6 +25,7 @@ def has_values(result: list[dict[str, Any]]) -> bool:
     return any(map(math.isfinite, values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "panel"), [*panels()], ids=[name for name, _ in panels()])
 def test_a_panel_shows_data(watched: Watched, name: str, panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
@@ -65,6 +66,7 @@ def test_steps_before_and_after_the_start_of_prometheus_form_one_series(watched:
     assert float(first["value"][1]) == 1 and float(last["value"][1]) > 45
 
 
+@pytest.mark.slow
 def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
     watched: Watched,
 ) -> None:

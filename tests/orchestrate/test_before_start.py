@@ -64,6 +64,7 @@ def latest_run(workplace: Workplace, run_id: str) -> RunPaths:
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "words", [["run", "--resume", "one"], ["remove", "one", "--force", "--yes"]]

@@ -156,6 +156,7 @@ def test_plan_resolves_a_micro_batch_of_auto_with_a_reason(workplace: Workplace)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_keeps_the_micro_batch_that_it_was_planned_with(workplace: Workplace) -> None:
     chosen = ("--set", "batch.micro_batch_size=auto")
@@ -174,6 +175,7 @@ def test_a_run_keeps_the_micro_batch_that_it_was_planned_with(workplace: Workpla
     assert load_run_config(paths.config).batch.micro_batch_size == 4
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_auto_given_at_the_resume_of_a_run_with_a_number_is_settled(workplace: Workplace) -> None:
     status, _, err = workplace.call("run", "--run-id", "one", "--set", "batch.micro_batch_size=4")
@@ -344,6 +346,7 @@ def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(
     assert not processes_of(paths.root) and not is_supervised(paths)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_without_its_plan_is_seen_and_resumed(workplace: Workplace) -> None:
     assert workplace.call("run", "--run-id", "one", *ONE_RANK)[0] == ExitCode.OK

@@ -123,6 +123,7 @@ class StartsNothing(LocalAccess):
         raise StartedError("started")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), cases(FILES))
 def test_commands_end_cleanly_and_a_resume_gets_to_its_start(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, way: str
@@ -162,6 +163,7 @@ def copies(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return paths.root.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), cases(("mirror.json", *FILES)))
 def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
     runs: Runs,

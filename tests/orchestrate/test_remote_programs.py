@@ -107,6 +107,7 @@ def test_the_probe_tells_what_the_machine_has(tmp_path: Path) -> None:
     assert facts.took_s >= 0
 
 
+@pytest.mark.slow
 def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
     with sshfs_mount(tmp_path) as (folder, server_pid):
 

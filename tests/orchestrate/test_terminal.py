@@ -128,6 +128,7 @@ def test_a_record_adds_no_lines_of_its_own(
     assert "a error: run this" in terminal.raw() and "\nerror: run this" not in terminal.raw()
 
 
+@pytest.mark.slow
 def test_a_log_larger_than_the_memory_is_read_in_parts(tmp_path: Path) -> None:
     """The attack: a rank's log of many gigabytes ended `logs`, or the machine's other programs."""
     log = tmp_path / "rank_0000.log"
@@ -156,6 +157,7 @@ def test_a_table_is_plain_text_and_stacked_where_it_is_too_wide() -> None:
     assert table_lines(names, []) == ["run  status  step"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_reader_that_has_seen_enough_does_not_end_the_run(workplace: Workplace) -> None:
     command = [
@@ -239,6 +241,7 @@ def test_the_trainer_refuses_a_run_folder_that_no_command_would_find_again(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_the_live_line_and_the_end_table_fit_the_terminal(
@@ -274,6 +277,7 @@ def test_list_and_status_show_everything_at_every_width(
     assert "last heartbeat" in " ".join(ranks.drawn())
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_without_a_terminal_a_line_comes_now_and_then(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -73,6 +73,7 @@ def test_a_backend_that_is_not_here_is_refused_before_the_start(tmp_path: Path) 
     assert "distributed.backend = 'nccl'" in err
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_a_full_disk_and_fails_when_it_must_save(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
@@ -133,6 +134,7 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Path) -> None:
     settings = ("train.steps=100000", "train.checkpoint_every=1", "limits.max_restarts=0")
     process = start(tmp_path, *SMALLEST, *settings, vocab_size=512)

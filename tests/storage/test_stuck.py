@@ -62,6 +62,7 @@ def fill(store: ObjectStore, folder: Path) -> Path:
     return checkpoint
 
 
+@pytest.mark.slow
 def test_a_bucket_s_server_that_falls_silent_ends_a_collect_and_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,7 @@ def mounted(tmp_path: Path) -> Iterator[tuple[Path, int]]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_mount_whose_server_falls_silent_ends_a_collect_and_a_resume(
     tmp_path: Path, mounted: tuple[Path, int]
 ) -> None:

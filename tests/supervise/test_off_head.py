@@ -61,6 +61,7 @@ def told(paths: RunPaths) -> set[str]:
     return set(file.read_text(encoding="ascii").split()) if file.exists() else set()
 
 
+@pytest.mark.slow
 def test_a_stop_reaches_rank_0_through_its_node_it_saves_and_a_later_run_is_not_stopped(
     tmp_path: Path, port: int
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_stop_reaches_rank_0_through_its_node_it_saves_and_a_later_run_is_not_
     assert state_of(paths).status == "stopped"
 
 
+@pytest.mark.slow
 def test_a_system_s_signal_saves_and_the_node_is_still_left_clean(
     tmp_path: Path, port: int
 ) -> None:
@@ -103,6 +105,7 @@ def test_a_system_s_signal_saves_and_the_node_is_still_left_clean(
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_stop_in_time_are_killed_on_their_node(tmp_path: Path, port: int) -> None:
     paths = plan_off_head(tmp_path / "run", "--deaf", port=port)
     supervisor = supervise(paths, "--grace", "0.5")

@@ -72,6 +72,7 @@ def test_all_connections_are_closed_at_the_same_time(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("left.*"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_connection_whose_line_never_ends_is_closed_and_retried(tmp_path: Path) -> None:
     with connected(tmp_path, ENDLESS_SSH, nodes=1, count=MAX_FILE_BYTES + 1) as (stream,):

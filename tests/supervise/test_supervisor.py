@@ -58,6 +58,7 @@ def _phase(paths: RunPaths) -> str | None:
     return progress.phase if progress else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_a_run_ends_well_with_every_rank_in_its_place_and_leaves_no_temporary_file(
     tmp_path: Path, launcher: str
@@ -124,6 +125,7 @@ def test_a_killed_wrapper_is_named_from_mpiruns_report(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 def test_a_killed_mpirun_ends_the_run(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     supervisor = supervise(paths)
@@ -379,6 +381,7 @@ def test_ranks_that_are_deaf_do_not_outlive_a_killed_supervisor(tmp_path: Path) 
     wait_until_gone(paths)
 
 
+@pytest.mark.slow
 def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5", ranks=1)
     first = supervise(paths)
@@ -394,6 +397,7 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "5", ranks=1)
     first = supervise(paths)
@@ -409,6 +413,7 @@ def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> 
     assert state_of(paths).error == "stopped before it was started"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", TORCHRUN_TOO])
 def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -> None:
     quick = ("limits.hang_timeout_s=2",)
@@ -427,6 +432,7 @@ def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 def test_a_run_stops_with_a_result_before_its_money_is_gone_and_stays_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -470,6 +476,7 @@ def test_a_run_stops_when_its_owner_is_killed(tmp_path: Path) -> None:
     wait_until_gone(paths)
 
 
+@pytest.mark.slow
 def test_processes_that_a_rank_left_behind_are_ended(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", "--stray", ranks=1)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
@@ -484,6 +491,7 @@ def test_two_runs_at_once_do_not_collide(tmp_path: Path) -> None:
     assert [state_of(paths).status for paths in runs] == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_a_second_supervisor_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     first = supervise(paths)
@@ -494,6 +502,7 @@ def test_a_second_supervisor_is_refused(tmp_path: Path, capfd: pytest.CaptureFix
     assert first.wait(DEADLINE_S) == ExitCode.OK
 
 
+@pytest.mark.slow
 def test_a_second_attempt_forgets_the_first(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--fail", "1:40")
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.TRAINING
@@ -504,6 +513,7 @@ def test_a_second_attempt_forgets_the_first(tmp_path: Path) -> None:
     assert (state_of(paths).attempt, state_of(paths).status) == (2, "finished")
 
 
+@pytest.mark.slow
 def test_the_note_of_a_restart_names_the_newest_valid_checkpoint(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
     make_checkpoint(paths.checkpoint(1))
@@ -516,6 +526,7 @@ def test_the_note_of_a_restart_names_the_newest_valid_checkpoint(tmp_path: Path)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
 
 
+@pytest.mark.slow
 def test_a_step_that_only_metrics_have_is_worth_a_restart(tmp_path: Path) -> None:
     """A heartbeat may be half a second older than the last row."""
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))

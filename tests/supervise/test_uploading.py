@@ -232,6 +232,7 @@ def a_state(paths: RunPaths, *, spent_s: float) -> RunState:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("hours", "code"), [(1, ExitCode.BUDGET), (3, ExitCode.OK)])
 def test_new_machines_get_what_is_left_of_the_budget_and_count_as_a_resume(

@@ -74,6 +74,7 @@ def run(folder: Path, config: Path, base: Path, data: Path, *more: str) -> Path:
     return folder / "checkpoints" / "step_00000004"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("adapter", [(), LORA], ids=["all weights", "adapter"])
 def test_a_run_with_new_tokens_resumes_bitwise_and_its_checkpoint_is_whole(

@@ -192,6 +192,7 @@ def test_a_damaged_checkpoint_never_costs_the_one_just_written(tmp_path: Path) -
     assert [path.name for path in checkpoint_folders(tmp_path)] == ["step_00000060"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     """kill -9 at seven moments of a writer that saves one checkpoint after the other."""

@@ -138,6 +138,7 @@ def test_transformers_gives_the_checkpoints_labels_from_its_folder_alone(
     assert not (folder / "generation_config.json").exists()  # a classifier generates nothing
 
 
+@pytest.mark.slow
 def test_an_adapters_checkpoint_gives_labels_too(
     tmp_path: Path,
     tiny_config: Path,

@@ -67,6 +67,7 @@ sys.exit(main(sys.argv[1:], os.environ))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attack", "said"),
     [

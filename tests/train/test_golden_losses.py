@@ -82,6 +82,7 @@ def differing(cases: Sequence[Case], found: Mapping[str, Run], stored: Stored) -
     return [row for row in rows if not row.holds(TOLERANCE)]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_one_rank_has_the_stored_losses_and_another_lr_has_others(
     tmp_path: Path, inputs: Path, stored: Stored

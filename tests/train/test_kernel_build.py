@@ -101,6 +101,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         built_library(tmp_path / "file" / "cache")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_trainer_trains_the_same_without_a_compiler(
     tmp_path: Path, tiny_config: Path, built: Path
@@ -121,6 +122,7 @@ def test_the_trainer_trains_the_same_without_a_compiler(
     assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are x86-64's")
 def test_a_lower_instruction_set_is_built_apart_and_has_no_bf16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from tests.support.launching import rank_env, run
 from tests.train.alone import train_alone
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.bf16
 def test_a_kernel_without_memory_raises_and_works_again_with_more(built: Path) -> None:

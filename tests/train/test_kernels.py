@@ -257,6 +257,7 @@ def test_a_pass_gives_the_same_bits_with_any_number_of_threads(library: Library)
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
+@pytest.mark.slow
 def test_fifty_steps_on_real_text_train_as_the_reference_does(library: Library) -> None:
     """In bf16 within 0.2 %, half of one rounding, with the whole step: clipping and update too."""
     exact = curve(None, nullcontext)

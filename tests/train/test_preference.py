@@ -237,6 +237,7 @@ def own_copy(config: Path, folder: Path) -> str:
     return f"data.dir={out}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [(), FAST_LORA], ids=["full", "lora"])
 def test_a_resumed_run_is_bitwise_the_unbroken_one(
     config: Path, tmp_path: Path, adapter: tuple[str, ...]

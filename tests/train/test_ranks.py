@@ -135,6 +135,7 @@ def test_a_compiled_model_trains_as_the_plain_one_does(tmp_path: Path, tiny_conf
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_and_one_process_alone_give_what_mpirun_gives(
     tmp_path: Path, tiny_config: Path, trained: Trained
 ) -> None:
@@ -158,6 +159,7 @@ def resumed(
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DROPOUT)
 def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
     trained: Trained, resumed: dict[str, Path], dtype: str

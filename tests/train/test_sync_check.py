@@ -29,6 +29,7 @@ def flip_a_bit(tensor: Tensor) -> None:
     flat[len(flat) // 2] ^= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_one_bit_of_any_tensor_changes_the_hash(name: str) -> None:
     optimizers = trained_optimizers(name)
@@ -49,6 +50,7 @@ def test_one_bit_of_any_tensor_changes_the_hash(name: str) -> None:
     assert rank_state(optimizers) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_is_found_wherever_it_is(bad: float) -> None:
     optimizers = trained_optimizers()

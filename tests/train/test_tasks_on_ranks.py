@@ -127,6 +127,7 @@ def train_all(cases: Mapping[str, Case], tasks: Mapping[str, Task], root: Path) 
     return root
 
 
+@pytest.mark.slow
 def test_conversations_have_the_losses_of_one_rank_and_of_other_micro_batches(
     trained: Path, tasks: Mapping[str, Task], tmp_path: Path
 ) -> None:

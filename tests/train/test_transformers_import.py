@@ -42,6 +42,7 @@ print(json.dumps({{
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_model_class_is_imported_without_packages_of_other_tasks() -> None:
     done = subprocess.run(

@@ -62,6 +62,7 @@ def google(env: Mapping[str, str]) -> Google:
     return Google(PROJECT, endpoints=Endpoints.from_env(env))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variable",
     [

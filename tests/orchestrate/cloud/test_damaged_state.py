@@ -31,6 +31,7 @@ def reach(site: Site) -> None:
     assert (site.folder / ".cluster" / "mine" / "host_keys.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said",
     [
@@ -61,6 +62,7 @@ def test_credentials_of_a_backend_that_have_expired_are_no_damage(
     assert "STACK.json.bak" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_down_without_a_state_removes_what_google_has(
     site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,6 +267,7 @@ def c4(project: Site) -> Site:
     return project
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--spot",)])
 @pytest.mark.parametrize(
     ("limits", "outcome", "words"),

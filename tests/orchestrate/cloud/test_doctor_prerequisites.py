@@ -232,6 +232,7 @@ def test_a_login_without_a_quota_project_is_exit_13_and_no_api_is_to_be_enabled(
 NAT = f"projects/{PROJECT}/regions/{REGION}/subnetworks/mine-subnet"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("constraint", "rules", "settings", "outcome"),

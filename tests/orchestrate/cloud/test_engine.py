@@ -77,6 +77,7 @@ def build_firewall(site: Site) -> None:
             site.cloud.add("firewalls", f"dev-{name}", place="global", labels={}, **values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "status", "code", "line"),
     [

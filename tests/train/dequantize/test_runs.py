@@ -43,6 +43,7 @@ LORA = ("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01")
 VOCAB_SIZE = 50_257
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", methods("gptq", "mxfp4"))
 def test_a_run_trains_resumes_bitwise_and_exports(
     method: str, tmp_path: Path, tiny_config: Path, caplog: pytest.LogCaptureFixture

@@ -68,6 +68,7 @@ def gradients(
     return loss.item(), found
 
 
+@pytest.mark.slow
 @pytest.mark.bf16
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_a_pass_over_the_kernels_is_as_near_to_fp32_as_the_reference_s(

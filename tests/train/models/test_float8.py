@@ -71,6 +71,7 @@ def gradient_of(model: nn.Module, ending: str) -> Tensor:
     return gradient
 
 
+@pytest.mark.slow
 def test_a_run_is_within_a_hundredth_of_bf16_and_resumes_to_the_same_bits(
     tmp_path: Path, tiny_config: Path
 ) -> None:

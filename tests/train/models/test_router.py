@@ -268,6 +268,7 @@ def test_an_adapter_on_a_frozen_router_is_refused(
         train_alone(tmp_path / "run", config, small, *settings)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_one_and_two_ranks_train_a_mixture_with_equal_losses(
     run_config: tuple[Path, str], tmp_path: Path

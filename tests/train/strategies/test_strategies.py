@@ -36,6 +36,7 @@ from tests.train.strategies.runs import (
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(STRATEGIES))
 def test_a_strategy_trains_and_evaluates_as_one_rank_does(name: str, runs: Runs) -> None:
     require_equal_runs(runs.folder(name), runs.alone(name))
@@ -56,6 +57,7 @@ def test_its_checkpoint_has_the_layout_and_nearly_the_numbers_of_one_ranks(
                 assert_close(each, wanted[key], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(RESUMED))
 def test_a_resume_on_the_same_ranks_is_bitwise_and_each_rank_reads_its_own_state(
     name: str, runs: Runs
