@@ -1,4 +1,4 @@
-"""Linears and attention in bf16 as separate autograd functions, for layers of an unusual form.
+"""Linears and attention as separate autograd functions, for layers of an unusual form.
 
 For usual layers, `decoder_layers` computes linears, norms, rotation and attention in one function.
 Shapes: B batch, T tokens, H query heads, K key heads, D head width, N = B x T.
@@ -17,7 +17,7 @@ from payload.kernels.linears import Grads, LayerContext, Linears, Projection, jo
 
 
 def linears(x: Tensor, projections: tuple[Projection, ...], context: LayerContext) -> Tensor:
-    """Return the outputs of the `projections` for x (N, I) bf16, side by side."""
+    """Return the outputs of the `projections` for x (N, I), side by side."""
     layers = join(projections, context)
     return cast(Tensor, _Linears.apply(x, layers, *layers.parameters))
 
@@ -25,7 +25,7 @@ def linears(x: Tensor, projections: tuple[Projection, ...], context: LayerContex
 def grouped_attention(
     qkv: Tensor, *, key_heads: int, scale: float, starts: Tensor | None, context: LayerContext
 ) -> Tensor:
-    """Return causal attention (B, T, H, D) of qkv (B, T, H + 2 K, D) bf16.
+    """Return causal attention (B, T, H, D) of qkv (B, T, H + 2 K, D).
 
     A token attends to the tokens from `starts` (B, T) up to itself; None = from the first token.
     """

@@ -61,7 +61,7 @@ def run_layers(
     context: LayerContext,
     run_layer: Callable[..., Any],
 ) -> Tensor:
-    """Map the embedded tokens (B, T, C) fp32 to the final norm's output, bf16.
+    """Map the embedded tokens (B, T, C) fp32 to the final norm's output in the context's dtype.
 
     `parts` (B, T, L, P) are the layers' parts of the second embedding. `CausalLM.hidden` describes
     `starts`, for which the tables in `ropes` are made. `run_layer` calls each layer.
@@ -80,8 +80,10 @@ def run_layers(
         found = gated_mlp(normed, wide, projection(mlp.down_proj), "gelu_tanh", context)
         total = total + branch_norm(found, _norm(layer.post_feedforward_layernorm), context)
         if part is not None:
-            gate = linears(total.bfloat16(), (projection(layer.per_layer_input_gate),), context)
-            inner = activated(gate, _GATE) * part.bfloat16()
+            gate = linears(
+                total.to(context.dtype), (projection(layer.per_layer_input_gate),), context
+            )
+            inner = activated(gate, _GATE) * part.to(context.dtype)
             found = linears(inner, (projection(layer.per_layer_projection),), context)
             total = total + branch_norm(found, _norm(layer.post_per_layer_input_norm), context)
         return total * layer.layer_scalar, made
@@ -167,8 +169,8 @@ def _mixed(
 
 
 def _turned(x: Tensor, norm: RMSNorm, rope: Table, context: LayerContext) -> Tensor:
-    """Return normed and rotated heads, bf16."""
-    return rotated(_normed(x, _norm(norm), context), rope).bfloat16()
+    """Return normed and rotated heads in the context's dtype."""
+    return rotated(_normed(x, _norm(norm), context), rope).to(context.dtype)
 
 
 def _normed(x: Tensor, norm: Norm, context: LayerContext) -> Tensor:
