@@ -27,9 +27,8 @@ from tests.export.models import change_config, export, make, make_llama
 
 KINDS = [
     "Llama",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mistral", "Qwen2")),
-    "Qwen3",
-    "Phi3",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mistral", "Qwen2", "Qwen3")),
+    *("Phi3", "Olmo2", "Olmo3", "Granite", "Qwen3Moe", "Gemma3Text", "SmolLM3"),
 ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.models.family import Family
-from payload.models.gguf_export_plan import GgufPlan
+from payload.models.gguf_plan import GgufPlan
 from payload.models.gpt2 import gguf_export
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec, read
 

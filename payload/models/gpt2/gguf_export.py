@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from payload.models.gguf_errors import refuse_export
-from payload.models.gguf_export_plan import GgufPlan
+from payload.models.gguf_plan import GgufPlan
 from payload.models.gpt2.spec import Gpt2Spec
 
 ARCHITECTURE = "gpt2"
 """llama.cpp's name of the architecture."""
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "transformer.wte": ("token_embd",),
+    "transformer.wpe": ("position_embd",),
+    "transformer.ln_f": ("output_norm",),
+    "ln_1": ("attn_norm",),
+    "attn.c_attn": ("attn_qkv",),
+    "attn.c_proj": ("attn_output",),
+    "ln_2": ("ffn_norm",),
+    "mlp.c_fc": ("ffn_up",),
+    "mlp.c_proj": ("ffn_down",),
+}
+"""llama.cpp's name of each module, without the layer."""
 _EPSILON = 1e-5
 _CONTEXT = 1024
 
@@ -35,9 +49,8 @@ def plan_gguf(spec: Gpt2Spec, *, where: str) -> GgufPlan:
             "attention.head_count": spec.n_head,
             "attention.layer_norm_epsilon": _EPSILON,
         },
-        num_layers=spec.n_layer,
         vocab_size=spec.vocab_size,
-        rotated_heads={},
+        names=_NAMES,
         prefix="transformer.",
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
         notes=tuple(notes),
