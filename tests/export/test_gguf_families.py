@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.export.models import (
     YARN,
     change_config,
     complaint,
+    expected_of,
     export,
     files_of_llama,
     load,
@@ -51,27 +51,6 @@ PROMPT = [464, 206, 758, 218]
 def greedy(model: Any, *, tokens: int = 20) -> list[int]:
     found = model.generate(torch.tensor([PROMPT]), max_new_tokens=tokens, do_sample=False)
     return list(found[0, len(PROMPT) :].tolist())
-
-
-def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
-    """Return the weights rounded as in the format: matrices except positions."""
-    import gguf
-
-    found = {}
-    for name, value in model.state_dict().items():
-        if value.dim() < 2 or name.endswith(("wpe.weight", "mlp.gate.weight")):
-            found[name] = value
-        elif dtype == "q8_0":
-            kind = gguf.GGMLQuantizationType.Q8_0
-            # GPT-2's file transposes these matrices relative to transformers.
-            is_turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-            matrix = (value.t() if is_turned else value).contiguous().numpy()
-            back = torch.from_numpy(gguf.dequantize(gguf.quantize(matrix, kind), kind).copy())
-            found[name] = back.t() if is_turned else back
-        else:
-            kind16 = torch.bfloat16 if dtype == "bf16" else torch.float16
-            found[name] = value.to(kind16).float()
-    return found
 
 
 @pytest.mark.parametrize(
