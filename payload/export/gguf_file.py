@@ -6,6 +6,7 @@ Source of the format and of the tensor conversions: llama.cpp, docs/gguf.md and 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _POSITIONS = "position_embd.weight"
 _ROUTER = ".ffn_gate_inp.weight"
+_PHI = re.compile(r"(phi)-?(3)", re.IGNORECASE)
+"""In a model with such a name, llama.cpp strips the space after special tokens, and it cannot load
+the file if the vocabulary lacks Phi-3's tokens. Source: llama.cpp, src/llama-vocab.cpp."""
 _FILE_TYPES: Mapping[Dtype, str] = {
     "bf16": "MOSTLY_BF16",
     "f16": "MOSTLY_F16",
@@ -145,7 +149,7 @@ def _add_header(
     import gguf
 
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name)
+    writer.add_name(_PHI.sub(r"\1 \2", name))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     for key, value in plan.values.items():
