@@ -55,6 +55,11 @@ _BLOCKS: Mapping[int, tuple[int, int]] = {
 _MAX_ENTRIES = 2**16
 _MAX_ARRAY = 2**22
 _MAX_STRING = 2**22
+_TOKENS: Mapping[str, str] = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "padding_token_id",
+}
 _MAX_ITEMS = 2**10
 _MAX_FACTORS = 2**13
 _FLOAT = 6
@@ -98,6 +103,17 @@ class GgufHeader:
     """Every tensor's place in the file by name."""
     rope_factors: Mapping[str, tuple[float, ...]]
     """Contents of the tensors that divide the rotary frequencies, by name."""
+
+    def of_architecture(self, kind: str) -> dict[str, Value]:
+        """Return the metadata of an architecture, without its prefix."""
+        start = f"{kind}."
+        found = {key: value for key, value in self.values.items() if key.startswith(start)}
+        return {key.removeprefix(start): value for key, value in found.items()}
+
+    def tokens(self) -> dict[str, Value]:
+        """Return the special tokens as config.json names them."""
+        keys = {name: f"tokenizer.ggml.{key}" for name, key in _TOKENS.items()}
+        return {name: self.values[key] for name, key in keys.items() if key in self.values}
 
 
 def read_header(path: Path) -> GgufHeader:

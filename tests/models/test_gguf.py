@@ -174,11 +174,31 @@ def test_a_runs_folder_is_a_run_whatever_lies_in_it(exported: Path, tmp_path: Pa
         find_source(str(tmp_path), setting="model.init")
 
 
-def test_a_file_of_another_family_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "out.gguf"
-    assert export(make(tmp_path / "model", "GPT2"), file) == ExitCode.OK
-    with pytest.raises(CheckpointError, match=r"general\.architecture = 'gpt2': only llama"):
-        read_gguf(file)
+@pytest.mark.parametrize(
+    "dtype", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bf16", "q8_0"))]
+)
+def test_a_file_of_a_gpt2_is_read_as_the_folder_that_it_was_exported_from(
+    dtype: str, tmp_path: Path
+) -> None:
+    source, file = make(tmp_path / "model", "GPT2"), tmp_path / "out.gguf"
+    assert export(source, file, "--dtype", dtype) == ExitCode.OK
+    assert read_gguf(file) == read_spec(source)
+    folder = folder_of_gguf(file, cache=tmp_path / "cache")
+    original = load_with_transformers(source)
+    original.load_state_dict(expected_of(original, dtype))
+    read = load_with_transformers(folder)
+    for name, value in read.state_dict().items():
+        assert torch.equal(value, original.state_dict()[name]), name
+    tokens = torch.arange(24).view(1, -1)
+    with torch.no_grad():
+        logits = original(tokens).logits
+        assert torch.equal(read(tokens).logits, logits)
+        ours = load(folder)
+        torch.testing.assert_close(ours.logits(ours.hidden(tokens)), logits, rtol=1e-4, atol=1e-4)
+    header = read_header(file)
+    changed = replace(header, values={**header.values, "gpt2.attention.scale": 0.5})
+    with pytest.raises(CheckpointError, match=r"gpt2\.attention\.scale = 0\.5: not supported"):
+        gguf_config(changed, where="m.gguf")
 
 
 def test_every_cut_is_noticed_in_one_line(exported: Path, tmp_path: Path) -> None:

@@ -22,6 +22,15 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "mlp.c_proj": ("ffn_down",),
 }
 """llama.cpp's name of each module, without the layer."""
+KEYS: Mapping[str, str] = {
+    "n_positions": "context_length",
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "n_inner": "feed_forward_length",
+    "n_head": "attention.head_count",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+"""The metadata key of each key in config.json."""
 _EPSILON = 1e-5
 _CONTEXT = 1024
 
@@ -39,16 +48,17 @@ def plan_gguf(spec: Gpt2Spec, *, where: str) -> GgufPlan:
         )
     if spec.activation != "gelu_new":
         refuse_export(where, "activation_function", spec.activation)
+    resolved = {
+        "n_positions": spec.context(),
+        "n_embd": spec.n_embd,
+        "n_layer": spec.n_layer,
+        "n_inner": 4 * spec.n_embd,
+        "n_head": spec.n_head,
+        "layer_norm_epsilon": _EPSILON,
+    }
     return GgufPlan(
         architecture=ARCHITECTURE,
-        values={
-            "context_length": spec.context(),
-            "embedding_length": spec.n_embd,
-            "block_count": spec.n_layer,
-            "feed_forward_length": 4 * spec.n_embd,
-            "attention.head_count": spec.n_head,
-            "attention.layer_norm_epsilon": _EPSILON,
-        },
+        values={KEYS[name]: value for name, value in resolved.items()},
         vocab_size=spec.vocab_size,
         names=_NAMES,
         prefix="transformer.",

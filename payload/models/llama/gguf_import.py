@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.core.printable_text import shown
-from payload.models.gguf_errors import refuse_import
+from payload.models.gguf_errors import refuse_import, require_single_values
 from payload.models.gguf_header import Array, GgufHeader, Value
 from payload.models.llama import gguf_rope_import
 from payload.models.llama.gguf_names import ARCHITECTURES, GEMMA_LARGEST, GRANITE_SCALES, keys
@@ -18,16 +18,6 @@ _FILLED_BY_HEADS = ("phi3", "olmo2", "granite")
 """Architectures whose heads together have the model's width."""
 # The tensors give the vocabulary, and the layout of the data has no effect.
 _UNUSED = frozenset({"vocab_size", "tensor_data_layout"})
-_SINGLE = (
-    *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
-    *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
-)
-"""Ends of tokenizer keys that must have a single value, although transformers accepts arrays."""
-_TOKENS: Mapping[str, str] = {
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-    "pad_token_id": "tokenizer.ggml.padding_token_id",
-}
 _KEY_HEADS = "attention.head_count_kv"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _SOFTMAX = 1
@@ -40,10 +30,10 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
     Raises CheckpointError.
     """
     kind = str(header.values["general.architecture"])
-    values = _own_values(header, kind)
+    values = header.of_architecture(kind)
     model_type = _model_type(kind, values)
     values = _with_numbers(values, DEFAULTS[model_type])
-    _require_single_values(header, values, kind, where=where)
+    require_single_values(header, values, kind, where=where)
     config: dict[str, Any] = {
         name: values[key] for name, key in keys(kind).items() if key in values
     }
@@ -53,7 +43,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
     if DEFAULTS[model_type].padding is not None:
         config["pad_token_id"] = None
-    config |= {name: header.values[key] for name, key in _TOKENS.items() if key in header.values}
+    config |= header.tokens()
     config |= _heads(values, config, kind, where=where)
     config |= _in_code(config, kind)
     _require_known(values, config, kind, where=where)
@@ -61,16 +51,6 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
         values, header.rope_factors, config, kind=kind, where=where
     )
     return config | scaling
-
-
-def _own_values(header: GgufHeader, kind: str) -> dict[str, Value]:
-    """Return the architecture's metadata without its prefix."""
-    start = f"{kind}."
-    return {
-        key.removeprefix(start): value
-        for key, value in header.values.items()
-        if key.startswith(start)
-    }
 
 
 def _model_type(kind: str, values: Mapping[str, Value]) -> str:
@@ -91,16 +71,6 @@ def _with_numbers(values: Mapping[str, Value], defaults: TypeDefaults) -> dict[s
         if pattern.items == slides and pattern.length == values.get("block_count"):
             found[_PATTERN] = every
     return found
-
-
-def _require_single_values(
-    header: GgufHeader, values: Mapping[str, Value], kind: str, *, where: str
-) -> None:
-    """Raise CheckpointError for an array that transformers would read as a number."""
-    others = {key: value for key, value in header.values.items() if key.endswith(_SINGLE)}
-    for key, value in {**{f"{kind}.{key}": each for key, each in values.items()}, **others}.items():
-        if isinstance(value, Array):
-            refuse_import(where, key, value, "must be a single value, not an array")
 
 
 def _heads(
@@ -130,8 +100,9 @@ def _heads(
 def _ratio(config: Mapping[str, Any], name: str, divisor: str) -> int | None:
     """Return the quotient of two values of config.json, or None if they are no sizes."""
     first, second = config.get(name), config.get(divisor)
-    is_size = isinstance(first, int) and isinstance(second, int) and second > 0
-    return first // second if is_size else None
+    if isinstance(first, int) and isinstance(second, int) and second > 0:
+        return first // second
+    return None
 
 
 def _share(rotated: Value, width: Value, *, where: str) -> float:
