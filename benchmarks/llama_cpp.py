@@ -75,7 +75,6 @@ server = Server(options)
 request = {"n_predict": 1, "n_probs": most, "logit_bias": [[tokens[0], 1e6]], "temperature": 0}
 for end in range(start, len(tokens)):
     answer = server.handle_completions({**request, "prompt": tokens[:end]})
-    answer = answer if isinstance(answer, dict) else json.loads(answer)
     found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     print(json.dumps([[each["id"], each["logprob"]] for each in found]))
 """
