@@ -292,6 +292,12 @@ def test_the_scaling_of_positions_is_kept(
     ("kind", "changes", "factors", "words"),
     [
         ("llama", {}, {"rope_freqs.weight": (1.0, 9.0, 1.0)}, "not those of Llama 3's scaling"),
+        *(
+            ("llama", {"rope.freq_base": base}, {"rope_freqs.weight": (8.0,) * 8}, "rope_freqs")
+            for base in ("text", -5.0, 0.0, float("nan"))
+        ),
+        ("llama", {}, {"rope_freqs.weight": (0.0, float("nan"))}, "rope_freqs"),
+        ("llama", {}, {"rope_freqs.weight": (1.0, float("inf"))}, "rope_freqs"),
         ("qwen2", {}, {"rope_freqs.weight": (1.0, 8.0)}, "rope_freqs.weight = 'a tensor'"),
         ("llama", {}, {"rope_factors_long.weight": (1.0,)}, "rope_factors_long.weight"),
         ("llama", {"rope.scaling.type": "yarn"}, {}, "rope.scaling.factor = None"),

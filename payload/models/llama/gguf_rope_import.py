@@ -110,9 +110,13 @@ def _llama3(factors: tuple[float, ...], config: Mapping[str, Any], *, where: str
     """Return the settings of Llama 3's scaling that give these divisors."""
     if set(factors) == {1.0}:
         return {}
+    theta, problem = config["rope_theta"], "its divisors are not those of Llama 3's scaling"
+    is_possible = all(0 < each < math.inf for each in factors)
+    if not isinstance(theta, int | float) or not theta > 0 or not is_possible:
+        refuse_import(where, LLAMA3, "a tensor", problem)
     for context in _LLAMA3_CONTEXTS:
         rope = Rope(
-            theta=float(config["rope_theta"]),
+            theta=float(theta),
             kind="llama3",
             factor=max(factors),
             low_freq_factor=1.0,
@@ -131,4 +135,4 @@ def _llama3(factors: tuple[float, ...], config: Mapping[str, Any], *, where: str
                     "original_max_position_embeddings": context,
                 }
             }
-    refuse_import(where, LLAMA3, "a tensor", "its divisors are not those of Llama 3's scaling")
+    refuse_import(where, LLAMA3, "a tensor", problem)
