@@ -2,15 +2,15 @@
 
     python -m benchmarks.llama_cpp --llama-python ENV/bin/python [--model FOLDER]
 
-ENV is an environment with llama-cpp-python, built from source:
+ENV is an environment with llama.cpp in xllamacpp, which has wheels:
 
-    CMAKE_ARGS="-DGGML_OPENMP=OFF -DGGML_LLAMAFILE=OFF -DGGML_NATIVE=OFF" \\
-        ENV/bin/pip install llama-cpp-python==0.3.16
+    ENV/bin/pip install xllamacpp==2026.10.11549
 
-Exports small random models of each family in fp32 and also compares their logits. `--model` is
-exported in f16 and q8_0 and compared with transformers on the rounded (dequantised) weights. In
-q8_0 llama.cpp also rounds activations to 8 bits, which would reorder a random model's nearly equal
-logits. A table goes to stderr, one JSON object to stdout; the exit status is 1 if tokens differ.
+Exports small random models of each family in fp32 and also compares the log-probabilities of all
+tokens. `--model` is exported in f16 and q8_0 and compared with transformers on the rounded
+(dequantised) weights. In q8_0 llama.cpp also rounds activations to 8 bits, which would reorder a
+random model's nearly equal logits. A table goes to stderr, one JSON object to stdout; the exit
+status is 1 if tokens differ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.harness import REPO, Benchmark
 
 TOKENS = 16
-LOGITS_BOUND = 1e-3
-"""Limit on the difference of a logit in fp32."""
+LOG_PROBS_BOUND = 1e-3
+"""Limit on the difference of a log-probability in fp32; llama.cpp's GELU is in fp16."""
 NUM_MERGES = 744
 EOS = 256 + NUM_MERGES
 _PROMPT = [464, 206, 758, 218]
@@ -45,8 +45,11 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "qwen3_moe": {},
     "phi3": {"sliding_window": None},
-    # llama.cpp chooses the factors by its context of 64 tokens.
-    "phi3, partial longrope": {"original_max_position_embeddings": 64},
+    # llama.cpp chooses the factors by its context of 256 tokens.
+    "phi3, partial longrope": {
+        "original_max_position_embeddings": 256,
+        "max_position_embeddings": 1024,
+    },
     "llama, yarn rope": {},
     "olmo2": {},
     "olmo3": {"tie_word_embeddings": False, "rope_scaling": _DEFAULT_YARN, "pad_token_id": None},
@@ -56,19 +59,24 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
 """Cases of `architecture_cases`, with the changes that a GGUF file needs."""
 _IN_LLAMA_CPP = """
 import json, sys
-import numpy as np
-from llama_cpp import Llama
+from xllamacpp import CommonParams, Server, ggml_type, llama_flash_attn_type
 
-file, prompt, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-one = dict(n_threads=1, n_threads_batch=1, n_ctx=64, logits_all=True, verbose=False)
-# A cache in fp32 (type 0) as in transformers, not in f16.
-model = Llama(file, type_k=0, type_v=0, **one)
-model.eval(prompt)
-logits, tokens = model.scores[model.n_tokens - 1].tolist(), []
-for _ in range(count):
-    tokens.append(int(np.argmax(model.scores[model.n_tokens - 1])))
-    model.eval(tokens[-1:])
-print(json.dumps({"tokens": tokens, "logits": logits}))
+file, tokens, start, most = sys.argv[1], *map(json.loads, sys.argv[2:])
+options = CommonParams()
+options.model.path = file
+options.n_ctx, options.n_gpu_layers, options.warmup, options.fit_params = 256, 0, False, False
+options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+# A cache in fp32 as in transformers; flash attention has one in f16.
+options.cache_type_k = options.cache_type_v = ggml_type.GGML_TYPE_F32
+options.flash_attn_type = llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = Server(options)
+# The answer lacks a token whose text ends within a character, so another token is chosen. The
+# log-probabilities are those before the choice.
+request = {"n_predict": 1, "n_probs": most, "logit_bias": [[tokens[0], 1e6]], "temperature": 0}
+for end in range(start, len(tokens)):
+    answer = server.handle_completions({**request, "prompt": tokens[:end]})
+    found = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    print(json.dumps([[each["id"], each["logprob"]] for each in found]))
 """
 
 
@@ -115,8 +123,8 @@ def rounded_weights(model: Any, dtype: str) -> dict[str, Any]:
 
 
 def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[int]) -> Any:
-    """Export a model, generate with both programs, and return the equal tokens and the logits'
-    difference."""
+    """Export a model, continue the prompt with both programs, and return the number of equal
+    tokens and the largest difference of a log-probability."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -136,25 +144,29 @@ def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(rounded_weights(model, dtype))
     model.eval()
-    tokens, logits = list(prompt), []
+    tokens, rows = list(prompt), []
     with torch.no_grad():
         for _ in range(TOKENS):
-            logits.append(model(input_ids=torch.tensor([tokens])).logits[0, -1])
-            tokens.append(int(logits[-1].argmax()))
-    command = [str(python), "-c", _IN_LLAMA_CPP, str(file), json.dumps(prompt), str(TOKENS)]
+            rows.append(model(input_ids=torch.tensor([tokens])).logits[0, -1].log_softmax(-1))
+            tokens.append(int(rows[-1].argmax()))
+    most = len(rows[0]) if dtype == "fp32" else 1
+    arguments = [json.dumps(each) for each in (tokens, len(prompt), most)]
+    command = [str(python), "-c", _IN_LLAMA_CPP, str(file), *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
-        raise SystemExit(f"error: llama-cpp-python: {answer.stderr.strip()[-500:]}")
-    found = json.loads(answer.stdout)
-    pairs = zip(found["tokens"], tokens[len(prompt) :], strict=True)
+        raise SystemExit(f"error: xllamacpp: {answer.stderr.strip()[-500:]}")
+    found = [json.loads(line) for line in answer.stdout.splitlines()]
+    pairs = list(zip(found, rows, strict=True))
     return {
-        "equal_tokens": sum(ours == theirs for ours, theirs in pairs),
-        "logits": float((torch.tensor(found["logits"]) - logits[0]).abs().max()),
+        "equal_tokens": sum(theirs[0][0] == int(ours.argmax()) for theirs, ours in pairs),
+        "log_probs": max(
+            abs(value - float(ours[i])) for theirs, ours in pairs for i, value in theirs
+        ),
     }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare all models; return 1 if tokens or logits differ."""
+    """Compare all models; return 1 if tokens or log-probabilities differ."""
     benchmark = Benchmark("llama_cpp", __doc__)
     add = benchmark.parser.add_argument
     add("--llama-python", type=Path, required=True, metavar="PYTHON", help="Python of ENV")
@@ -174,18 +186,18 @@ def main(argv: Sequence[str]) -> int:
                 (arguments.model.name, dtype, arguments.model, prompt) for dtype in ("f16", "q8_0")
             ]
         labels = [case[0] for case in cases]
-        table = benchmark.table("dtype", "equal tokens", "logits", title="model", labels=labels)
+        table = benchmark.table("dtype", "equal tokens", "log-probs", title="model", labels=labels)
         found = []
         for number, (name, dtype, folder, prompt) in enumerate(cases):
             file = Path(root) / f"{number}.gguf"
             row = compare(folder, file, dtype=dtype, python=arguments.llama_python, prompt=prompt)
-            table.row(name, dtype, f"{row['equal_tokens']} of {TOKENS}", f"{row['logits']:.1e}")
+            table.row(name, dtype, f"{row['equal_tokens']} of {TOKENS}", f"{row['log_probs']:.1e}")
             found.append({"model": name, "dtype": dtype, **row})
     benchmark.finish({"cases": found}, packages=("torch", "transformers"))
     return int(
         any(
             case["equal_tokens"] < TOKENS
-            or (case["dtype"] == "fp32" and case["logits"] > LOGITS_BOUND)
+            or (case["dtype"] == "fp32" and case["log_probs"] > LOG_PROBS_BOUND)
             for case in found
         )
     )

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import GgufHeader
+from payload.models.gguf_plan import GgufPlan
 from payload.models.spec import ModelSpec
 
 
@@ -62,10 +62,6 @@ class Family(ABC):
 
         Raises CheckpointError.
         """
-        raise NotImplementedError
-
-    def gguf_name(self, tensor: str) -> str:
-        """Return llama.cpp's name of a tensor, for a model that is read from a GGUF file."""
         raise NotImplementedError
 
     def plan_gguf(self, raw: Mapping[str, Any], *, where: str) -> GgufPlan:

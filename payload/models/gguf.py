@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.models.family import Family
 from payload.models.gguf_errors import FIX, refuse_import
-from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import SUFFIX, GgufHeader, read_header
+from payload.models.gguf_plan import FileTensor, GgufPlan
 from payload.models.registry import families
 from payload.models.spec import ModelSpec
 
@@ -46,14 +45,23 @@ def read_gguf(path: Path) -> ModelSpec:
     """
     header, where = read_header(path), str(path)
     family = _family_of(header, where=where)
-    spec = family.read(family.gguf_config(header, where=where), where=where)
-    _require_tensors(spec, header, family, where=where)
+    config = family.gguf_config(header, where=where)
+    spec = family.read(config, where=where)
+    _require_tensors(spec, family.plan_gguf(config, where=where), header, where=where)
     return spec
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
     """Return a config.json for the model with this header. Raises CheckpointError."""
     return _family_of(header, where=where).gguf_config(header, where=where)
+
+
+def gguf_tensors(header: GgufHeader, *, where: str) -> list[FileTensor]:
+    """Return how the tensors of the model with this header are stored. Raises CheckpointError."""
+    family = _family_of(header, where=where)
+    config = family.gguf_config(header, where=where)
+    shapes = dict(family.read(config, where=where).tensor_shapes())
+    return family.plan_gguf(config, where=where).tensors(shapes)
 
 
 def plan_gguf(raw: Mapping[str, Any], *, folder: Path) -> GgufPlan:
@@ -81,19 +89,18 @@ def _family_of(header: GgufHeader, *, where: str) -> Family:
     refuse_import(where, "general.architecture", kind, f"only {known} can be read")
 
 
-def _require_tensors(spec: ModelSpec, header: GgufHeader, family: Family, *, where: str) -> None:
-    for name, shape in spec.tensor_shapes():
-        theirs = family.gguf_name(name)
-        found = header.shapes.get(theirs)
+def _require_tensors(spec: ModelSpec, plan: GgufPlan, header: GgufHeader, *, where: str) -> None:
+    expected = {each.name: each.shape for each in plan.tensors(dict(spec.tensor_shapes()))}
+    expected |= {name: (len(factors),) for name, factors in plan.rope_factors.items()}
+    for name, shape in expected.items():
+        found = header.shapes.get(name)
         if found is None:
-            raise CheckpointError(f"{where}: tensor {theirs} is missing. {FIX}")
+            raise CheckpointError(f"{where}: tensor {name} is missing. {FIX}")
         if found != shape:
             raise CheckpointError(
-                f"{where}: {theirs} has the shape {list(found)}, but the metadata require "
+                f"{where}: {name} has the shape {list(found)}, but the metadata require "
                 f"{list(shape)}. {FIX}"
             )
-    known, held = spec.num_params(), sum(math.prod(each) for each in header.shapes.values())
-    if known != held:
-        expected = {family.gguf_name(name) for name, _ in spec.tensor_shapes()}
-        extra = sorted(set(header.shapes) - expected)
+    extra = sorted(header.shapes.keys() - expected.keys() - header.rope_factors.keys())
+    if extra:
         raise CheckpointError(f"{where}: unknown tensor {shown(extra[0])}. {FIX}")

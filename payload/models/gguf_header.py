@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -55,17 +55,40 @@ _BLOCKS: Mapping[int, tuple[int, int]] = {
 _MAX_ENTRIES = 2**16
 _MAX_ARRAY = 2**22
 _MAX_STRING = 2**22
+_TOKENS: Mapping[str, str] = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "padding_token_id",
+}
+_MAX_ITEMS = 2**10
+_MAX_FACTORS = 2**13
+_FLOAT = 6
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors of divisors of the rotary frequencies, which belong to the config."""
 _FIX = "Download it again, or use a folder in the Hugging Face layout."
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A metadata array; only the length is kept."""
+    """A metadata array; only the length of a long one is kept."""
 
     length: int
+    items: tuple[int | float | bool, ...] = field(default=(), repr=False, compare=False)
+    """The numbers of an array with at most 1024 numbers, such as one for each layer."""
 
 
 Value = str | int | float | bool | Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """Where and how a file stores a tensor."""
+
+    kind: int
+    """ggml's number of the type."""
+    start: int
+    """Offset of the first byte, from the start of the file or of the data."""
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +96,24 @@ class GgufHeader:
     """The header, which precedes the tensors' data."""
 
     values: Mapping[str, Value]
-    """Metadata by key."""
+    """Metadata by key. A number in fp32 is the shortest decimal that rounds to its bits."""
     shapes: Mapping[str, tuple[int, ...]]
     """Every tensor's shape by name, rows first as in torch."""
+    places: Mapping[str, TensorPlace]
+    """Every tensor's place in the file by name."""
+    rope_factors: Mapping[str, tuple[float, ...]]
+    """Contents of the tensors that divide the rotary frequencies, by name."""
+
+    def of_architecture(self, kind: str) -> dict[str, Value]:
+        """Return the metadata of an architecture, without its prefix."""
+        start = f"{kind}."
+        found = {key: value for key, value in self.values.items() if key.startswith(start)}
+        return {key.removeprefix(start): value for key, value in found.items()}
+
+    def tokens(self) -> dict[str, Value]:
+        """Return the special tokens as config.json names them."""
+        keys = {name: f"tokenizer.ggml.{key}" for name, key in _TOKENS.items()}
+        return {name: self.values[key] for name, key in keys.items() if key in self.values}
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -112,19 +150,31 @@ class _Reader:
             values[key] = self._value(int(self._number("<I")))
         found = [self._tensor() for _ in range(tensors)]
         shapes = {name: shape for name, shape, _ in found}
+        places = {name: place for name, _, place in found}
         if len(shapes) < len(found):
             self._refuse("two tensors of one name")
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
             self._refuse(f"general.alignment = {shown(alignment)}")
         start = math.ceil(self._file.tell() / alignment) * alignment
-        end = max((end for _, _, end in found), default=0)
+        end = max((place.start + place.num_bytes for place in places.values()), default=0)
         if not found or start + end > self._size:
             self._refuse(f"{self._size:,} bytes, but its header requires {start + end:,}")
-        return GgufHeader(values=values, shapes=shapes)
+        places = {name: replace(each, start=start + each.start) for name, each in places.items()}
+        factors = {name: self._factors(name, places[name]) for name in _FACTORS if name in places}
+        return GgufHeader(values=values, shapes=shapes, places=places, rope_factors=factors)
 
-    def _tensor(self) -> tuple[str, tuple[int, ...], int]:
-        """Return name, shape, and the offset after the last byte."""
+    def _factors(self, name: str, place: TensorPlace) -> tuple[float, ...]:
+        """Return the contents of a short tensor in fp32."""
+        count = place.num_bytes // 4
+        if place.kind != 0 or count > _MAX_FACTORS:
+            self._refuse(f"{name} has {count:,} numbers of ggml's type {place.kind}")
+        self._file.seek(place.start)
+        found = struct.unpack(f"<{count}f", self._bytes(place.num_bytes))
+        return tuple(_shortest(each) for each in found)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], TensorPlace]:
+        """Return name, shape, and the place in the data."""
         name, dims = self._string(), int(self._number("<I"))
         if not 1 <= dims <= 8:
             self._refuse(f"{shown(name)} has {dims} dimensions")
@@ -139,18 +189,22 @@ class _Reader:
         elements, size = _BLOCKS[kind]
         if not all(1 <= each <= 2**40 for each in shape) or shape[-1] % elements:
             self._refuse(f"{shown(name)} has the shape {list(shape)[:8]}")
-        return name, shape, offset + math.prod(shape) // elements * size
+        num_bytes = math.prod(shape) // elements * size
+        return name, shape, TensorPlace(kind=kind, start=offset, num_bytes=num_bytes)
 
     def _value(self, kind: int) -> Value:
         if kind in _NUMBERS:
-            return self._number(_NUMBERS[kind])
+            found = self._number(_NUMBERS[kind])
+            return _shortest(found) if kind == _FLOAT else found
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             self._refuse(f"a value of type {kind}")
         element, count = int(self._number("<I")), self._count(_MAX_ARRAY)
         if element in _NUMBERS:
-            self._bytes(struct.calcsize(_NUMBERS[element]) * count)
+            content = self._bytes(struct.calcsize(_NUMBERS[element]) * count)
+            if count <= _MAX_ITEMS:
+                return Array(count, struct.unpack(f"<{count}{_NUMBERS[element][1:]}", content))
         elif element == _STRING:
             for _ in range(count):
                 self._bytes(self._count(_MAX_STRING))
@@ -179,3 +233,15 @@ class _Reader:
 
     def _refuse(self, what: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: {what}: the file is truncated or damaged. {_FIX}")
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest decimal number that has the same bits in fp32."""
+    for digits in range(1, 9):
+        found = float(f"{value:.{digits}g}")
+        try:
+            if struct.pack("<f", found) == struct.pack("<f", value):
+                return found
+        except OverflowError:  # rounded up to more than the largest number
+            continue
+    return value

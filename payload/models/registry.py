@@ -21,6 +21,7 @@ from payload.models.family import Family
 from payload.models.multimodal_config import Whole, find_whole
 from payload.models.multimodal_tensors import split_tensors, with_tensors
 from payload.models.spec import ModelSpec
+from payload.models.unread_features import require_read_features
 
 FAMILIES: Mapping[str, str] = {
     "gemma4": "payload.models.gemma4.family",
@@ -125,6 +126,7 @@ def with_file_tensors(
 
 def _text_spec(whole: Whole, *, where: str) -> ModelSpec:
     raw, where = whole.text_config(), f"{where}: text_config"
+    require_read_features(raw, where=where)
     spec = family_of(raw, where=where).read(raw, where=where)
     return replace(spec, whole=whole)
 
@@ -132,6 +134,7 @@ def _text_spec(whole: Whole, *, where: str) -> ModelSpec:
 def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
     """Raise CheckpointError if a key that all families share shows that training is impossible."""
     read_format(raw, where=where)
+    require_read_features(raw, where=where)
     if raw.get("transformers_weights") is not None:
         raise CheckpointError(
             f"{where}: transformers_weights = {shown(raw['transformers_weights'])}: transformers "

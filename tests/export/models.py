@@ -128,6 +128,28 @@ def load(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
+def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
+    """Return the weights rounded as in the format: matrices except positions."""
+    import gguf
+
+    found = {}
+    for name, value in model.state_dict().items():
+        is_kept = value.dim() < 2 or name.endswith(("wpe.weight", "mlp.gate.weight"))
+        if is_kept or dtype == "fp32":
+            found[name] = value
+        elif dtype == "q8_0":
+            kind = gguf.GGMLQuantizationType.Q8_0
+            # GPT-2's file transposes these matrices relative to transformers.
+            is_turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+            matrix = (value.t() if is_turned else value).contiguous().numpy()
+            back = torch.from_numpy(gguf.dequantize(gguf.quantize(matrix, kind), kind).copy())
+            found[name] = back.t() if is_turned else back
+        else:
+            kind16 = torch.bfloat16 if dtype == "bf16" else torch.float16
+            found[name] = value.to(kind16).float()
+    return found
+
+
 def complaint(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     said = capsys.readouterr()
     assert code in (ExitCode.CONFIG, ExitCode.USAGE) and said.out == ""

@@ -331,8 +331,8 @@ CASES = {
     ),
     "GGUF of another family": Case(
         gguf_of(b"falcon"),
-        "{tmp}/model.gguf: general.architecture = 'falcon': only llama, qwen2, qwen3, phi3 can be "
-        "read. "
+        "{tmp}/model.gguf: general.architecture = 'falcon': only gpt2, llama, smollm3, qwen2, "
+        "qwen3, gemma3, phi3, qwen3moe, olmo2, granite can be read. "
         "Use a folder in the Hugging Face layout, with safetensors.",
     ),
     "half a GGUF": Case(

@@ -34,11 +34,12 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
     Raises CheckpointError for an unreadable tokenizer, and OSError.
     """
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     try:
         with isolated_link(path) as link:
-            tokenizer = AutoTokenizer.from_pretrained(
+            # Not AutoTokenizer, which refuses architectures that transformers cannot read itself.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 link.parent, gguf_file=link.name, local_files_only=True
             )
     except BaseException as error:

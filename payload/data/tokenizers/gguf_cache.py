@@ -12,7 +12,7 @@ from payload.core.errors import CheckpointError
 from payload.core.file_hash import sha256_of
 from payload.core.files import make_shared
 
-_RECIPE = "3"
+_RECIPE = "4"
 """Version of the conversion, part of a folder's name; increase it when a conversion changes."""
 
 

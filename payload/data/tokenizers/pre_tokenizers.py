@@ -43,14 +43,17 @@ _REGEXES: Mapping[str, str] = {
     "tekken": TEKKEN,
     "llama-bpe": LLAMA3,
     "smaug-bpe": LLAMA3,
+    "dbrx": LLAMA3,
 }
+_DIGITS = ("smollm", "refact", "starcoder")
+"""Names of pre-tokenizers that split off each digit."""
 
 
 def pre_tokenizer(name: object) -> Mapping[str, Any] | None:
     """Return the `pre_tokenizer` of tokenizer.json for llama.cpp's name, or None if unknown."""
     if name == "gpt-2":
         return _BYTES
-    if name == "smollm":
+    if name in _DIGITS:
         return _sequence({"type": "Digits", "individual_digits": True}, _BYTES)
     if not isinstance(name, str) or name not in _REGEXES:
         return None

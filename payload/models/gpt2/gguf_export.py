@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from payload.models.gguf_errors import refuse_export
-from payload.models.gguf_export_plan import GgufPlan
+from payload.models.gguf_plan import GgufPlan
 from payload.models.gpt2.spec import Gpt2Spec
 
 ARCHITECTURE = "gpt2"
 """llama.cpp's name of the architecture."""
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "transformer.wte": ("token_embd",),
+    "transformer.wpe": ("position_embd",),
+    "transformer.ln_f": ("output_norm",),
+    "ln_1": ("attn_norm",),
+    "attn.c_attn": ("attn_qkv",),
+    "attn.c_proj": ("attn_output",),
+    "ln_2": ("ffn_norm",),
+    "mlp.c_fc": ("ffn_up",),
+    "mlp.c_proj": ("ffn_down",),
+}
+"""llama.cpp's name of each module, without the layer."""
+KEYS: Mapping[str, str] = {
+    "n_positions": "context_length",
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "n_inner": "feed_forward_length",
+    "n_head": "attention.head_count",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+"""The metadata key of each key in config.json."""
 _EPSILON = 1e-5
 _CONTEXT = 1024
 
@@ -25,19 +48,19 @@ def plan_gguf(spec: Gpt2Spec, *, where: str) -> GgufPlan:
         )
     if spec.activation != "gelu_new":
         refuse_export(where, "activation_function", spec.activation)
+    resolved = {
+        "n_positions": spec.context(),
+        "n_embd": spec.n_embd,
+        "n_layer": spec.n_layer,
+        "n_inner": 4 * spec.n_embd,
+        "n_head": spec.n_head,
+        "layer_norm_epsilon": _EPSILON,
+    }
     return GgufPlan(
         architecture=ARCHITECTURE,
-        values={
-            "context_length": spec.context(),
-            "embedding_length": spec.n_embd,
-            "block_count": spec.n_layer,
-            "feed_forward_length": 4 * spec.n_embd,
-            "attention.head_count": spec.n_head,
-            "attention.layer_norm_epsilon": _EPSILON,
-        },
-        num_layers=spec.n_layer,
+        values={KEYS[name]: value for name, value in resolved.items()},
         vocab_size=spec.vocab_size,
-        rotated_heads={},
+        names=_NAMES,
         prefix="transformer.",
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
         notes=tuple(notes),

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from payload.models.family import Family
-from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import GgufHeader
+from payload.models.gguf_plan import GgufPlan
 from payload.models.llama import gguf_export, gguf_import
 from payload.models.llama.config import is_dense_hybrid
+from payload.models.llama.gguf_names import ARCHITECTURES
 from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.llama.spec import MODEL_TYPES, DecoderSpec, read
 from payload.models.spec import ModelSpec
@@ -23,8 +24,8 @@ class Llama(Family):
     model_types = MODEL_TYPES
     tensors = "payload.train.families.llama.model"
     hub_configs = CONFIGS
-    gguf_architectures = gguf_import.ARCHITECTURES
-    gguf_types = tuple(gguf_export.ARCHITECTURES)
+    gguf_architectures = tuple(dict.fromkeys(ARCHITECTURES.values()))
+    gguf_types = tuple(ARCHITECTURES)
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
         """Return whether this is a Granite 4 that has the layers of a Granite 3."""
@@ -45,10 +46,6 @@ class Llama(Family):
     def gguf_config(self, header: GgufHeader, *, where: str) -> dict[str, Any]:
         """Return the config.json of a GGUF file. Raises CheckpointError."""
         return gguf_import.gguf_config(header, where=where)
-
-    def gguf_name(self, tensor: str) -> str:
-        """Return llama.cpp's name of a tensor."""
-        return gguf_import.gguf_name(tensor)
 
     def plan_gguf(self, raw: Mapping[str, Any], *, where: str) -> GgufPlan:
         """Return the contents of a GGUF file for this model. Raises CheckpointError."""

@@ -7,13 +7,12 @@ Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from payload.models.gguf_errors import refuse_export
-from payload.models.gguf_export_plan import GgufPlan
+from payload.models.gguf_plan import GgufPlan
 from payload.models.llama import yarn
 from payload.models.llama.config import (
     EXPERT_WIDTH,
@@ -22,35 +21,23 @@ from payload.models.llama.config import (
     read_decoder_config,
     supported_activation,
 )
+from payload.models.llama.gguf_names import (
+    ADJACENT_PAIRS,
+    ARCHITECTURES,
+    GEMMA_LARGEST,
+    GRANITE_SCALES,
+    keys,
+    tensor_names,
+)
+from payload.models.llama.gguf_rope_factors import rope_factors
 from payload.models.llama.rope import Rope
-from payload.models.llama.type_defaults import GEMMA_LOCAL_THETA, HYBRID
+from payload.models.llama.type_defaults import GEMMA_LOCAL_THETA
 
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "llama",
-    "mistral": "llama",
-    "smollm3": "smollm3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-    "qwen3_moe": "qwen3moe",
-    "olmo2": "olmo2",
-    "olmo3": "olmo2",
-    "granite": "granite",
-    HYBRID: "granite",
-}
-"""The architecture in llama.cpp for each `model_type`."""
 _SMOLLM3_PATTERN = 4
 _OLMO3_PATTERN = 4
-_HYBRID_NAMES: Mapping[str, tuple[str, ...]] = {
-    "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
-    "shared_mlp.output_linear": ("mlp.down_proj",),
-}
 _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_SCALAR = 256.0
-_GEMMA_LARGEST = 62
-"""Number of layers of the 27B model."""
 
 
 def plan_gguf(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
@@ -94,9 +81,10 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         _require_default_yarn(rope, width=config.width_of_head(), where=where)
     values, notes = _values(config, rope), []
     if mixture is not None:
-        values["expert_count"] = mixture.experts
-        values["expert_used_count"] = mixture.active
-        values["expert_feed_forward_length"] = mixture.inner
+        own = keys(architecture)
+        values[own["num_experts"]] = mixture.experts
+        values[own["num_experts_per_tok"]] = mixture.active
+        values[own["moe_intermediate_size"]] = mixture.inner
         if mixture.inner != EXPERT_WIDTH:
             notes.append(
                 f"transformers assumes experts of width {EXPERT_WIDTH} for a Qwen3 MoE in GGUF: "
@@ -119,16 +107,17 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
             f"transformers assumes heads of width {_QWEN3_HEAD} for a Qwen3 in GGUF: pass "
             f"head_dim={config.width_of_head()} to from_pretrained"
         )
-    heads, keys = config.num_attention_heads, config.num_key_value_heads or 1
-    is_turned = architecture in ("llama", "smollm3", "granite")
+    heads = {
+        "q_proj.weight": config.num_attention_heads,
+        "k_proj.weight": config.num_key_value_heads or 1,
+    }
     return GgufPlan(
         architecture=architecture,
         values=values,
-        num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        rotated_heads={"q_proj.weight": heads, "k_proj.weight": keys} if is_turned else {},
-        rope_factors=_rope_factors(rope, width=config.width_of_head()),
-        stacks=None if mixture is None else re.compile(r"\.mlp\.experts\.(\d+)\."),
+        names=tensor_names(architecture),
+        rotated_heads=heads if architecture in ADJACENT_PAIRS else {},
+        rope_factors=rope_factors(rope, width=config.width_of_head()),
         notes=tuple(notes),
     )
 
@@ -158,14 +147,8 @@ def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str
         refuse_export(where, "position_embedding_type", config.position_embedding_type)
     if config.defaults().has_multipliers:
         plan = _llama_like(config, layers, where=where)
-        scales = {
-            "embedding_scale": config.embedding_multiplier,
-            "residual_scale": config.residual_multiplier,
-            "attention.scale": config.attention_multiplier,
-            "logit_scale": config.logits_scaling,
-        }
-        renamed = _HYBRID_NAMES if config.model_type == HYBRID else {}
-        return replace(plan, values={**plan.values, **scales}, renamed=renamed)
+        scales = {key: getattr(config, name) for name, key in GRANITE_SCALES.items()}
+        return replace(plan, values={**plan.values, **scales})
     if config.tie_word_embeddings:
         refuse_export(where, "tie_word_embeddings", True)
     windows = [layer.window for layer in layers if layer.window is not None]
@@ -228,7 +211,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     if local_ropes - {Rope(theta=GEMMA_LOCAL_THETA)}:
         refuse_export(where, "rope of the layers with a window", "not the base 10,000")
     # llama.cpp chooses the scale by the number of layers.
-    is_largest = len(layers) == _GEMMA_LARGEST
+    is_largest = len(layers) == GEMMA_LARGEST
     width = config.hidden_size // config.num_attention_heads
     if config.query_pre_attn_scalar != (width if is_largest else config.width_of_head()):
         refuse_export(where, "query_pre_attn_scalar", config.query_pre_attn_scalar)
@@ -250,28 +233,30 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     return GgufPlan(
         architecture="gemma3",
         values=values,
-        num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        rotated_heads={},
+        names=tensor_names("gemma3"),
         norm_shift=1.0,
         notes=tuple(notes),
     )
 
 
 def _values(config: DecoderConfig, rope: Rope) -> dict[str, int | float | str]:
-    width = config.width_of_head()
+    width, own = config.width_of_head(), keys(ARCHITECTURES[config.model_type])
+    resolved = {
+        "max_position_embeddings": config.max_position_embeddings or 0,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": width,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": rope.theta,
+    }
     values: dict[str, int | float | str] = {
-        "context_length": config.max_position_embeddings or 0,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads or config.num_attention_heads,
-        "attention.key_length": width,
+        **{own[name]: value for name, value in resolved.items()},
         "attention.value_length": width,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.dimension_count": rope.rotated or width,
-        "rope.freq_base": rope.theta,
         "vocab_size": config.vocab_size,
     }
     if rope.kind == "linear":
@@ -288,33 +273,3 @@ def _values(config: DecoderConfig, rope: Rope) -> dict[str, int | float | str]:
             "rope.scaling.attn_factor": rope.attention_factor,
         }
     return values
-
-
-def _rope_factors(rope: Rope, *, width: int) -> dict[str, tuple[float, ...]]:
-    """Return llama.cpp's tensors of divisors for the frequencies, one per pair of elements."""
-    if rope.kind == "longrope":
-        return {
-            "rope_factors_long.weight": rope.long_factors,
-            "rope_factors_short.weight": rope.short_factors,
-        }
-    if rope.kind == "llama3":
-        return {"rope_freqs.weight": _llama3_factors(rope, width=width)}
-    return {}
-
-
-def _llama3_factors(rope: Rope, *, width: int) -> tuple[float, ...]:
-    longest = rope.original_context / rope.low_freq_factor
-    shortest = rope.original_context / rope.high_freq_factor
-    factors = []
-    for i in range(0, width, 2):
-        wavelength = 2 * math.pi * rope.theta ** (i / width)
-        if wavelength < shortest:
-            factors.append(1.0)
-        elif wavelength > longest:
-            factors.append(rope.factor)
-        else:
-            share = (rope.original_context / wavelength - rope.low_freq_factor) / (
-                rope.high_freq_factor - rope.low_freq_factor
-            )
-            factors.append(1 / ((1 - share) / rope.factor + share))
-    return tuple(factors)

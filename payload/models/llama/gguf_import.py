@@ -1,115 +1,111 @@
-"""Converts llama.cpp's names in a GGUF file to the Llama family's config.json and tensor names."""
+"""Converts the metadata of a GGUF file to the Llama family's config.json."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from payload.core.printable_text import shown
-from payload.models.gguf_errors import refuse_import
+from payload.models.gguf_errors import refuse_import, require_single_values
 from payload.models.gguf_header import Array, GgufHeader, Value
+from payload.models.llama import gguf_rope_import
+from payload.models.llama.gguf_names import ARCHITECTURES, GEMMA_LARGEST, GRANITE_SCALES, keys
+from payload.models.llama.type_defaults import DEFAULTS, GEMMA_LOCAL_THETA, TypeDefaults
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
-"""Architectures as llama.cpp names them; `llama` includes SmolLM2 and Mistral."""
-_KEYS: Mapping[str, str] = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
-"""The name in config.json of each key under the architecture's prefix."""
-_READ = frozenset(
-    {*_KEYS, "attention.key_length", "attention.value_length", "rope.dimension_count"}
-    | {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
-    # These have no effect: the tensors give the vocabulary, and only YaRN uses the last two.
-    | {"vocab_size", "tensor_data_layout"}
-    | {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
-)
-"""Keys under the architecture's prefix that can have any value."""
-_HEAD_WIDTHS = ("rope.dimension_count", "attention.value_length")
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
-"""Values with which other keys have no effect; the value is 0 for a key that is not listed."""
-_DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
-_SINGLE = (
-    *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
-    *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
-)
-"""Ends of tokenizer keys that must have a single value, although transformers accepts arrays."""
-_TOKENS: Mapping[str, str] = {
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-    "pad_token_id": "tokenizer.ggml.padding_token_id",
-}
-_PARTS: Mapping[str, str] = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""The name of each module in llama.cpp."""
+_EQUAL_WIDTHS = ("attention.value_length", "rope.dimension_count")
+_FILLED_BY_HEADS = ("phi3", "olmo2", "granite")
+"""Architectures whose heads together have the model's width."""
+# The tensors give the vocabulary, and the layout of the data has no effect.
+_UNUSED = frozenset({"vocab_size", "tensor_data_layout"})
+_KEY_HEADS = "attention.head_count_kv"
+_WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+_SOFTMAX = 1
+"""llama.cpp's number of the function that weights the experts."""
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
-    """Return a config.json for a header with one of `ARCHITECTURES`.
+    """Return a config.json for a header with an architecture of the family.
 
     Raises CheckpointError.
     """
-    values = header.values
-    kind = str(values["general.architecture"])
-    width = _head_width(values, kind)
-    _refuse_variants(header, kind, width, where=where)
-    found = {name: values.get(f"{kind}.{key}") for key, name in _KEYS.items()}
-    config: dict[str, Any] = {key: value for key, value in found.items() if value is not None}
-    config = {**_DEFAULTS, **config, "model_type": kind}
+    kind = str(header.values["general.architecture"])
+    values = header.of_architecture(kind)
+    model_type = _model_type(kind, values)
+    values = _with_numbers(values, DEFAULTS[model_type])
+    require_single_values(header, values, kind, where=where)
+    config: dict[str, Any] = {
+        name: values[key] for name, key in keys(kind).items() if key in values
+    }
+    config = {"rope_theta": 10_000.0, **config, "model_type": model_type}
     if "token_embd.weight" in header.shapes:
         config["vocab_size"] = header.shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
-    if width is not None:
-        config["head_dim"] = width
-    if kind == "phi3":
-        # Not the type's default.
-        config.setdefault("pad_token_id", None)
-        config["sliding_window"] = values.get("phi3.attention.sliding_window") or None
-        rotated = values.get("phi3.rope.dimension_count", width)
-        config["partial_rotary_factor"] = _share(rotated, width, where=where)
-    config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
-    factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
-    # As in llama.cpp: without a type, the scaling is linear. A factor of 0 means no scaling.
-    is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
-    if is_linear and factor not in (None, 0, 1):
-        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return config
+    if DEFAULTS[model_type].padding is not None:
+        config["pad_token_id"] = None
+    config |= header.tokens()
+    config |= _heads(values, config, kind, where=where)
+    config |= _in_code(config, kind)
+    _require_known(values, config, kind, where=where)
+    scaling = gguf_rope_import.rope_scaling(
+        values, header.rope_factors, config, kind=kind, where=where
+    )
+    return config | scaling
 
 
-def _head_width(values: Mapping[str, Value], kind: str) -> Value | None:
-    """Return the elements of a head; a file of Phi can give only the number of rotated ones."""
-    width = values.get(f"{kind}.attention.key_length")
-    sizes = [values.get(f"{kind}.{key}") for key in ("embedding_length", "attention.head_count")]
-    if width is None and kind == "phi3" and all(isinstance(each, int) for each in sizes):
-        columns, heads = cast("list[int]", sizes)
-        return columns // heads if heads > 0 else None
-    return values.get(f"{kind}.rope.dimension_count") if width is None else width
+def _model_type(kind: str, values: Mapping[str, Value]) -> str:
+    """Return the `model_type` in config.json for an architecture."""
+    if kind == ARCHITECTURES["olmo3"] and values.get(_WINDOW):
+        return "olmo3"
+    return next(name for name, architecture in ARCHITECTURES.items() if architecture == kind)
 
 
-def _share(rotated: Value | None, width: Value | None, *, where: str) -> float:
+def _with_numbers(values: Mapping[str, Value], defaults: TypeDefaults) -> dict[str, Value]:
+    """Return the values with a number instead of an array that states the same for each layer."""
+    found = dict(values)
+    heads, pattern, every = values.get(_KEY_HEADS), values.get(_PATTERN), defaults.full_layer_every
+    if isinstance(heads, Array) and len(set(heads.items)) == 1:
+        found[_KEY_HEADS] = heads.items[0]
+    if isinstance(pattern, Array) and every and pattern.items:
+        slides = tuple(bool((i + 1) % every) for i in range(pattern.length))
+        if pattern.items == slides and pattern.length == values.get("block_count"):
+            found[_PATTERN] = every
+    return found
+
+
+def _heads(
+    values: Mapping[str, Value], config: Mapping[str, Any], kind: str, *, where: str
+) -> dict[str, Any]:
+    """Return the width of a head, and for Phi the share that is rotated.
+
+    Raises CheckpointError for heads that llama.cpp does not support.
+    """
+    is_partial, derived = kind == "phi3", _ratio(config, "hidden_size", "num_attention_heads")
+    rotated = values.get("rope.dimension_count")
+    width = config.get("head_dim", derived if is_partial else rotated)
+    if width is None:
+        return {}
+    for key in _EQUAL_WIDTHS if not is_partial else _EQUAL_WIDTHS[:1]:
+        if values.get(key) not in (None, width):
+            refuse_import(where, f"{kind}.{key}", values[key], f"heads are {shown(width)} wide")
+    if kind in _FILLED_BY_HEADS and width != derived:
+        problem = "llama.cpp derives the width of a head"
+        refuse_import(where, f"{kind}.attention.key_length", width, problem)
+    if not is_partial:
+        return {"head_dim": width}
+    share = _share(width if rotated is None else rotated, width, where=where)
+    return {"head_dim": width, "partial_rotary_factor": share}
+
+
+def _ratio(config: Mapping[str, Any], name: str, divisor: str) -> int | None:
+    """Return the quotient of two values of config.json, or None if they are no sizes."""
+    first, second = config.get(name), config.get(divisor)
+    if isinstance(first, int) and isinstance(second, int) and second > 0:
+        return first // second
+    return None
+
+
+def _share(rotated: Value, width: Value, *, where: str) -> float:
     """Return the share of a head that is rotated. Raises CheckpointError."""
     if isinstance(rotated, int) and isinstance(width, int) and 0 < rotated <= width:
         share = rotated / width
@@ -118,37 +114,49 @@ def _share(rotated: Value | None, width: Value | None, *, where: str) -> float:
     refuse_import(where, "phi3.rope.dimension_count", rotated, f"heads are {shown(width)} wide")
 
 
-def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, where: str) -> None:
+def _in_code(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the keys of config.json that llama.cpp has in its code or derives."""
+    width = config.get("head_dim") or _ratio(config, "hidden_size", "num_attention_heads")
+    if kind == "phi3":
+        return {"sliding_window": config.get("sliding_window") or None}
+    if kind == "gemma3":
+        is_largest = config.get("num_hidden_layers") == GEMMA_LARGEST
+        shared = _ratio(config, "hidden_size", "num_attention_heads")
+        return {"query_pre_attn_scalar": shared if is_largest else width}
+    if kind == "qwen3moe":
+        inner = _ratio(config, "intermediate_size", "num_experts_per_tok")
+        inner = config.get("moe_intermediate_size") or inner
+        return {"norm_topk_prob": True, "moe_intermediate_size": inner}
+    if kind == "granite":
+        # llama.cpp ignores a factor of 0, and then scales attention by the width of a head.
+        scale = float(width) ** -0.5 if width else None
+        defaults = {name: 1.0 for name in GRANITE_SCALES} | {"attention_multiplier": scale}
+        return {name: config.get(name) or default for name, default in defaults.items()}
+    return {}
+
+
+def _require_known(
+    values: Mapping[str, Value], config: Mapping[str, Any], kind: str, *, where: str
+) -> None:
     """Raise CheckpointError for models that would be read without an error, but incorrectly."""
-    values = header.values
+    accepted: dict[str, tuple[object, ...]] = {"attention.causal": (True,)}
+    every = DEFAULTS[config["model_type"]].full_layer_every
+    if every:
+        accepted[_PATTERN] = (every,)
+    if kind == "gemma3":
+        accepted["rope.freq_base_swa"] = (GEMMA_LOCAL_THETA,)
+        if not values.get(_WINDOW):
+            refuse_import(where, f"{kind}.{_WINDOW}", values.get(_WINDOW), "must be positive")
+    if kind == "olmo2":
+        accepted["rope.freq_base_swa"] = (config["rope_theta"],)
+    if kind == "qwen3moe":
+        accepted["expert_gating_func"] = (0, _SOFTMAX)
+    if kind == "granite":
+        # llama.cpp's converter writes these for a Granite 4 without experts and Mamba layers.
+        accepted["expert_shared_feed_forward_length"] = (0, config.get("intermediate_size"))
+        accepted |= {key: (value,) for key, value in values.items() if key.startswith("ssm.")}
+        accepted["rope.scaling.finetuned"] = (True,)
+    known = {*keys(kind).values(), *gguf_rope_import.KEYS, *_EQUAL_WIDTHS, *_UNUSED} - {*accepted}
     for key, value in values.items():
-        if isinstance(value, Array) and (key.startswith(f"{kind}.") or key.endswith(_SINGLE)):
-            refuse_import(where, key, value, "must be a single value, not an array")
-    for key in _FACTORS:
-        if key in header.shapes:
-            refuse_import(where, key, "a tensor", "transformers' reader ignores it")
-    scaling = values.get(f"{kind}.rope.scaling.type")
-    if scaling not in (None, "none", "linear"):
-        refuse_import(
-            where, f"{kind}.rope.scaling.type", scaling, "transformers' reader ignores it"
-        )
-    for full, found in values.items():
-        key = full.removeprefix(f"{kind}.")
-        is_read = key in _READ or (kind == "phi3" and key == "attention.sliding_window")
-        if key != full and not is_read and found != _NEUTRAL.get(key, 0):
-            refuse_import(where, full, found, "not supported")
-    # The rotary embedding of Phi can be partial.
-    equal = ("attention.value_length",) if kind == "phi3" else _HEAD_WIDTHS
-    for key in equal:
-        other = values.get(f"{kind}.{key}")
-        if other not in (None, width):
-            refuse_import(where, f"{kind}.{key}", other, f"heads are {shown(width)} wide")
-
-
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of the tensor that transformers names `name`."""
-    module, _, kind = name.rpartition(".")
-    if module.startswith("model.layers."):
-        number, _, part = module.removeprefix("model.layers.").partition(".")
-        return f"blk.{number}.{_PARTS[part]}.{kind}"
-    return f"{_PARTS[module]}.{kind}"
+        if key not in known and value not in accepted.get(key, (0,)):
+            refuse_import(where, f"{kind}.{key}", value, "not supported")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-_FAST, _SLOW = 32.0, 1.0
+FAST, SLOW = 32.0, 1.0
 """Default numbers of turns in the original context, for the first and the last pair on the ramp."""
 
 
@@ -37,7 +37,7 @@ def ramp(
         waves = original_context / (turns * 2 * math.pi)
         return head_dim * math.log(waves) / (2 * math.log(theta))
 
-    first, last = pair_with(beta_fast or _FAST), pair_with(beta_slow or _SLOW)
+    first, last = pair_with(beta_fast or FAST), pair_with(beta_slow or SLOW)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     return max(first, 0), min(last, head_dim - 1)
