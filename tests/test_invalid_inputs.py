@@ -386,7 +386,7 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     require_refused_run(
         _train(copy, place, "train.steps=2", f"model.init={other}"),
         f"model.init = '{other}': the adapter was trained with other weights (sha256 {then[:12]}, "
-        f"now {found[:12]}). Restore the weights, or start a new run.",
+        f"now {found[:12]}). Restore the original weights, or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -400,8 +400,8 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     require_refused_run(
         _train(copy, place, "train.steps=2"),
         f"model.init = '{copy / 'base'}': the adapter was trained with another config.json (sha256 "
-        f"{then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore that file, or start a new "
-        "run.",
+        f"{then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore the original config.json, "
+        "or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 

@@ -119,7 +119,9 @@ class _Reader:
             self._refuse(f"general.alignment = {shown(alignment)}")
         start = math.ceil(self._file.tell() / alignment) * alignment
         end = max((end for _, _, end in found), default=0)
-        if not found or start + end > self._size:
+        if not found:
+            raise CheckpointError(f"{self._path}: its header lists no tensors. {_FIX}")
+        if start + end > self._size:
             self._refuse(f"{self._size:,} bytes, but its header requires {start + end:,}")
         return GgufHeader(values=values, shapes=shapes)
 

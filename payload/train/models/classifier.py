@@ -87,7 +87,8 @@ class Classifier(CausalLM):
     def class_logits(self, tokens: Tensor) -> Tensor:
         """Map (B, T) padded token ids to logits (B, K) fp32.
 
-        The layers compute the texts without their padding, if they keep packed texts apart.
+        If the body supports packing (`packs_documents`), the texts are packed without padding
+        before the layers.
         """
         last = last_tokens(tokens, pad_token=self.pad_token)
         if not self.body.packs_documents:
