@@ -66,7 +66,10 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
             "assistant, gpt, chatgpt, bot, model, tool, function, observation, tool_response, "
             f"ipython, function_call, tool_call. {OR_SKIP}",
         ),
-        ({"messages": []}, f"messages is [], not a list of messages. {WRITE_LIST}"),
+        (
+            {"messages": []},
+            f"messages is an empty list. Add messages, or remove the row. {OR_SKIP}",
+        ),
         ({"messages": "hello"}, f"messages is 'hello', not a list of messages. {WRITE_LIST}"),
         (
             {"messages": [{"role": "user"}, ANSWER]},

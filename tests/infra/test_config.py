@@ -118,7 +118,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"machineType": "c4a-standard-8"}, r"c4a runs on Google Axion \(Arm\)"),
     (
         {"machineType": "c3-standard-6"},
-        r"unknown size.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
+        r"not a machine type of family c3.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
     ),
     ({"machineType": "big"}, r"unknown family 'big'"),
     ({"accessMode": "open"}, r"accessMode = 'open'\. Use one of: iap, direct, oslogin"),
