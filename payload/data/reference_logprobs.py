@@ -124,8 +124,8 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
             content = file.read()
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists this file. Compute it again "
-            f"with: {again}"
+            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists this file. Compute the file "
+            f"again with: {again}"
         ) from None
     if hashlib.sha256(content).hexdigest() != found.files[name].sha256:
         raise DataError(
