@@ -66,7 +66,10 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
             "assistant, gpt, chatgpt, bot, model, tool, function, observation, tool_response, "
             f"ipython, function_call, tool_call. {OR_SKIP}",
         ),
-        ({"messages": []}, f"messages is [], not a list of messages. {WRITE_LIST}"),
+        (
+            {"messages": []},
+            f"messages is an empty list. Add messages, or remove the row. {OR_SKIP}",
+        ),
         ({"messages": "hello"}, f"messages is 'hello', not a list of messages. {WRITE_LIST}"),
         (
             {"messages": [{"role": "user"}, ANSWER]},
@@ -386,7 +389,7 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     require_refused_run(
         _train(copy, place, "train.steps=2", f"model.init={other}"),
         f"model.init = '{other}': the adapter was trained with other weights (sha256 {then[:12]}, "
-        f"now {found[:12]}). Restore the weights, or start a new run.",
+        f"now {found[:12]}). Restore the original weights, or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 
@@ -400,8 +403,8 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     require_refused_run(
         _train(copy, place, "train.steps=2"),
         f"model.init = '{copy / 'base'}': the adapter was trained with another config.json (sha256 "
-        f"{then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore that file, or start a new "
-        "run.",
+        f"{then[:12]}, now {config_sha256(copy / 'base')[:12]}). Restore the original config.json, "
+        "or start a new run.",
     )
     assert _files(copy / "run" / "checkpoints") == before
 

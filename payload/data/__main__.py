@@ -148,8 +148,8 @@ def parser() -> CommandParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add to the meta.json of an older release the hashes of file ranges, which training "
-        "verifies",
+        help="add hashes to the meta.json of an older release: one hash for each range of a file, "
+        "which training verifies when it reads the range",
     )
     _add_show_flags(
         commands.add_parser(

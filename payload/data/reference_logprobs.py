@@ -124,15 +124,19 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
             content = file.read()
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists this file. Compute it again "
-            f"with: {again}"
+            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists this file. Compute the file "
+            f"again with: {again}"
         ) from None
-    count = meta.train_documents + meta.val_documents
-    is_intact = hashlib.sha256(content).hexdigest() == found.files[name].sha256
-    if not is_intact or len(content) != count * 2 * _DTYPE.itemsize:
+    if hashlib.sha256(content).hexdigest() != found.files[name].sha256:
         raise DataError(
             f"{path}: its SHA-256 differs from the one in {REFERENCE_FILE}. Compute the file again "
             f"with: {again}"
+        )
+    count = meta.train_documents + meta.val_documents
+    if len(content) != (size := count * 2 * _DTYPE.itemsize):
+        raise DataError(
+            f"{path}: has {len(content):,} bytes, but {count:,} pairs need {size:,}. Compute the "
+            f"file again with: {again}"
         )
     return np.frombuffer(content, dtype=_DTYPE).astype(np.float64).reshape(-1, 2)
 

@@ -43,7 +43,7 @@ def add_reading_flags(more: AddFlag) -> None:
         "--ignore-key",
         action="append",
         metavar="NAME",
-        help="leave out a column or a key of messages that nothing reads; can be repeated",
+        help="a column, or a key of messages, whose values training may lose; can be repeated",
     )
 
 
@@ -76,8 +76,8 @@ def add_special_tokens_flag(more: AddFlag) -> None:
         nargs="+",
         default=(),
         metavar="TOKEN",
-        help="add these special tokens to the tokenizer, as in '<|tool|>'; training adds a row of "
-        "the embedding and the output head for each, which starts as the mean of the other rows",
+        help="add these special tokens to the tokenizer, as in '<|tool|>'; training adds a row per "
+        "token to the embedding and the output head; a new row starts as the mean of the old rows",
     )
 
 

@@ -27,12 +27,16 @@ def open_texts(
     folder: Path, meta: DataMeta, model: Classifier, *, sequence_length: int | None
 ) -> LabelledTexts:
     """Return the validation texts. Raises DataError, and ConfigError for too long a length."""
-    if meta.classify is None or meta.classify.labels != model.labels:
-        found = ", ".join(meta.classify.labels[:8]) if meta.classify else "-"
+    if meta.classify is None:
         raise DataError(
-            f"{folder}: its labels are {found}, but the classifier has "
-            f"{', '.join(model.labels[:8])}. Prepare the texts with --task classify and the same "
-            "labels."
+            f"{folder}: prepared with --task {meta.task}, but the model is a classifier. Prepare "
+            "the texts with --task classify."
+        )
+    if meta.classify.labels != model.labels:
+        raise DataError(
+            f"{folder}: its labels are {', '.join(meta.classify.labels[:8])}, but the classifier "
+            f"has {', '.join(model.labels[:8])}. Prepare the texts with --task classify and the "
+            "same labels."
         )
     context = model.spec.context()
     if sequence_length is not None and sequence_length > context:

@@ -36,6 +36,7 @@ from payload.formats.tokenizer_canonical import canonical_parts
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FIX = "Use --format hf."
+_OWN = "Put the tokenizer of this model next to its weights."
 _NO_SPACES_LEFT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
 """Gemma's pre-tokenizer. It has no effect, because the normalizer has already replaced the
 spaces."""
@@ -191,11 +192,12 @@ def _tokens(
     texts = [f"[PAD{row}]" for row in range(rows)]
     kinds = [TokenKind.UNUSED] * rows
     largest = max([*model.vocab.values(), *(token.id for token in added)], default=0)
-    if largest >= rows or min(model.vocab.values(), default=0) < 0:
+    if largest >= rows:
         raise CheckpointError(
-            f"{path}: has token {largest}, but the model's embedding has {rows} rows. Put the "
-            "tokenizer of this model next to its weights."
+            f"{path}: has token {largest}, but the model's embedding has {rows} rows. {_OWN}"
         )
+    if (smallest := min(model.vocab.values(), default=0)) < 0:
+        raise CheckpointError(f"{path}: has a negative token id, {smallest}. {_OWN}")
     for text, row in model.vocab.items():
         texts[row] = text
         kinds[row] = TokenKind.NORMAL

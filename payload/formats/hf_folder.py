@@ -127,8 +127,12 @@ def weight_map(folder: Path) -> dict[str, str]:
     index = own_file(folder, INDEX_FILE)
     raw = _read_json(index)
     names = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(names, dict) or not names:
+    if names is None:
         raise CheckpointError(f"{index}: weight_map is missing. {FIX}")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(
+            f"{index}: weight_map = {shown(names)}: must list the file of each tensor. {FIX}"
+        )
     for name in names.values():
         if not isinstance(name, str) or not _WEIGHTS_NAME.fullmatch(name):
             raise CheckpointError(

@@ -51,7 +51,7 @@ def read_tools(name: str | None) -> list[Mapping[str, Any]]:
     where = f"--tools {name}"
     given = parse_json(_read(name, option="--tools"), where=where, fix=fix)
     if not isinstance(given, list) or not given:
-        raise ConfigError(f"{where}: {shown(given)} is not a list of tools. {fix}")
+        raise ConfigError(f"{where}: {shown(given)} is not a list of one or more tools. {fix}")
     found: list[Mapping[str, Any]] = []
     for number, each in enumerate(given):
         tool = {"type": "function", "function": each} if _is_function(each) else each

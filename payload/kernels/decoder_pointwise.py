@@ -226,7 +226,10 @@ def _require_heads(qkv: Tensor, sizes: HeadSizes) -> None:
     heads = sizes.heads + 2 * sizes.key_heads
     require_tensor("qkv", qkv, element(qkv), (rows, heads, sizes.width))
     if sizes.width % 2 or sizes.width > LONGEST_HEAD or rows % sizes.length:
-        raise ValueError(f"heads {sizes} do not fit {rows} tokens and at most {LONGEST_HEAD} wide")
+        raise ValueError(
+            f"{sizes} with {rows} tokens: the width must be even and at most {LONGEST_HEAD}, and "
+            "the length must divide the tokens"
+        )
 
 
 def _require_head_norms(scale: NormScale, sizes: HeadSizes) -> bool:

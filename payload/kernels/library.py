@@ -457,7 +457,7 @@ def _attention_sizes(
     if starts is not None and length:
         positions = torch.arange(length)
         fits = (starts >= 0) & (starts <= positions)
-        _require(bool(fits.all()), "a token attends only to later tokens")
+        _require(bool(fits.all()), "a token's start is negative or after the token")
         _require(bool((starts.diff() >= 0).all()), "starts decrease")
     return batch, length, heads, width
 

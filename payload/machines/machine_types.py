@@ -163,7 +163,7 @@ def machine_type(name: str) -> MachineType:
     shape, _, size = rest.partition("-")
     if shape not in family.gib_per_vcpu or size not in {str(vcpus) for vcpus in family.sizes}:
         raise ConfigError(
-            f"unknown size. Use one of: "
+            f"not a machine type of family {family_name}. Use one of: "
             f"{family_name}-{{{','.join(family.gib_per_vcpu)}}}-"
             f"{{{','.join(str(vcpus) for vcpus in family.sizes)}}}."
         )

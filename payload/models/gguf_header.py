@@ -158,7 +158,9 @@ class _Reader:
             self._refuse(f"general.alignment = {shown(alignment)}")
         start = math.ceil(self._file.tell() / alignment) * alignment
         end = max((place.start + place.num_bytes for place in places.values()), default=0)
-        if not found or start + end > self._size:
+        if not places:
+            raise CheckpointError(f"{self._path}: its header lists no tensors. {_FIX}")
+        if start + end > self._size:
             self._refuse(f"{self._size:,} bytes, but its header requires {start + end:,}")
         places = {name: replace(each, start=start + each.start) for name, each in places.items()}
         factors = {name: self._factors(name, places[name]) for name in _FACTORS if name in places}

@@ -155,6 +155,8 @@ def _backfill(
     made = subprocess.run(make, capture_output=True, text=True, check=False)
     if written.returncode or made.returncode:
         reason = one_line(made.stderr.strip().rpartition("\n")[2]) or "no reason given"
+        if written.returncode:
+            reason = "see the error above"
         say(f"note: the charts begin now: the run's history cannot be loaded: {reason}")
 
 

@@ -81,7 +81,8 @@ def parser() -> CommandParser:
     made = CommandParser(
         prog=command("report"),
         description="Write a run's report: one HTML page with result, curves, time, cost, data and "
-        "settings, which needs no network. Several runs are shown side by side. Prints the path.",
+        "settings. The page needs no network. Several runs are shown side by side. Prints the "
+        "path.",
         example=command("report", "latest", "--open"),
     )
     made.add_argument(

@@ -16,6 +16,10 @@ _MAX_DISK_GIB = 65_536
 LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 """Name of a user on a node."""
 CLUSTER_NAME = re.compile(r"[a-z]([a-z0-9-]{0,22}[a-z0-9])?")
+CLUSTER_NAME_FIX = (
+    " (by default the stack's name) must have up to 24 lower-case letters, digits and hyphens, "
+    "begin with a letter and not end with a hyphen. Set it: pulumi config set cluster NAME"
+)
 _PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
@@ -34,8 +38,7 @@ class StackSettings:
     cluster: str = checked(
         "",
         pattern=CLUSTER_NAME,
-        refusal=" (by default the stack's name) must be a lower-case letter, then up to 23 "
-        "letters, digits and hyphens. Set it: pulumi config set cluster NAME",
+        refusal=CLUSTER_NAME_FIX,
     )
     project: str = checked(
         "",

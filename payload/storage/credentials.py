@@ -52,7 +52,7 @@ def load_credentials(login: GoogleLogin) -> Any:
         # The messages of Google's libraries quote the credentials.
         where = f"in {login.variable}" if login.variable else "on this machine"
         raise CloudAuthError(
-            f"there are no Google Cloud credentials {where}. {login.renewal()}"
+            f"there are no usable Google Cloud credentials {where}. {login.renewal()}"
         ) from None
     if not login.impersonated:
         return credentials

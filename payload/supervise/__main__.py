@@ -112,7 +112,7 @@ def _parser() -> CommandParser:
         "--job-ends",
         type=float,
         metavar="UNIX",
-        help="time at which a scheduler kills this job; the run saves and stops before it",
+        help="time at which a scheduler kills this job; the run saves and stops before that time",
     )
     return parser
 

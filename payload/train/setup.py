@@ -281,14 +281,14 @@ def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) 
     if before is not None and before.sha256 != found.sha256:
         raise CheckpointError(
             f"model.init = {source!r}: the adapter was trained with other weights (sha256 "
-            f"{before.sha256[:12]}, now {found.sha256[:12]}). Restore the weights, or start a new "
-            "run."
+            f"{before.sha256[:12]}, now {found.sha256[:12]}). Restore the original weights, "
+            "or start a new run."
         )
     if before is not None and not before.has_same_config(found):
         raise CheckpointError(
             f"model.init = {source!r}: the adapter was trained with another {CONFIG_FILE} (sha256 "
-            f"{str(before.config_sha256)[:12]}, now {str(found.config_sha256)[:12]}). Restore that "
-            "file, or start a new run."
+            f"{str(before.config_sha256)[:12]}, now {str(found.config_sha256)[:12]}). Restore the "
+            f"original {CONFIG_FILE}, or start a new run."
         )
     return found
 

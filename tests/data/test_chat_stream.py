@@ -328,7 +328,8 @@ def test_keys_that_nothing_reads_are_counted_up_to_the_early_rows(
     source = write_rows(tmp_path / "in.jsonl", rows)
     assert main(prepare_words(tokenizer, source, tmp_path / "out")) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert "nothing reads 'mood' (399 rows) of the first 400 rows" in message
+    found = "in the first 400 rows, the task does not read these columns: 'mood' (399 rows)"
+    assert found in message
 
 
 # Not a constant, which Jinja would compute when it compiles the template.

@@ -366,6 +366,21 @@ def test_a_variable_of_the_command_line_is_json_or_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "problem"),
+    [
+        ("messages=[]", "'messages=[]': the program sets the variable messages itself"),
+        ("a-b=1", "'a-b=1' is not NAME=VALUE"),
+    ],
+)
+def test_a_variable_that_cannot_be_set_is_refused_with_the_reason(
+    variable: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        data(["prepare", "--task", "chat", "--template-var", variable])
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("template", "is_sequential"),
     [
         (PLAIN_TEMPLATE, True),

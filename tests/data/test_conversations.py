@@ -206,7 +206,7 @@ ASK = {"role": "user", "content": "add"}
 BAD_CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a"}]}, "no message has role 'assistant'"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0]: unknown role 'robot'"),
-    ({"messages": []}, "not a list of messages"),
+    ({"messages": []}, "messages is an empty list"),
     ({"messages": "hello"}, "messages is 'hello', not a list of messages"),
     ({"messages": [{"role": "user"}]}, "A message needs the keys 'role' and 'content'"),
     ({"messages": [{"role": "user", "content": 7}]}, "content is 7, not text"),
@@ -222,7 +222,7 @@ BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": None, "rejected": "b"}, "no chosen in the columns"),
     ({"question": "a", "good": "b"}, "no chosen and no rejected in the columns 'question'"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-    ({"chosen": "b", "rejected": "c"}, "plain texts without a prompt"),
+    ({"chosen": "b", "rejected": "c"}, "no prompt for the plain text in chosen and rejected"),
     ({"prompt": 7, "chosen": "b", "rejected": "c"}, "prompt is 7, not text and not a list"),
     ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen is [], not text and not a list"),
     (

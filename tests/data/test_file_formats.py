@@ -358,7 +358,7 @@ def test_columns_get_other_names_and_keys_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "nothing reads 'image' (20 rows) of the first 20 rows"),
+        ((), "in the first 20 rows, the task does not read these columns: 'image' (20 rows)"),
         (("--ignore-key", "image"), None),
         (("--columns", "pic=user"), "no row has the column 'pic'; the columns are 'messages'"),
     ],

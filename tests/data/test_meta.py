@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from payload.core.errors import DataError
 from payload.data.__main__ import main
 from payload.data.writing.meta import verify_files
+from payload.data.writing.resumable_token_files import GrowingFile, partial_path
 from payload.formats.data_folder import load_meta, token_dtype
 from tests.data.running import write_jsonl
 
@@ -81,6 +83,21 @@ def test_changed_byte_is_found_by_verify(folder: Path, capsys: pytest.CaptureFix
         verify_files(folder, load_meta(folder))
     assert main(["verify", str(folder)]) == 10
     assert capsys.readouterr().err.count("error: ") == 1
+
+
+def test_a_hash_of_a_range_that_is_wrong_in_meta_json_is_named(folder: Path) -> None:
+    meta = load_meta(folder)
+    file = meta.files["train.bin"]
+    wrong = replace(file, range_sha256=("0" * len(file.range_sha256[0]), *file.range_sha256[1:]))
+    meta = replace(meta, files={**meta.files, "train.bin": wrong})
+    with pytest.raises(DataError, match=r"train\.bin: its hashes in meta\.json contradict each"):
+        verify_files(folder, meta)
+
+
+def test_an_unfinished_file_that_became_shorter_is_refused(tmp_path: Path) -> None:
+    partial_path(tmp_path, "train.bin").write_bytes(b"1234")
+    with pytest.raises(DataError, match="has 4 bytes, but the journal records 8"):
+        GrowingFile(tmp_path, "train.bin", keep_bytes=8)
 
 
 @pytest.mark.parametrize(

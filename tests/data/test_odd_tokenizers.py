@@ -89,6 +89,12 @@ def prepare(
     )  # fmt: skip
 
 
+def test_a_vocabulary_without_tokens_is_refused(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    with pytest.raises(DataError, match="its vocabulary has no tokens"):
+        load_tokenizer(str(odd_tokenizer(tmp_path / "model", model, added_tokens=[])))
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("task", ["text", "classify", "chat", "preference"])
 def test_an_empty_vocabulary_is_refused_by_every_task(tmp_path: Path, task: str) -> None:

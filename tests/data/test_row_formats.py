@@ -286,6 +286,10 @@ def test_content_is_text_or_null_or_parts_of_text() -> None:
     messages[0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "duck.jpg"}}]
     with pytest.raises(BadConversationError, match=r"content\[2\] is a part of type 'image_url'"):
         conversation_of({"messages": messages})
+    for part in ({"type": "text", "body": "a"}, {"body": "a"}, 7):
+        messages[0]["content"] = [part]
+        with pytest.raises(BadConversationError, match=r"content.0. is .* without the key"):
+            conversation_of({"messages": messages})
 
 
 def test_documents_and_variables_of_the_template_are_read() -> None:
@@ -374,6 +378,18 @@ def test_pairs_have_tools_and_the_formats_of_openai_and_sharegpt() -> None:
     }
     assert preference_of(sharegpt).chosen == [assistant("b")]
     assert preference_of({"question": "a", "chosen": "b", "rejected": "c"}).prompt == [user("a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"chosen": "b", "rejected": "c"}, "chosen and rejected"),
+        ({"chosen": [assistant("b")], "rejected": "c"}, "rejected"),
+    ],
+)
+def test_a_text_of_a_pair_without_a_prompt_is_named(row: dict[str, Any], texts: str) -> None:
+    with pytest.raises(BadConversationError, match=f"no prompt for the plain text in {texts}\\."):
+        preference_of(row)
 
 
 def test_a_conversation_has_one_flag_a_message() -> None:

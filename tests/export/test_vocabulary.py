@@ -206,6 +206,20 @@ def test_a_sentencepiece_tokenizer_with_other_steps_than_llama_cpps_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (ROWS, rf"has token {ROWS}, but the model's embedding has {ROWS} rows"),
+        (-1, "has a negative token id, -1"),
+    ],
+)
+def test_a_token_without_a_row_is_named(number: int, problem: str, tmp_path: Path) -> None:
+    raw = json.loads(sentencepiece())
+    raw["model"]["vocab"]["lead"] = number
+    with pytest.raises(CheckpointError, match=problem):
+        read_vocabulary(folder_with(tmp_path / "source", raw), rows=ROWS, eos=None)
+
+
+@pytest.mark.parametrize(
     ("change", "problem"),
     [
         (lambda steps: steps[0].update(behavior="Removed"), "its pre-tokenizer"),

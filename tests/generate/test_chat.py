@@ -186,8 +186,8 @@ def test_prompts_are_answered_in_conversations_of_their_own(
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("{}", "not a list of tools"),
-        ("[]", "not a list of tools"),
+        ("{}", "not a list of one or more tools"),
+        ("[]", "not a list of one or more tools"),
         ('[{"parameters": {}}]', "has no name"),
         ("[", "not JSON"),
         (TOOLS, "does not write tools"),

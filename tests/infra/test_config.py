@@ -103,8 +103,8 @@ def test_the_default_disks_fit_a_new_projects_quota() -> None:
 # Settings, and the expected message: key, value and fix.
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"project": ""}, r"project = '' is not a Google Cloud project id.*pulumi config set project"),
-    ({"cluster": "Dev"}, r"cluster = 'Dev'.*must be a lower-case letter"),
-    ({"cluster": "a" * 25}, r"cluster = 'a{25}'.*up to 23"),
+    ({"cluster": "Dev"}, r"cluster = 'Dev'.*up to 24 lower-case letters"),
+    ({"cluster": "a" * 25}, r"cluster = 'a{25}'.*up to 24"),
     ({"region": "Iowa"}, r"region = 'Iowa' is not a region"),
     ({"region": "us-east4"}, r"zones has 'us-central1-a', which is not in region us-east4.*--path"),
     ({"zones": []}, r"zones is empty"),
@@ -118,7 +118,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"machineType": "c4a-standard-8"}, r"c4a runs on Google Axion \(Arm\)"),
     (
         {"machineType": "c3-standard-6"},
-        r"unknown size.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
+        r"not a machine type of family c3.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
     ),
     ({"machineType": "big"}, r"unknown family 'big'"),
     ({"accessMode": "open"}, r"accessMode = 'open'\. Use one of: iap, direct, oslogin"),

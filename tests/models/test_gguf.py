@@ -211,6 +211,13 @@ def test_every_cut_is_noticed_in_one_line(exported: Path, tmp_path: Path) -> Non
         assert "\n" not in str(refused.value)
 
 
+def test_a_file_without_tensors_is_refused_for_that_reason(tmp_path: Path) -> None:
+    file = tmp_path / "empty.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + b"\0" * 64)
+    with pytest.raises(CheckpointError, match=r"its header lists no tensors\. Download"):
+        read_header(file)
+
+
 def test_a_header_that_lies_is_refused_in_one_line(exported: Path, tmp_path: Path) -> None:
     """Set each byte of the first kilobyte and of the tensor list to the values that overflow."""
     content = exported.read_bytes()

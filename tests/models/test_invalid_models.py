@@ -465,8 +465,8 @@ CASES = {
     "adapter without its base": Case(
         adapter_without_base,
         f"{{model}}/adapter_config.json: base_model_name_or_path = '{{tmp}}/gone': {NO_FOLDER}",
-        trained="{model}: its base {tmp}/gone is missing, and an adapter contains no copy of its "
-        "base. Restore the base in that folder.",
+        trained="{model}: its base is missing, and an adapter contains no copy of its base. "
+        "Restore the base in {tmp}/gone.",
     ),
     "other sizes": Case(
         lambda _: None,

@@ -139,6 +139,7 @@ def test_a_tensor_that_the_index_does_not_name_is_the_models_as_in_transformers(
         (lambda index: index.with_name("model-00001-of-00002.safetensors").unlink(), "is missing"),
         (lambda index: index.unlink(), f"shards but no {INDEX_FILE}"),
         (lambda index: index.write_text("{}"), "weight_map is missing"),
+        (lambda index: index.write_text('{"weight_map": {}}'), r"weight_map = \{\}: must list the"),
         (lambda index: index.write_text("["), "not JSON"),
         (lambda index: rewrite(index, a="../model.safetensors"), "does not name a safetensors"),
         (lambda index: rewrite(index, a="/etc/passwd"), "does not name a safetensors file"),

@@ -134,7 +134,7 @@ def test_remote_machines_are_not_treated_as_this_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 node"):
         require_one_machine(load_cluster(str(path), env={}))
     path.write_text(make_inventory().to_json().replace('"kind": "local"', '"kind": "iap"'))
-    with pytest.raises(ConfigError, match="access kind 'iap'"):
+    with pytest.raises(ConfigError, match="access kind 'iap' is for other machines"):
         require_one_machine(load_cluster(str(path), env={}))
     path.write_text(make_inventory().to_json())
     chosen = load_cluster(str(path), env={})

@@ -167,6 +167,17 @@ def test_a_job_that_begins_before_its_record_waits_for_it(
     monkeypatch.setattr(allocation, "_RECORD_S", 0.1)
     with pytest.raises(UsageError, match=r"not the record of Slurm job 13\. Submit the run again"):
         allocation._own_record(paths, "13")
+    with pytest.raises(UsageError, match=r"SLURM_JOB_ID is not set, .* --site slurm"):
+        allocation._own_record(paths, None)
+
+
+@pytest.mark.parametrize(
+    ("env", "missing"),
+    [({}, "SLURM_JOB_ID"), ({"SLURM_JOB_ID": "12"}, "SLURM_JOB_NODELIST")],
+)
+def test_outside_of_a_job_the_missing_variable_is_named(env: dict[str, str], missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"{missing} is not set, so this is not a Slurm job"):
+        allocation.allocation(env, why="--inventory slurm")
 
 
 def test_a_run_within_a_job_knows_when_the_job_ends(tmp_path: Path) -> None:

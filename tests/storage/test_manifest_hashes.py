@@ -190,6 +190,20 @@ def test_a_planted_checkpoint_that_came_before_its_hash_is_named_later(
     assert f"{here.checkpoint(5)} was already on this machine" in said[-1] and wrote in said[-1]
 
 
+def test_a_planted_checkpoint_that_the_head_has_not_uploaded_is_named(
+    head: RunPaths, store: ObjectStore, tmp_path: Path
+) -> None:
+    plant(store, tmp_path / "planted", 5)
+    here = run_at(tmp_path / "here")
+    said: list[str] = []
+    collect_from_store(store, here, say=said.append)
+    for name in ("step_00000001", "step_00000009"):
+        note_hash(here, name, "0" * 64)
+    collect_from_store(store, here, say=said.append)
+    found = f"{here.checkpoint(5)} was already on this machine, but the head has not uploaded this"
+    assert any(found in line for line in said)
+
+
 def test_an_upload_brings_no_part_of_a_removed_run_back(
     head: RunPaths, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

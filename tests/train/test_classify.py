@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from payload.config.run_config import parse_run_config
-from payload.core.errors import CheckpointError, ConfigError
+from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.data.reading.blocks import Indices
 from payload.evaluate.__main__ import main as evaluate_main
 from payload.evaluate.classify import open_texts
@@ -326,20 +326,31 @@ def test_a_classifier_of_other_labels_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "problem"),
     [
-        ("problem_type", "multi_label_classification"),
-        ("problem_type", "regression"),
-        ("num_labels", 3),
+        ("problem_type", "multi_label_classification", "only classifiers that assign exactly one"),
+        ("problem_type", "regression", "only classifiers that assign exactly one label to a text"),
+        ("num_labels", 3, "but id2label has 2 labels"),
     ],
 )
-def test_a_classifier_of_another_kind_is_refused(key: str, value: object) -> None:
+def test_a_classifier_of_another_kind_is_refused(key: str, value: object, problem: str) -> None:
     config = {"id2label": {"0": "a", "1": "b"}, "num_labels": 2}
     assert saved_labels(config, where="x") == ("a", "b")
-    with pytest.raises(
-        CheckpointError, match=f"x: {key} = .*only classifiers that assign exactly one of 2 labels"
-    ):
+    with pytest.raises(CheckpointError, match=f"x: {key} = .*{problem}"):
         saved_labels({**config, key: value}, where="x")
+
+
+def test_a_classifier_is_evaluated_only_on_texts_with_its_labels(trained: Path, data: Path) -> None:
+    model = load(trained / "checkpoints" / "step_00000012")
+    assert isinstance(model, Classifier)
+    meta = load_meta(data)
+    assert meta.classify is not None
+    others = replace(meta, classify=replace(meta.classify, labels=("x", "y", "z")))
+    with pytest.raises(DataError, match="its labels are x, y, z, but the classifier has"):
+        open_texts(data, others, model, sequence_length=None)
+    chats = replace(meta, task="chat", classify=None)
+    with pytest.raises(DataError, match="prepared with --task chat, but the model is a classifier"):
+        open_texts(data, chats, model, sequence_length=None)
 
 
 def with_padding(data: Path, pad_token: int) -> DataMeta:
@@ -397,7 +408,7 @@ def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
     task.require_matching_checkpoint(own)
     load(own)
     (own / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match="num_labels = 2, but only classifiers that assign"):
+    with pytest.raises(CheckpointError, match="num_labels = 2, but id2label has 3 labels"):
         load(own)
 
 

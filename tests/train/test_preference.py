@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -369,6 +370,12 @@ def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path)
     values = data / "reference.fp32.bin"
     values.write_bytes(values.read_bytes()[:-8] + bytes(8))
     with pytest.raises(DataError, match=r"its SHA-256 differs from the one in reference\.json"):
+        train_alone(tmp_path / "run", config, "train.steps=3")
+    values.write_bytes((tmp_path / "kept" / values.name).read_bytes() + bytes(16))
+    record = json.loads((data / "reference.json").read_text())
+    record["files"][values.name]["sha256"] = hashlib.sha256(values.read_bytes()).hexdigest()
+    (data / "reference.json").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=r"has [\d,]+ bytes, but \d+ pairs need"):
         train_alone(tmp_path / "run", config, "train.steps=3")
 
 

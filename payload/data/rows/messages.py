@@ -86,11 +86,13 @@ def read_messages(given: object, column: str) -> MessageList:
     # The built-in type is checked first, because the check of an abstract type is slow.
     if not isinstance(given, list) and isinstance(given, Mapping):
         given = [given]
-    if not isinstance(given, (list, Sequence)) or isinstance(given, str) or not given:
+    if not isinstance(given, (list, Sequence)) or isinstance(given, str):
         raise BadConversationError(
             f"{column} is {shown(given)}, not a list of messages. Write "
             '[{"role": ..., "content": ...}, ...].'
         )
+    if not given:
+        raise BadConversationError(f"{column} is an empty list. Add messages, or remove the row.")
     found = MessageList()
     thoughts: list[str] = []
     for number, each in enumerate(given):
@@ -213,11 +215,16 @@ def _content(value: object, where: str) -> str | None:
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type", "text") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or kind not in _TEXT_PARTS or "text" not in part:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in _TEXT_PARTS:
             raise BadConversationError(
                 f"{where}[{number}] is a part of type {shown(kind)}, and only text can be trained. "
                 "Remove the part, or the row."
+            )
+        if not isinstance(part, Mapping) or "text" not in part:
+            raise BadConversationError(
+                f"{where}[{number}] is {shown(part)}, a part without the key 'text'. Write "
+                '{"type": "text", "text": ...}, or remove the part.'
             )
         texts.append(require_text(part["text"], f"{where}[{number}]"))
     # Templates that take parts print one directly after the other.
@@ -282,7 +289,9 @@ def _tool_call(given: object, where: str) -> dict[str, Any]:
     nested = given.get("function")
     function = dict(nested) if isinstance(nested, Mapping) else dict(given)
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadConversationError(f"{where} is {shown(given)}, a function call without a name.")
+        raise BadConversationError(
+            f"{where} is {shown(given)}, a function call without a name. Write the name as text."
+        )
     if not isinstance(nested, Mapping):
         outer = {key: function.pop(key) for key in ("id", "type") if key in function}
         return {**outer, "type": "function", "function": _with_arguments(function)}

@@ -73,10 +73,11 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
             for each, name in zip((chosen, rejected), ANSWERS, strict=True)
         )
     else:
-        if isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
+        texts = [name for name in ANSWERS if isinstance(row[name], str)]
+        if texts:
             raise BadConversationError(
-                "chosen and rejected are plain texts without a prompt. Add a column 'prompt', or "
-                "write each as a whole conversation."
+                f"no prompt for the plain text in {' and '.join(texts)}. Add a column 'prompt', or "
+                "write chosen and rejected as whole conversations."
             )
         count = _num_common_messages(chosen, rejected)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]

@@ -188,9 +188,9 @@ class Rows(ABC):
             return
         first = self._unread.most_common(1)[0][0]
         raise DataError(
-            f"{self.label}: nothing reads {_counted(self._unread)} of the first "
-            f"{num_rows or self.num_rows:,} rows, so training would lose these values. Map the "
-            "columns to known names with --columns, or ignore each with "
+            f"{self.label}: in the first {num_rows or self.num_rows:,} rows, the task does not "
+            f"read these columns: {_counted(self._unread)}. Training would lose their values. Map "
+            "them to known names with --columns, or ignore each with "
             f"--ignore-key {printable_line(first)}."
         )
 

@@ -118,7 +118,11 @@ def sample_options(args: argparse.Namespace) -> SampleOptions:
 def template_variable(text: str) -> tuple[str, Any]:
     """Parse NAME=VALUE; a value that is not JSON is a text."""
     name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier() or name in _RESERVED_VARIABLES:
+    if name in _RESERVED_VARIABLES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the program sets the variable {name} itself. Use another variable"
+        )
+    if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME=VALUE with the name of a template's variable, such as "
             "enable_thinking=false"

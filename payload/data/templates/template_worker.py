@@ -191,7 +191,8 @@ class Program:
         text = self._template.render(values)
         if len(text) > min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given):
             raise TemplateFailureError(
-                f"it renders {given:,} characters of messages to {len(text):,} characters."
+                f"its output is too long: {len(text):,} characters from {given:,} characters of "
+                "messages."
             )
         try:
             text.encode()

@@ -95,8 +95,8 @@ class TurnFinder(RenderedRow):
     def _located(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
         """Return the text of a turn with its prompt, and where the trained part begins.
 
-        `answered` is the text with the turn as the last message. The text of a turn can begin
-        before the end of its prompt, if the prompt ends with marks of thoughts.
+        `answered` is the text with the turn as the last message. The trained part can begin before
+        the prompt's end, if the prompt ends with reasoning tags such as `<think>`.
         """
         tail, end = prompt_tail(prompt), self._end(number)
         has_thought = self._thought(number) is not None

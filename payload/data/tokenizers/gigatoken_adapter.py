@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import is_failure
-from payload.core.printable_text import one_line
+from payload.core.printable_text import one_line, shown
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -95,7 +95,7 @@ def _adapt(raw: Mapping[str, Any]) -> tuple[str, bytes]:
     """Return the file changed for gigatoken, and the bytes that the vocabulary lacks."""
     model = raw["model"]
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise NotFastError(f"its model is {model.get('type')}, not BPE")
+        raise NotFastError(f"its model is not BPE (model.type = {shown(model.get('type'))})")
     changed = {**raw, "truncation": None, "padding": None, "post_processor": None}
     missing = b""
     if not model.get("byte_fallback"):

@@ -149,8 +149,9 @@ def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTok
         )
     backend = build_backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    largest = max(vocabulary.values(), default=-1)
-    if not 0 <= largest < _MAX_TOKEN:
+    if not vocabulary:
+        raise DataError(f"{folder / TOKENIZER_FILE}: its vocabulary has no tokens. {_FIX}")
+    if (largest := max(vocabulary.values())) >= _MAX_TOKEN:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token id is {largest}. {_FIX}")
     identity = identity_of(raw)
     end, file = _end_of_document(folder, files, backend)

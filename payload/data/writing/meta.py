@@ -76,9 +76,12 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
         whole = found[name].sha256
         where = damaged_ranges(found[name].range_sha256, expected.range_sha256)
         if whole != expected.sha256 or where:
+            problem = f"sha256 is {whole}, not {expected.sha256} as in meta.json"
+            if whole == expected.sha256:
+                problem = "its hashes in meta.json contradict each other"
             raise DataError(
-                f"{folder / name}: sha256 is {whole}, not {expected.sha256} as in "
-                f"meta.json{where}. {prepare_again_hint(folder, source=meta.source)}"
+                f"{folder / name}: {problem}{where}. "
+                f"{prepare_again_hint(folder, source=meta.source)}"
             )
     return {name: found[name] for name in meta.files}
 

@@ -231,11 +231,15 @@ class GrowingFile:
             self._cut(path, keep_bytes)
 
     def _cut(self, path: Path, keep_bytes: int) -> None:
+        # Checked first, because `truncate` fills a shorter file with zeros.
+        if (size := path.stat().st_size) < keep_bytes:
+            raise DataError(
+                f"{path}: has {size:,} bytes, but the journal records {keep_bytes:,}. Start again "
+                "with --force."
+            )
         self._file.truncate(keep_bytes)
         while chunk := self._file.read(8 * MIB):
             self._update(chunk)
-        if self._file.tell() != keep_bytes or path.stat().st_size != keep_bytes:
-            raise DataError(f"{path}: shorter than the journal records. Start again with --force.")
 
     def append(self, values: npt.NDArray[np.generic]) -> None:
         """Append values."""

@@ -48,10 +48,10 @@ class Awq(Format):
     def __init__(self, config: Mapping[str, Any], *, where: str) -> None:
         """Read quantization_config. Raises CheckpointError for an unsupported layout."""
         read = read_settings(_Settings, config, where=where)
-        name = read.version or read.format or "gemm"
+        key, name = "version" if read.version else "format", read.version or read.format or "gemm"
         if name.lower() != "gemm":
             raise CheckpointError(
-                f"{where}: version = {shown(name)}: only AWQ's layout 'gemm' can be dequantised. "
+                f"{where}: {key} = {shown(name)}: only AWQ's layout 'gemm' can be dequantised. "
                 f"{CONFIG_FIX}"
             )
         self._group_size = read.group_size

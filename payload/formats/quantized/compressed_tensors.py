@@ -34,6 +34,7 @@ from payload.formats.quantized.stored_weight import (
     INT32_BITS,
     Format,
     StoredWeight,
+    described,
     group_size,
     part,
     refuse,
@@ -168,7 +169,7 @@ class CompressedTensors(Format):
     ) -> tuple[str, StoredWeight]:
         """Return a weight of packed integers."""
         if len(values.shape) != 2 or 0 in values.shape:
-            refuse(values, f"{name}{_PACKED}", "must be a matrix")
+            refuse(values, f"{name}{_PACKED}", f"is {described(values)}, but must be a matrix")
         scales_name, zeros_name = f"{name}_scale", f"{name}_zero_point"
         scales, zeros = part(headers, scales_name, weight=values), headers.get(zeros_name)
         groups = scales.shape[1] if len(scales.shape) == 2 else 1
@@ -257,14 +258,16 @@ class CompressedTensors(Format):
     ) -> tuple[str, StoredWeight]:
         """Return a weight of packed 4-bit floats."""
         if values.dtype != "U8" or len(values.shape) != 2 or 0 in values.shape:
-            refuse(values, f"{name}{_PACKED}", f"is {values.dtype}, but must be a matrix of U8")
+            refuse(
+                values, f"{name}{_PACKED}", f"is {described(values)}, but must be a matrix of U8"
+            )
         outputs, inputs = values.shape[0], values.shape[1] * 2
         scales_name, total_name = f"{name}_scale", f"{name}_global_scale"
         scales, total = part(headers, scales_name, weight=values), headers.get(total_name)
         parts, size, kinds = {"scales": scales}, _MXFP4_GROUP, ("U8", "F8_E8M0")
         if total is not None:
             if total.dtype != "F32" or total.num_elements() != 1:
-                refuse(total, total_name, "must be a single F32")
+                refuse(total, total_name, f"is {described(total)}, but must be a single F32")
             parts["total"], size, kinds = total, _NVFP4_GROUP, ("F8_E4M3", "")
         require_kind(scales, scales_name, dtypes=kinds, shape=(outputs, -(-inputs // size)))
         return stored(

@@ -51,9 +51,10 @@ class Gptq(Format):
         read = read_settings(_Settings, config, where=where)
         name = read.checkpoint_format or read.format or "gptq"
         if name not in _FORMATS:
+            key = "checkpoint_format" if read.checkpoint_format else "format"
             raise CheckpointError(
-                f"{where}: checkpoint_format = {shown(name)}: must be one of {', '.join(_FORMATS)}."
-                f" {CONFIG_FIX}"
+                f"{where}: {key} = {shown(name)}: must be one of {', '.join(_FORMATS)}. "
+                f"{CONFIG_FIX}"
             )
         self._bits, self._group_size = read.bits, read.group_size
         self._zero_offset = _FORMATS[name]

@@ -12,6 +12,7 @@ from payload.formats.quantized.stored_weight import (
     INT32_BITS,
     Layout,
     StoredWeight,
+    described,
     group_size,
     part,
     refuse,
@@ -41,7 +42,7 @@ def packed_linears(headers: Mapping[str, TensorHeader]) -> Iterator[tuple[str, T
         module, _, last = name.rpartition(".")
         if last == _VALUES:
             if values.dtype != "I32" or len(values.shape) != 2 or 0 in values.shape:
-                refuse(values, name, "must be a matrix of I32")
+                refuse(values, name, f"is {described(values)}, but must be a matrix of I32")
             yield module, values
 
 

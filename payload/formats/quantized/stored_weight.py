@@ -113,6 +113,11 @@ def refuse(header: TensorHeader, name: str, problem: str) -> NoReturn:
     raise CheckpointError(f"{header.path}: {name}: {problem}. {FIX}")
 
 
+def described(header: TensorHeader) -> str:
+    """Return a tensor's dtype and shape as text."""
+    return f"{header.dtype} of the shape {list(header.shape)}"
+
+
 def group_size(columns: int, groups: int, *, configured: int | None) -> int | None:
     """Return how many columns share a scale, or None if the groups do not fit the columns.
 

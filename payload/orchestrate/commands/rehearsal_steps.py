@@ -99,7 +99,12 @@ class Rehearsal:
 
     def _checked_outputs(self) -> StackOutputs:
         outputs = read_outputs(self.pulumi)
-        if outputs.hourly_usd is None or outputs.hourly_usd > 1.1 * self.hourly_usd:
+        if outputs.hourly_usd is None:
+            raise BudgetError(
+                "the cluster's price is unknown: the stack has no output hourly_usd; the estimate "
+                f"was ${self.hourly_usd:.4f}"
+            )
+        if outputs.hourly_usd > 1.1 * self.hourly_usd:
             raise BudgetError(
                 f"the cluster costs ${outputs.hourly_usd} an hour; the estimate was "
                 f"${self.hourly_usd:.4f}"

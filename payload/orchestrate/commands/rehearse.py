@@ -124,7 +124,11 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
     settings = dict(_SMALLEST)
     for each in given:
         key, equals, value = each.partition("=")
-        if not equals or not key.isalnum() or key in ("cluster", "project"):
+        if key == "cluster":
+            raise ConfigError(f"--set {each}: a rehearsal names its cluster itself. Remove it.")
+        if key == "project":
+            raise ConfigError(f"--set {each}: choose the project with --project.")
+        if not equals or not key.isalnum():
             raise ConfigError(f"--set {each}: must be KEY=VALUE with a setting of the cluster.")
         settings[key] = value
     settings.setdefault("zone", f"{settings['region']}-a")

@@ -77,8 +77,8 @@ class ResultsAtRisk:
     def refuse_losses(self, *, kept: str, force: str) -> None:
         """Raise ConfigError if a run can be active or has results that cannot be collected.
 
-        `kept` is the message's text about what is kept. `force` is the command that ignores the
-        results.
+        `kept` completes "so ..." in the message, for example "nothing was destroyed". `force` is
+        the command that ignores the results.
         """
         if self.head.query_error:
             raise ConfigError(

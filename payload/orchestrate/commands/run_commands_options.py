@@ -169,7 +169,7 @@ class PlanOptions(NewRunOptions):
         group=_MACHINES,
     )
     site: str | None = option(
-        "slurm: plan for slurm.nodes nodes like this machine",
+        "slurm: assume slurm.nodes nodes with this hardware",
         choices=_sites,
         group=_MACHINES,
     )

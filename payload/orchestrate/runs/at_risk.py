@@ -35,7 +35,7 @@ def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
         f"warning: the run has no store. Its checkpoints are on {head}'s disk, and "
         "are lost with that machine: at the end of its lifetime, or when Google preempts a "
         "spot machine. While `run` or `attach` follows the run, the newest checkpoint is copied "
-        f"here every {in_words(COPY_EVERY_S)}. To keep them all: {_KEEP}, then "
+        f"here every {in_words(COPY_EVERY_S)}. To keep all checkpoints: {_KEEP}, then "
         f"{command('orchestrate', 'up')}; or --set storage.results=gs://BUCKET/PREFIX"
     )
 
@@ -75,6 +75,6 @@ def refuse_spot_without_bucket(known: Mapping[str, Any], *, accepted: bool) -> N
     if need.spot == "false" or warning is None or accepted:
         return
     raise ConfigError(
-        f"spot = {need.spot!r}, and {warning}. To build it anyway: "
+        f"spot = {need.spot!r}, and {warning}. To build the cluster anyway: "
         f"{command('orchestrate', 'up', '--results-may-be-lost')}"
     )

@@ -453,13 +453,15 @@ def _take_checkpoint(
     known = known_hashes(paths)
     here = newest_valid(paths.checkpoints)
     recorded = known.by_name().get(here.name) if here is not None else None
-    if here is not None and (
-        known.is_gap(here.name) or recorded not in (None, sha256_of(here / MANIFEST_FILE))
-    ):
+    problem = ""
+    if here is not None and known.is_gap(here.name):
+        problem = "but the head has not uploaded this checkpoint"
+    elif here is not None and recorded not in (None, sha256_of(here / MANIFEST_FILE)):
+        problem = f"but its manifest differs from the one that the head wrote (sha256 {recorded})"
+    if problem:
         say(
-            f"warning: {here} was already on this machine, but its manifest differs from the one "
-            f"that the head wrote (sha256 {recorded}). If this checkpoint came from a store, move "
-            "it away, and collect again"
+            f"warning: {here} was already on this machine, {problem}. If this checkpoint came from "
+            "a store, move it away, and collect again"
         )
     found = fetch_newest(
         store,

@@ -45,6 +45,7 @@ from payload.run_record.run_files import DEFAULT_GRACE_S, RunJob, RunPaths, last
 from payload.run_record.run_repair import known_summary, move_blockers_aside
 
 JOB_ID = "SLURM_JOB_ID"
+_NODELIST = "SLURM_JOB_NODELIST"
 _COMMAND_S = 30.0
 _REPORT_S = 120.0
 _RECORD_S = 60.0
@@ -141,11 +142,12 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
 
     Raises ConfigError outside of a job, and PreflightError if a node cannot access `folders`.
     """
-    job_id, nodelist = env.get(JOB_ID), env.get("SLURM_JOB_NODELIST")
+    job_id, nodelist = env.get(JOB_ID), env.get(_NODELIST)
     if not job_id or not nodelist:
         raise ConfigError(
-            f"inventory ({why}): {JOB_ID} is not set, so this is not a Slurm job. Submit one with "
-            "run --site slurm, or start this command within salloc or sbatch."
+            f"inventory ({why}): {_NODELIST if job_id else JOB_ID} is not set, so this is not a "
+            "Slurm job. Submit one with run --site slurm, or start this command within salloc or "
+            "sbatch."
         )
     names = run_slurm(["scontrol", "show", "hostnames", nodelist], env).split()
     facts = [
@@ -397,12 +399,17 @@ def _own_record(paths: RunPaths, job_id: str | None) -> RunJob:
 
     Raises UsageError if the record does not appear.
     """
+    if job_id is None:
+        raise UsageError(
+            f"{JOB_ID} is not set, so this is not a Slurm job. Submit the run with run --site "
+            "slurm."
+        )
     deadline = time.monotonic() + _RECORD_S
     while True:
         job = last_record(RunJob, paths.job)
         if job is not None and job.job_id == job_id:
             return job
-        if job_id is None or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise UsageError(
                 f"{paths.job}: not the record of Slurm job {job_id}. Submit the run again."
             )

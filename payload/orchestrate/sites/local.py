@@ -49,11 +49,15 @@ def require_one_machine(chosen: ResolvedInventory) -> None:
     """Raise ConfigError unless the inventory is this machine alone or a Slurm job."""
     inventory = chosen.inventory
     access = inventory.access
-    if not access.shares_folder or (access.is_this_machine and len(inventory.nodes) > 1):
+    if not access.shares_folder:
         raise ConfigError(
-            f"inventory ({chosen.why}): access kind {access.kind!r} with "
-            f"{len(inventory.nodes)} node(s); 'local' is for one node, this machine. Use 'direct' "
-            "or 'iap' for others."
+            f"inventory ({chosen.why}): access kind {access.kind!r} is for other machines. Use "
+            "'local' for this machine."
+        )
+    if access.is_this_machine and len(inventory.nodes) > 1:
+        raise ConfigError(
+            f"inventory ({chosen.why}): access kind 'local' with {len(inventory.nodes)} nodes; "
+            "'local' is for one node, this machine. Use 'direct' or 'iap' for others."
         )
 
 

@@ -170,7 +170,9 @@ class CausalLM(SplitModule, ABC):
 
     def outer_modules(self) -> OuterModules:
         """Return the modules outside the layers, by the pipeline stage that computes them."""
-        raise NotImplementedError("require_split rejects models that cannot be in stages")
+        raise NotImplementedError(
+            "outer_modules was called for a model that cannot be split into pipeline stages"
+        )
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:

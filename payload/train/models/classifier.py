@@ -87,7 +87,8 @@ class Classifier(CausalLM):
     def class_logits(self, tokens: Tensor) -> Tensor:
         """Map (B, T) padded token ids to logits (B, K) fp32.
 
-        The layers compute the texts without their padding, if they keep packed texts apart.
+        If the body supports packing (`packs_documents`), the texts are packed without padding
+        before the layers.
         """
         last = last_tokens(tokens, pad_token=self.pad_token)
         if not self.body.packs_documents:
@@ -275,15 +276,16 @@ def saved_labels(
             f"{where}: id2label must contain two or more different labels, numbered from 0. Use "
             "the folder of a classifier."
         )
-    for key, supported in (
-        ("problem_type", (None, _SINGLE_LABEL)),
-        ("num_labels", (None, len(labels))),
-    ):
-        if config.get(key) not in supported and not (is_own and key == "num_labels"):
-            raise CheckpointError(
-                f"{where}: {key} = {shown(config[key])}, but only classifiers that assign exactly "
-                f"one of {len(labels)} labels to a text are supported. Use another classifier."
-            )
+    if (kind := config.get("problem_type")) not in (None, _SINGLE_LABEL):
+        raise CheckpointError(
+            f"{where}: problem_type = {shown(kind)}, but only classifiers that assign exactly one "
+            "label to a text are supported. Use another classifier."
+        )
+    if (number := config.get("num_labels")) not in (None, len(labels)) and not is_own:
+        raise CheckpointError(
+            f"{where}: num_labels = {shown(number)}, but id2label has {len(labels)} labels. Use "
+            "another classifier."
+        )
     return tuple(str(label) for label in labels)
 
 

@@ -137,8 +137,8 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():
         raise CheckpointError(
-            f"{adapter}: its base {source} is missing, and an adapter contains no copy of its "
-            "base. Restore the base in that folder."
+            f"{adapter}: its base is missing, and an adapter contains no copy of its base. Restore "
+            f"the base in {source}."
         )
     recorded = recorded_base(adapter) if verify else {}
     expected = recorded.get("sha256")
@@ -153,13 +153,14 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     if expected and expected != (found := weights_sha256(base)):
         raise CheckpointError(
             f"{base}: the adapter {adapter} was trained with other weights (sha256 "
-            f"{str(expected)[:12]}, now {found[:12]}). Restore the weights in that folder."
+            f"{str(expected)[:12]}, now {found[:12]}). Restore the original "
+            f"weights in {base}."
         )
     config = recorded.get("config_sha256")
     if config and config != (found := config_sha256(base)):
         raise CheckpointError(
             f"{base / CONFIG_FILE}: the adapter {adapter} was trained with another {CONFIG_FILE} "
-            f"(sha256 {str(config)[:12]}, now {found[:12]}). Restore that file."
+            f"(sha256 {str(config)[:12]}, now {found[:12]}). Restore the original {CONFIG_FILE}."
         )
     return base
 

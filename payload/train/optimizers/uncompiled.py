@@ -22,7 +22,8 @@ class _Eager(torch.optim.Optimizer):
 def eager(kind: type[torch.optim.Optimizer]) -> Any:
     """Return a subclass of the optimizer that never imports torch.compile's machinery.
 
-    Updates run without autograd, as in torch unless `differentiable` is set.
+    Updates always run without autograd. Torch's own optimizers use autograd only if
+    `differentiable` is set.
     """
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (_Eager, kind), {"step": step})

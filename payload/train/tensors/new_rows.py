@@ -1,4 +1,4 @@
-"""Reads the embedding and head of a model with rows for new tokens, which its files lack."""
+"""Reads a model's embedding and head, and adds rows for new tokens that its files lack."""
 
 from __future__ import annotations
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from payload.core.errors import ExitCode
+from payload.core.errors import ConfigError, ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.results_bucket_removal import find_bucket
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, Fault
@@ -95,6 +97,16 @@ def test_no_other_bucket_is_touched(mine: Site, capsys: Capture, name: str, line
     assert main([*DOWN, name], mine.env) == ExitCode.CONFIG
     assert line in capsys.readouterr().err.splitlines()[-1]
     assert len(mine.cloud.buckets) == 4 and words(mine) == ["stack output --json"]
+
+
+def test_the_bucket_of_another_cluster_of_the_name_is_not_touched(mine: Site) -> None:
+    identity, google = "0123456789abcdef", mine.google()
+    labels = KEPT | {"tileforge-identity": identity}
+    mine.cloud.add_bucket("theirs-results", labels=labels)
+    with pytest.raises(ConfigError, match=f"have the identity {identity} of a different"):
+        find_bucket(google, "theirs-results", cluster="mine", own=Ownership(cluster="mine"))
+    own = Ownership(cluster="mine", identities=frozenset({identity}))
+    assert find_bucket(google, "theirs-results", cluster="mine", own=own).num_objects == 0
 
 
 def test_a_bucket_that_stays_is_exit_60(

@@ -139,7 +139,8 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
             "a rehearsal needs 45 minutes. Allow $0.60",
         ),
         (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no known price for 2 x c9-x-4"),
-        (("--set", "cluster=prod"), ExitCode.CONFIG, "--set cluster=prod: must be KEY=VALUE"),
+        (("--set", "cluster=prod"), ExitCode.CONFIG, "names its cluster itself. Remove it"),
+        (("--set", "project=a"), ExitCode.CONFIG, "choose the project with --project"),
         (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
         (("--config", "none.toml"), ExitCode.CONFIG, "none.toml"),
     ],
@@ -237,8 +238,15 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("hourly_usd", "problem"),
+    [
+        (99.0, "the cluster costs $99.0 an hour; the estimate was $0."),
+        (None, "the cluster's price is unknown: the stack has no output hourly_usd; the estimate"),
+    ],
+)
 def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
-    rehearsal: Site, capsys: Capture
+    rehearsal: Site, capsys: Capture, hourly_usd: float | None, problem: str
 ) -> None:
     rehearsal.cloud.add_node(f"{NAME}-node-0", labels=cluster_labels(NAME))
     rehearsal.cloud.stuck[f"{NAME}-node-0"] = "it is in use"
@@ -247,13 +255,13 @@ def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     rehearsal.pulumi.on("up", out="done\n")
     rehearsal.pulumi.outputs(
         inventory=inventory_output(NAME, [f"{NAME}-node-0"]),
-        hourly_usd=99.0,
+        hourly_usd=hourly_usd,
         project=PROJECT,
         region=REGION,
     )
     assert main(argv(rehearsal, "--yes"), rehearsal.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
-    assert "It failed: the cluster costs $99.0 an hour; the estimate was $0." in out
+    assert f"It failed: {problem}" in out
     assert "some resources remain. Destroy it: " in err and f"down --stack {NAME};" in err
     assert "| down, results lost | 60 |" in out and "| sweep | 60 |" in out
     assert words(rehearsal)[-1] != f"{NAME} stack rm --yes"

@@ -13,6 +13,7 @@ from payload.orchestrate.clouds.cluster_records import load_cluster_record
 from payload.orchestrate.clouds.gcp.host_keys import pin_host_keys
 from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.stack_config import cluster_name
 from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs
 from payload.orchestrate.inventories.chosen import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site, inventory_output, read_json
@@ -129,6 +130,16 @@ def test_a_name_that_no_stack_can_have_is_refused(site: Site, name: str) -> None
     with pytest.raises(ConfigError, match="must have letters, digits, dots"):
         load_cluster(f"stack:{name}", env=site.env)
     assert site.pulumi.calls() == []
+
+
+@pytest.mark.parametrize("name", ["a_b", "a.b", "-a", "a-", "Dev", "a" * 25, 3])
+def test_a_cluster_name_that_up_would_refuse_is_refused_with_the_rule(
+    site: Site, name: object
+) -> None:
+    pulumi = Pulumi(site.env, folder=site.folder)
+    with pytest.raises(ConfigError, match="up to 24 lower-case letters, digits and hyphens"):
+        cluster_name(pulumi, {"cluster": name})
+    assert cluster_name(pulumi, {"cluster": "a-1"}) == "a-1"
 
 
 def test_a_pulumi_that_does_not_answer_is_not_waited_for_longer_than_the_deadline(

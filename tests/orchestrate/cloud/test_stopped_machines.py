@@ -237,7 +237,7 @@ def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> 
     assert main(["preflight", "--inventory", "stack"], site.env) == ExitCode.RANK_LOST
     err = capsys.readouterr().err
     assert "mine-0: the machine is TERMINATED" in err and "is kept and billed" in err
-    assert "Start it: " in err and "orchestrate up" in err and "orchestrate down" in err
+    assert "Start the machine: " in err and "orchestrate up" in err and "orchestrate down" in err
 
 
 def test_only_the_clusters_own_machines_are_looked_at(site: Site) -> None:

@@ -82,7 +82,7 @@ def foreign_rule_lines(found: Findings) -> list[str]:
     """Return a line for each rule that the cluster program did not create."""
     return [
         f"firewall rule {name} in {found.network} was not created by the cluster program. Check "
-        f"what it allows: gcloud compute firewall-rules describe {name}"
+        f"what the rule allows: gcloud compute firewall-rules describe {name}"
         for name in found.foreign
     ]
 

@@ -77,8 +77,8 @@ class _Reader:
         if found.status in (*STOPPED, *ENDING):
             raise RankLostError(
                 f"{node.name}: the machine is {found.status}, not running. Its disk is kept and "
-                f"billed. Start it: {command('orchestrate', 'up')}; or download its results and "
-                f"destroy it: {command('orchestrate', 'down')}"
+                f"billed. Start the machine: {command('orchestrate', 'up')}; or download its "
+                f"results and destroy the cluster: {command('orchestrate', 'down')}"
             )
         address = node.external_address and (external_address(found) or node.external_address)
         return replace(node, instance_id=str(found.id), external_address=address)

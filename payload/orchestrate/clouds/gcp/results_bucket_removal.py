@@ -80,10 +80,12 @@ def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> B
     is_own = identity is None or identity in own.identities
     labelled = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
     if not (is_own and labelled):
+        problem = f"do not mark it as a results bucket of cluster {cluster}"
+        if labelled:
+            problem = f"have the identity {identity} of a different cluster {cluster}"
         raise ConfigError(
-            f"--delete-bucket {name}: its labels do not mark it as a results bucket of cluster "
-            f"{cluster}, so the bucket is kept. To delete it: gcloud storage rm --recursive "
-            f"gs://{name}"
+            f"--delete-bucket {name}: its labels {problem}, so the bucket is kept. To delete it: "
+            f"gcloud storage rm --recursive gs://{name}"
         )
     sizes = [int(each.size) for each in _objects(google, name)]
     return Bucket(name=name, num_objects=len(sizes), size_bytes=sum(sizes))

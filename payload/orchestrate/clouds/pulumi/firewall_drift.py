@@ -141,7 +141,7 @@ def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
             name=f"firewall rule {name}",
             outcome="warning",
             found=f"in {network}, but not created by the cluster program",
-            fix=f"Check what it allows: gcloud compute firewall-rules describe {name}",
+            fix=f"Check what the rule allows: gcloud compute firewall-rules describe {name}",
         )
     if not found.differing:
         yield Check(

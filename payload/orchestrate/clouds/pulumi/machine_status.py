@@ -86,7 +86,8 @@ def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
             name=f"machine {each.name}",
             outcome="error",
             found=f"{each.status}{why}; its disk is kept and billed, {NO_END}",
-            fix=f"Start or replace it: {_UP}; or download its results and destroy it: {_DOWN}",
+            fix=f"Start or replace the machine: {_UP}; or download its results and destroy the "
+            f"cluster: {_DOWN}",
             exit_code=ExitCode.PREFLIGHT,
         )
     if places and not found:

@@ -6,10 +6,9 @@ from typing import Any
 
 from payload.core.errors import ConfigError
 from payload.core.printable_text import shown
-from payload.core.validation.names import NODE_NAME
 from payload.orchestrate.clouds.pulumi.cli_errors import NEWER
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.stack.stack_settings import DEFAULTS
+from payload.stack.stack_settings import CLUSTER_NAME, CLUSTER_NAME_FIX, DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
 """Settings, each with its default, which a provider's config can also set."""
@@ -39,9 +38,6 @@ def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
     """Return the setting `cluster`, or the stack's name. Raises PulumiError and ConfigError."""
     name = known.get("cluster") or pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
     # The name becomes the name of a local folder, which holds the cluster's SSH key.
-    if not isinstance(name, str) or not NODE_NAME.fullmatch(name):
-        raise ConfigError(
-            f"cluster = {shown(name)}: must have letters, digits and hyphens only. "
-            "Set it: pulumi config set cluster NAME"
-        )
+    if not isinstance(name, str) or not CLUSTER_NAME.fullmatch(name):
+        raise ConfigError(f"cluster = {shown(name)}{CLUSTER_NAME_FIX}")
     return name

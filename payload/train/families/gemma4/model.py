@@ -199,7 +199,7 @@ class Gemma4(CausalLM):
         return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
 
     def _resize_vocabulary(self, rows: int) -> None:
-        """Also resize the second embedding; its new rows are the mean of the others."""
+        """Also resize the second embedding; its new rows are the mean of the old rows."""
         super()._resize_vocabulary(rows)
         if not self.spec.ple_width:
             return
