@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-CHUNK = 64
+from payload.models.qwen3_5.spec import CHUNK
+
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -57,6 +58,29 @@ def gated_delta_rule(
         inputs = query, key, value, write.float(), decay.float()
         made = _GatedDeltaRule.apply(*inputs, documents, state)
     return cast("tuple[Tensor, Tensor]", made)
+
+
+def one_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    write: Tensor,
+    decay: Tensor,
+    *,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `gated_delta_rule` for T = 1, without a chunk."""
+    heads = value.shape[2]
+    wide = (_repeated(each, heads).squeeze(1).float() for each in (query, key, value))
+    q, k, v = (each.unsqueeze(-2) for each in wide)
+    q = q * _rows(_inverse_length(q)) * q.shape[-1] ** -0.5
+    k = k * _rows(_inverse_length(k))
+    if state is None:
+        state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    state = state * decay.float().exp().transpose(1, 2).unsqueeze(-1)
+    new = write.float().sigmoid().transpose(1, 2).unsqueeze(-1) * (v - k @ state)
+    state = state + k.mT @ new
+    return (q @ state).transpose(1, 2).to(query.dtype), state
 
 
 @dataclass(frozen=True, slots=True)
