@@ -31,6 +31,9 @@ from payload.models.qwen3_5.spec import CHUNK
 
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
+_SMALLEST_LOG = -30.0
+"""A decay below exp(-30) = 1e-13 is 0, because rounding is larger. CPUs compute with numbers near
+the smallest ones of fp32 a hundred times slower."""
 
 Grads = tuple[Tensor | None, ...]
 
@@ -170,8 +173,9 @@ def _scales(q: Tensor, k: Tensor, w: Tensor, g: Tensor, documents: _Documents) -
     # A sum over the document alone: a difference of longer sums would depend on other documents.
     total = (within.to(g.dtype) @ g.unsqueeze(-1)).squeeze(-1)
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
-    between = torch.where(within, between, -torch.inf).exp_()
-    carried = total.exp()
+    kept = (between >= _SMALLEST_LOG) & within
+    between = between.clamp_(_SMALLEST_LOG, 0).exp_().mul_(kept.to(g.dtype))
+    carried = total.clamp(min=_SMALLEST_LOG).exp() * (total >= _SMALLEST_LOG)
     if documents.continues is not None:
         carried = carried * documents.continues
     return _Scales(
@@ -218,8 +222,8 @@ def _scan(
     for number, before in enumerate(states):
         before.copy_(state)
         new[number].baddbmm_(reading[number], before, alpha=-1)
-        added = torch.bmm(keys[number].mT, (new[number] * kept[number]).to(k.dtype))
-        state = torch.addcmul(added.float(), state, ended[number])
+        state = state * ended[number]
+        state += torch.bmm(keys[number].mT, (new[number] * kept[number]).to(k.dtype))
     return state.view(k.shape[1:3] + state.shape[1:]), _heads(states, k), _heads(new, k)
 
 
@@ -264,10 +268,10 @@ def _gradients(
     grad_inverse += grad_read * _columns(scales.write * scales.carried * scales.key)
     log_read = (grad_read * read).sum(-2)
     log_written = (grad_written * written).sum(-2) + log_read
-    transposed = inverse.float().mT
-    grad_system = (transposed @ grad_inverse @ transposed).neg_().tril_(-1)
+    transposed = inverse.mT
+    grad_system = _matmul(_matmul(transposed, grad_inverse.to(q.dtype)), transposed)
     by_keys, rows, columns = _product_gradient(
-        grad_system, _matmul(k, k.mT), scales.write * scales.key, scales
+        grad_system.neg_().tril_(-1), _matmul(k, k.mT), scales.write * scales.key, scales
     )
     by_queries, rows_of_queries, columns_of_queries = _product_gradient(
         _matmul(grad, new.mT), _matmul(q, k.mT), scales.query, scales
@@ -389,4 +393,5 @@ def _columns(scale: Tensor) -> Tensor:
 
 
 def _inverse_length(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.float().square().sum(-1) + _EPS)
+    length = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+    return torch.rsqrt(length.square() + _EPS)
