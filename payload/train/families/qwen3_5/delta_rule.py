@@ -270,19 +270,21 @@ def _gradients(
     log_written = (grad_written * written).sum(-2) + log_read
     transposed = inverse.mT
     grad_system = _matmul(_matmul(transposed, grad_inverse.to(q.dtype)), transposed)
-    by_keys, rows, columns = _product_gradient(
+    by_keys, rows, columns, _ = _product_gradient(
         grad_system.neg_().tril_(-1), _matmul(k, k.mT), scales.write * scales.key, scales
     )
-    by_queries, rows_of_queries, columns_of_queries = _product_gradient(
+    by_queries, rows_of_queries, columns_of_queries, own = _product_gradient(
         _matmul(grad, new.mT), _matmul(q, k.mT), scales.query, scales
     )
     by_keys, by_queries = (by_keys + by_keys.mT).to(k.dtype), by_queries.to(k.dtype)
     log_reading, log_left = _dot(reading, q), _dot(storing, k)
     columns += columns_of_queries
-    log_key = columns + rows + log_read + log_left
+    log_key = columns + own + rows + log_read + log_left
+    log_query = rows_of_queries + own + log_reading
+    # No decay lies between a token and itself, or between the last token and the chunk's end.
+    log_left[..., -1] = 0
     log_total = rows_of_queries + rows - columns + log_read + log_reading - log_left
     log_total[..., -1] += log_left.sum(-1) + log_ended
-    log_query = rows_of_queries + log_reading
     length = _inverse_length(q)
     grad_q = reading.float() - q * _rows(log_query * length.square())
     grad_q += _matmul(by_queries, k)
@@ -325,16 +327,20 @@ def _scan_backward(
 
 def _product_gradient(
     grad: Tensor, product: Tensor, row: Tensor, scales: _Scales
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradient of a product whose rows and columns are scaled, and of the scales.
 
-    The gradients are those of the logarithms of the rows' scales and of the columns' scales.
+    The gradients are those of the logarithms of the rows' scales and of the columns' scales. Both
+    lack the part of the diagonal, which is the last result.
     """
     scaled = grad * _rows(row)
     scaled *= _columns(scales.key)
     scaled *= scales.between
     of_logs = scaled * product
-    return scaled, of_logs.sum(-1), of_logs.sum(-2)
+    diagonal = of_logs.diagonal(dim1=-2, dim2=-1)
+    own = diagonal.clone()
+    diagonal.zero_()
+    return scaled, of_logs.sum(-1), of_logs.sum(-2), own
 
 
 def _first_state(state: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
