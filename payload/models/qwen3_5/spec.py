@@ -18,7 +18,6 @@ from payload.models.spec import (
     LinearSize,
     ModelSpec,
     RankSetting,
-    logits_tokens,
 )
 
 CHUNK = 64

@@ -281,7 +281,7 @@ def _gradients(
     columns += columns_of_queries
     log_key = columns + own + rows + log_read + log_left
     log_query = rows_of_queries + own + log_reading
-    # No decay lies between a token and itself, or between the last token and the chunk's end.
+    # A token is not decayed to itself, nor the last token to the chunk's end.
     log_left[..., -1] = 0
     log_total = rows_of_queries + rows - columns + log_read + log_reading - log_left
     log_total[..., -1] += log_left.sum(-1) + log_ended
@@ -303,7 +303,12 @@ def _gradients(
 
 
 def _scan_backward(
-    grad_new: Tensor, grad_states: Tensor, k: Tensor, readers: Tensor, states: Tensor, scales: _Scales
+    grad_new: Tensor,
+    grad_states: Tensor,
+    k: Tensor,
+    readers: Tensor,
+    states: Tensor,
+    scales: _Scales,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the new values and of each chunk's last state, and `log_ended`.
 

@@ -1,6 +1,6 @@
 """Computes Qwen3.5's layers with the kernels, or lists why the kernels cannot be used.
 
-The kernels compute linears, norms, MLPs and full attention; the gated delta rule is torch's matmuls.
+The kernels compute linears, norms, MLPs and full attention. The gated delta rule runs on torch.
 Shapes: N tokens of all sequences, B batch, T tokens of one sequence, C width, H query heads, K key
 heads, D width of a head.
 """
