@@ -60,6 +60,15 @@ _GEMMA4: Mapping[str, Any] = {
     "final_logit_softcapping": 4.0,
     "pad_token_id": 0,
 }
+_QWEN35: Mapping[str, Any] = {
+    **_LLAMA,
+    "model_type": "qwen3_5_text",
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {
         "model_type": "gpt2",
@@ -124,6 +133,14 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
         "use_bidirectional_attention": "vision",
+    },
+    "qwen3_5_text": {**_QWEN35, "pad_token_id": 7},
+    "qwen3_5_text, untied, biases": {
+        **_QWEN35,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+        "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
     },
     "llama, yarn rope": {
         **_LLAMA,
@@ -268,7 +285,8 @@ class Comparison:
     torch_params: int
     flops: int
     """FLOPs per token, forward and backward."""
-    torch_flops: float
+    torch_flops: float | None
+    """None if the model has a recurrence in chunks of tokens: torch also counts the filling."""
 
 
 def compare(name: str, folder: Path) -> Comparison:
@@ -294,7 +312,7 @@ def compare(name: str, folder: Path) -> Comparison:
         params=spec.num_params(),
         torch_params=sum(each.numel() for each in theirs.parameters()),
         flops=spec.flops_per_token(),
-        torch_flops=torch_flops / tokens.numel(),
+        torch_flops=None if spec.recurrent_flops() else torch_flops / tokens.numel(),
     )
 
 
@@ -314,8 +332,11 @@ def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> A
     model: Any = AutoModelForCausalLM.from_config(config)
     model.float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            if name.endswith(".A_log"):
+                # If a state decays within a token, rounding decides transformers' gradients.
+                parameter.clamp_(max=-1.0)
     model.save_pretrained(folder)
     return model
 

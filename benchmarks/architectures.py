@@ -68,7 +68,8 @@ def problems(row: Comparison) -> list[str]:
     ]
     if row.params != row.torch_params:
         found.append(f"{row.params:,} parameters, torch has {row.torch_params:,}")
-    if not abs(row.flops / row.torch_flops - 1) < FLOPS_BOUND:
+    off = _flops_off(row)
+    if off is not None and not abs(off) < FLOPS_BOUND:
         found.append(f"{row.flops:,} FLOPs a token, torch counts {row.torch_flops:,.0f}")
     return found
 
@@ -79,13 +80,19 @@ _HEADS = (
 
 
 def _cells(row: Comparison) -> tuple[str, ...]:
+    off = _flops_off(row)
     return (
         row.path,
         *(f"{each:.1e}" for each in (row.logits, row.gradients, row.cache)),
         *(f"{each:,}" for each in (row.params, row.torch_params, row.flops)),
-        f"{row.torch_flops:,.0f}",
-        f"{row.flops / row.torch_flops - 1:.3%}",
+        "" if row.torch_flops is None else f"{row.torch_flops:,.0f}",
+        "" if off is None else f"{off:.3%}",
     )
+
+
+def _flops_off(row: Comparison) -> float | None:
+    """Return the relative difference from torch's FLOPs, or None without them."""
+    return None if row.torch_flops is None else row.flops / row.torch_flops - 1
 
 
 def _quiet_transformers() -> None:

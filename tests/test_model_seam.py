@@ -101,7 +101,8 @@ def test_without_its_line_in_the_registry_the_error_lists_the_known_families(
         monkeypatch.delitem(cast("dict[str, str]", FAMILIES), name)
     for use in (load, read_spec):
         with pytest.raises(
-            CheckpointError, match=r"'toy'.* families are gemma4, gpt2, llama, transformers\."
+            CheckpointError,
+            match=r"'toy'.* families are gemma4, gpt2, llama, qwen3_5, transformers\.",
         ):
             use(toy)
     assert plan(toy, tiny_config, tmp_path) == ExitCode.CONFIG

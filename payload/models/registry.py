@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma4": "payload.models.gemma4.family",
     "gpt2": "payload.models.gpt2.family",
     "llama": "payload.models.llama.family",
+    "qwen3_5": "payload.models.qwen3_5.family",
     "transformers": "payload.models.transformers.family",
 }
 """The module of each family, which defines `FAMILY`. To add a family, add one line."""

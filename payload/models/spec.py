@@ -177,6 +177,10 @@ class ModelSpec(ABC):
         for full (not causal) attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
         """
 
+    def recurrent_flops(self) -> int:
+        """Return the part of `flops_per_token` from recurrences; 0 without them."""
+        return 0
+
     @abstractmethod
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included."""

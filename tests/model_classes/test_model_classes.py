@@ -16,7 +16,7 @@ NATIVE = {
     *("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3, text", "SmolLM3", "Phi3", "Qwen3Moe"),
     *("Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid, dense"),
     *("Gemma3", "InternVL", "Llava", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5VL", "Qwen3VL"),
-    *("Phi4Multimodal", "Gemma4, text", "Gemma4"),
+    *("Phi4Multimodal", "Gemma4, text", "Gemma4", "Qwen3_5, text", "Qwen3_5"),
 }
 SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next", "Qwen2VL")
 """Classes in `make test`: the other tests of models cover the native ones."""

@@ -31,7 +31,10 @@ _NATIVE = [
     *("gpt2", "llama", "qwen3", "qwen2, windows", "mistral, window", "gemma3_text", "smollm3"),
     *("phi3", "olmo3", "granite"),
 ]
-_OTHERS = [*("gemma4_text, small", "gemma4_text, large"), "transformers: stablelm"]
+_OTHERS = [
+    *("gemma4_text, small", "gemma4_text, large", "qwen3_5_text"),
+    "transformers: stablelm",
+]
 """Models whose layers run without kernels."""
 
 
@@ -95,7 +98,7 @@ def test_packed_documents_have_the_losses_that_each_has_alone(name: str) -> None
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "transformers: stablelm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3_5_text", "transformers: stablelm"])
 def test_packed_documents_have_the_gradients_that_they_have_alone(name: str) -> None:
     model = make(name)
     batch = packed(model.spec.vocab_size)

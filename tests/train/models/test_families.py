@@ -11,7 +11,7 @@ from benchmarks.architectures import problems
 
 OUR_OWN = {
     *("gpt2", "llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "phi3", "qwen3_moe"),
-    *("olmo2", "olmo3", "granite", "granitemoehybrid", "gemma4_text"),
+    *("olmo2", "olmo3", "granite", "granitemoehybrid", "gemma4_text", "qwen3_5_text"),
 }
 
 

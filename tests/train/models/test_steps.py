@@ -56,7 +56,7 @@ dtype = "fp32"
 
 GEMMA4 = "gemma4_text, small"
 SLOWER = ("qwen3", "gemma3_text", "olmo3", "granite")
-FAMILIES = ("gpt2", "llama", *SLOWER, GEMMA4, "qwen2_moe")
+FAMILIES = ("gpt2", "llama", *SLOWER, GEMMA4, "qwen2_moe", "qwen3_5_text")
 SHORT = "train.steps=5"
 Prepared = Callable[[str], Path]
 

@@ -1,0 +1,1 @@
+"""Qwen3.5: sizes of its dense text models."""

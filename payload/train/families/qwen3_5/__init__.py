@@ -1,0 +1,1 @@
+"""Qwen3.5: tensors of its dense text models."""

@@ -1,0 +1,28 @@
+"""What a layer with linear attention keeps of the tokens processed so far, for generation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class DeltaCache:
+    """The state of the gated delta rule, and the last tokens' input of the convolution."""
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+        """The state after the last token, (B, H, K, V) fp32."""
+        self._window: Tensor | None = None
+        self._tokens = 0
+
+    def with_window(self, x: Tensor, *, before: int) -> Tensor:
+        """Append the new tokens' input x (B, T, C); return it behind that of `before` tokens."""
+        self._tokens += x.shape[1]
+        window = x.new_zeros(len(x), before, x.shape[2]) if self._window is None else self._window
+        joined = torch.cat((window, x), dim=1)
+        self._window = joined[:, joined.shape[1] - before :]
+        return joined
+
+    def num_tokens(self) -> int:
+        """Return the number of tokens processed so far."""
+        return self._tokens
