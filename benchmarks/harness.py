@@ -18,6 +18,7 @@ from typing import Any, TextIO, TypeVar
 
 from payload.core.files import write_whole
 from payload.launch.environment import malloc_environment
+from payload.machines.machine_facts import read_cpu
 
 REPO = Path(__file__).parent.parent
 PAGE_HEAD = "| | |\n|---|---|"
@@ -235,7 +236,7 @@ def commit_of_checkout() -> str:
 
 def describe_machine() -> str:
     """Return the architecture, the number of cores, and the processor's name if it is known."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, {_cpu_field('model name')}"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {_cpu_name()}"
 
 
 def machine_class() -> str:
@@ -250,10 +251,15 @@ def machine_class() -> str:
     return widest.removesuffix("f")
 
 
+def _cpu_name() -> str:
+    """Return the processor's name, or an empty text."""
+    return read_cpu(Path("/proc/cpuinfo"))[0] or platform.processor()
+
+
 def _cpu_field(name: str) -> str:
     """Return a field of the first processor in /proc/cpuinfo, or an empty string."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() if name == "model name" else ""
+        return ""
     return next((line.partition(": ")[2] for line in lines if line.startswith(name)), "")

@@ -107,8 +107,10 @@ def test_a_cpus_flags_say_whether_it_multiplies_bf16(
         ("avx2 avx512f avx512_bf16", "avx512_bf16", 0.27e12, 0.16e12),
         ("avx2 avx512f avx512_vnni", "avx512", EMULATED_BF16_CORE_FLOPS_PER_S, 0.17e12),
         ("avx avx2 f16c", "avx2", EMULATED_BF16_CORE_FLOPS_PER_S, 0.073e12),
-        # Another CPU, such as an Arm, counts as the most common one.
-        ("asimd sve bf16", None, 0.27e12, 0.16e12),
+        ("asimd sve bf16", "arm_bf16", 0.16e12, 0.08e12),
+        ("asimd asimddp", "arm", EMULATED_BF16_CORE_FLOPS_PER_S, 0.04e12),
+        # Another CPU counts as the most common one.
+        ("altivec", None, 0.27e12, 0.16e12),
     ],
 )
 def test_each_class_of_cpus_has_its_row_of_typical_speeds(

@@ -58,6 +58,10 @@ _FLAGS: tuple[str, ...] = (
     "-fPIC",
     "-shared",
 )
+_NATIVE = ("-march=native",)
+if platform.machine() == "aarch64":
+    # Older clang refuses -march=native on Arm.
+    _NATIVE = ("-mcpu=native",)
 if platform.machine() == "x86_64":
     # By default, gcc 12 uses only half the width of AVX-512 on Intel's CPUs.
     _FLAGS += ("-mprefer-vector-width=512",)
@@ -107,13 +111,13 @@ def target_flags(isa: str | None) -> tuple[str, ...]:
     unknown level.
     """
     if not isa:
-        return ("-march=native",)
+        return _NATIVE
     if isa not in _LEVELS:
         raise KernelsUnavailableError(f"{ISA} = {isa}: must be {' or '.join(_LEVELS)}")
     target, needed = _LEVELS[isa]
     flags = {flag for line in _cpu_description() for flag in line.split()}
     if needed not in flags:
-        return ("-march=native",)
+        return _NATIVE
     return (f"-march={target}", "-DTILEFORGE_WITHOUT_BF16")
 
 
@@ -173,4 +177,5 @@ def _cpu_description() -> list[str]:
     except OSError:
         return []
     first = lines[: lines.index("")] if "" in lines else lines
-    return [line for line in first if line.startswith(("model", "flags", "Features"))]
+    named = ("model", "flags", "Features", "CPU implementer", "CPU part")
+    return [line for line in first if line.startswith(named)]

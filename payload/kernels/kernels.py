@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 
 import torch
@@ -40,6 +41,8 @@ class Kernels:
         if self._library is None or dtype in self._layers:
             return None
         why = "this CPU has no bf16 matmul instructions"
+        if platform.machine() != "x86_64":
+            why = f"PyTorch's bf16 brgemm does not support {platform.machine()}"
         return f"for loss and AdamW; layers run on PyTorch ({why})"
 
     @property

@@ -13,7 +13,7 @@ from typing import Literal
 
 from payload.core.dtype import Dtype
 
-CpuClass = Literal["amx", "avx512_bf16", "avx512", "avx2"]
+CpuClass = Literal["amx", "avx512_bf16", "avx512", "avx2", "arm_bf16", "arm"]
 """A kind of CPU by the widest instructions for matmuls."""
 
 CPU_NAMES: Mapping[CpuClass, str] = {
@@ -21,6 +21,8 @@ CPU_NAMES: Mapping[CpuClass, str] = {
     "avx512_bf16": "AVX-512 and bf16",
     "avx512": "AVX-512",
     "avx2": "AVX2",
+    "arm_bf16": "Arm's bf16",
+    "arm": "Arm's NEON",
 }
 """The classes as they are named in messages."""
 
@@ -32,6 +34,8 @@ _TYPICAL_CORE_FLOPS_PER_S: Mapping[CpuClass, Mapping[Dtype, float]] = {
     "avx512_bf16": {"bf16": 0.27e12, "fp32": 0.16e12},
     "avx512": {"bf16": EMULATED_BF16_CORE_FLOPS_PER_S, "fp32": 0.17e12},
     "avx2": {"bf16": EMULATED_BF16_CORE_FLOPS_PER_S, "fp32": 0.073e12},
+    "arm_bf16": {"bf16": 0.16e12, "fp32": 0.08e12},
+    "arm": {"bf16": EMULATED_BF16_CORE_FLOPS_PER_S, "fp32": 0.04e12},
 }
 """GEMM peak that is assumed for a core if it was not measured.
 
@@ -39,6 +43,10 @@ Measured on pages in benchmarks/results: AMX 1.16 to 1.29 and 0.16 TFLOP/s (step
 and peak_xeon-amx-2-cores), AVX-512 with bf16 0.21 to 0.45 in bf16 (step_epyc-2-cores and
 step_smollm2_epyc-2-cores), AVX-512 without bf16 0.17 (step_smollm2_xeon-fp32-2-cores). AVX2 was
 measured in fp32 on an EPYC. Emulated bf16 was not measured with AVX2.
+
+The rows for Arm were not measured. A core of Neoverse V1 or V2 does 32 fp32 FLOP a cycle at 2.6 to
+3 GHz, and a core of N1 does 16. A GEMM is assumed to reach 0.9 of this peak, and bf16 counts as
+twice as fast as fp32.
 """
 GPU_MFU = 0.35
 """Expected MFU on a GPU; not measured."""
@@ -102,7 +110,12 @@ def cpu_class(flags: Collection[str]) -> CpuClass | None:
         return "amx"
     if "avx512f" in flags:
         return "avx512_bf16" if "avx512_bf16" in flags else "avx512"
-    return "avx2" if "avx2" in flags else None
+    if "avx2" in flags:
+        return "avx2"
+    # Every 64-bit Arm CPU that runs Linux has this flag.
+    if "asimd" in flags:
+        return "arm_bf16" if "bf16" in flags else "arm"
+    return None
 
 
 def typical_core_flops_per_s(

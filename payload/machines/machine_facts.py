@@ -23,8 +23,24 @@ _INSTRUCTIONS = {
     "AVX2": ("avx2",),
     "bf16": ("bf16",),
     "SVE": ("sve",),
+    "NEON": ("asimd",),
 }
-_IMPLIED = {"AVX-512 with bf16": ("AVX-512", "AVX2"), "AVX-512": ("AVX2",)}
+_IMPLIED = {
+    "AVX-512 with bf16": ("AVX-512", "AVX2"),
+    "AVX-512": ("AVX2",),
+    "bf16": ("NEON",),
+    "SVE": ("NEON",),
+}
+_ARM_CORES = {
+    ("0x41", "0xd0c"): "Arm Neoverse-N1",
+    ("0x41", "0xd40"): "Arm Neoverse-V1",
+    ("0x41", "0xd49"): "Arm Neoverse-N2",
+    ("0x41", "0xd4f"): "Arm Neoverse-V2",
+    ("0x41", "0xd84"): "Arm Neoverse-V3",
+    ("0x41", "0xd8e"): "Arm Neoverse-N3",
+    ("0xc0", "0xac3"): "Ampere-1",
+}
+"""Names of server cores by implementer and part. Source: util-linux, sys-utils/lscpu-arm.c."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +115,19 @@ def read_cpu(cpuinfo: Path) -> tuple[str, tuple[str, ...]]:
     for line in lines:
         key, _, value = line.partition(":")
         values.setdefault(key.strip(), value.strip())
-    # Arm's kernels write `Features`, and no name.
+    # On Arm, Linux writes `Features`, and numbers instead of a name.
     flags = values.get("flags") or values.get("Features") or ""
-    return values.get("model name", ""), tuple(flags.split())
+    name = values.get("model name") or _arm_name(
+        values.get("CPU implementer", ""), values.get("CPU part", "")
+    )
+    return name, tuple(flags.split())
+
+
+def _arm_name(implementer: str, part: str) -> str:
+    """Return the name of an Arm core, or its numbers if it is not in the table."""
+    if not part:
+        return ""
+    return _ARM_CORES.get((implementer, part), f"Arm implementer {implementer} part {part}")
 
 
 def _huge_pages(path: Path) -> str | None:

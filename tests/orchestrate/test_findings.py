@@ -70,6 +70,8 @@ def shared(
 def test_a_good_node_has_no_finding() -> None:
     assert of_node(make_node(), make_facts()) == []
     assert of_node(make_node(), make_facts(shared=shared(took_s=0.02))) == []
+    arm = make_facts(architecture="aarch64", cpu_flags=("bf16", "svebf16"))
+    assert of_node(make_node(), arm) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,12 @@ def test_a_good_node_has_no_finding() -> None:
         ),
         ({"cpu_flags": ()}, "cpu", "warning", "its CPU shows no AMX (amx_bf16) and no avx512_bf16"),
         ({"cpu_flags": ("avx512_bf16",)}, "cpu", "warning", "its CPU shows no AMX (amx_bf16): bf"),
-        ({"architecture": "aarch64"}, "cpu", "warning", "its processor is aarch64"),
+        (
+            {"architecture": "aarch64", "cpu_flags": ()},
+            "cpu",
+            "warning",
+            "its CPU (aarch64) shows no bf16: runs compute in fp32",
+        ),
         ({"memory_bytes": 16 * GIB}, "memory", "error", "it has 16.0 GiB of memory, but the"),
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),

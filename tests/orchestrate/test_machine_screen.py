@@ -164,6 +164,15 @@ def test_a_limit_above_the_machine_is_none(report: Report) -> None:
     assert rows(replace(FACTS, limits=limits), report)["limits"].startswith("none")
 
 
+def test_on_arm_the_layers_run_on_pytorch_in_bf16(report: Report) -> None:
+    facts = {
+        name: replace(each, architecture="aarch64", cpu_flags=("bf16",))
+        for name, each in report.facts.items()
+    }
+    text = rows(FACTS, replace(report, facts=facts))["runs fast"]
+    assert text.endswith("kernels; the layers run on PyTorch in bf16")
+
+
 def test_a_cpu_without_bf16_computes_the_layers_in_fp32(report: Report) -> None:
     facts = {name: replace(each, cpu_flags=()) for name, each in report.facts.items()}
     text = rows(FACTS, replace(report, facts=facts))["runs fast"]
@@ -210,6 +219,7 @@ def test_findings_are_below_their_line_or_have_their_own(report: Report) -> None
         ("avx2 avx512f", ("AVX-512",)),
         ("avx2", ("AVX2",)),
         ("asimd sve bf16", ("bf16", "SVE")),
+        ("asimd asimddp", ("NEON",)),
         ("fpu", ()),
     ],
 )

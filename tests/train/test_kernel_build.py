@@ -138,6 +138,9 @@ def test_a_lower_instruction_set_is_built_apart_and_has_no_bf16(
     assert not low.has_products
     assert Kernels(low).layers_note("fp32") is None
     assert "no bf16" in str(Kernels(low).layers_note("bf16"))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    note = Kernels(low).layers_note("bf16")
+    assert note and note.endswith("(PyTorch's bf16 brgemm does not support aarch64)")
     x = torch.linspace(-4, 4, 300)
     expected = torch.nn.functional.gelu(x, approximate="tanh")
     assert torch.allclose(low.gelu_forward(x), expected, atol=1e-6)

@@ -19,6 +19,7 @@ from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.launch.launchers.registry import names
+from payload.machines.core_speed import flags_have_bf16
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.node.mesh import BULK_BYTES
@@ -254,7 +255,7 @@ def payload_findings(
 
 
 def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield findings if cores, NUMA domains or AMX support differ from the inventory."""
+    """Yield findings if cores, NUMA domains differ from the inventory, or matmuls are slow."""
     for name, planned, found in (
         ("physical core(s)", node.physical_cores, facts.physical_cores),
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
@@ -275,9 +276,10 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
                 )
             fix = "Use a machine type with AMX (C3, C4, H3), or a newer kernel or hypervisor."
             yield _warning(node, "cpu", cause, fix)
-    elif facts.architecture not in ("x86_64", "AMD64"):
-        cause = f"its processor is {facts.architecture}; Intel MPI runs on x86-64 only"
-        yield _warning(node, "cpu", cause, "Runs on one node still work, with torchrun.")
+    elif facts.cpu_flags is not None and not flags_have_bf16(facts.cpu_flags):
+        cause = f"its CPU ({facts.architecture}) shows no bf16: runs compute in fp32"
+        fix = "Use a CPU with bf16, such as an Arm Neoverse V1, V2 or N2, or ignore this."
+        yield _warning(node, "cpu", cause, fix)
 
 
 def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -10,7 +11,7 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError
 from payload.launch.launcher import Launcher, Reach
-from payload.launch.launchers.registry import AUTO
+from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan_record import rank_program
 from payload.machines.core_speed import table_source, typical_core_flops_per_s
 from payload.machines.inventory import Node
@@ -35,6 +36,28 @@ def venv_executable(launcher: Launcher) -> str:
     return str(VENV / "bin" / (launcher.program or "python"))
 
 
+def require_fit(launcher: Launcher, architectures: Iterable[str]) -> None:
+    """Raise PreflightError if the launcher cannot run on nodes with these architectures."""
+    for architecture in sorted(architectures):
+        unfit = launcher.unfit("linux", architecture)
+        if unfit is not None:
+            raise PreflightError(f"{unfit}.")
+
+
+def fitting_launcher(setting: str, architectures: Collection[str]) -> Launcher:
+    """Return the preferred launcher that can run on nodes with these architectures.
+
+    Raises PreflightError if `setting` names a launcher that cannot. `auto` always finds one.
+    """
+    *preferred, last = candidates(setting)
+    for launcher in preferred:
+        with suppress(PreflightError):
+            require_fit(launcher, architectures)
+            return launcher
+    require_fit(last, architectures)
+    return last
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAccess:
     """Profile of a whole cluster."""
@@ -55,6 +78,8 @@ class ClusterAccess:
     """Measurements of the newest trial run on these nodes."""
     has_bf16: bool | None = None
     """True if every node's CPU has bf16 instructions; None if unknown."""
+    architectures: frozenset[str] = frozenset()
+    """Architectures of the nodes, such as x86_64; empty if unknown."""
     launcher: str = AUTO
 
     @property
@@ -98,7 +123,11 @@ class ClusterAccess:
         return rank_program(python=self.python, run_dir=paths.root)
 
     def executable(self, launcher: Launcher) -> str:
-        """Return the launcher's path in the nodes' virtual environment."""
+        """Return the launcher's path in the nodes' virtual environment.
+
+        Raises PreflightError if it cannot run on the nodes.
+        """
+        require_fit(launcher, self.architectures)
         return venv_executable(launcher)
 
     def reach(self) -> Reach:

@@ -31,6 +31,7 @@ from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.machine_profiles.cluster_profile import (
     Answers,
     ClusterAccess,
+    fitting_launcher,
     programs_of,
     venv_executable,
 )
@@ -175,7 +176,12 @@ def try_cluster(
     The head gets a key for the other nodes; the key is always removed after the trial. `placement`
     is the placement of the run's ranks, if it is already known.
     """
-    launcher = candidates(config.launch.launcher)[0]
+    architectures = {each.architecture for each in facts.values()}
+    try:
+        launcher = fitting_launcher(config.launch.launcher, architectures)
+    except PreflightError as error:
+        (launcher,) = candidates(config.launch.launcher)
+        return Trial(findings=[_of_error(nodes[0], error, launcher)], launcher=launcher.name)
     trial = _ClusterTrial(
         nodes=nodes,
         cluster=cluster,

@@ -126,6 +126,9 @@ def _kernels_text(facts: MachineFacts, report: Report, config: RunConfig) -> str
         dtype = "fp32" if has_bf16 is False else "bf16"
     else:
         dtype = measured.dtype(config.precision.dtype)
+    (node,) = report.facts.values()
+    if dtype == "bf16" and node.architecture not in ("x86_64", "AMD64"):
+        return "loss and AdamW run on the project's kernels; the layers run on PyTorch in bf16"
     if dtype == "bf16":
         return "layers, loss and AdamW run on the project's kernels in bf16"
     why = "has no bf16 instructions" if has_bf16 is False else "is no faster in bf16"

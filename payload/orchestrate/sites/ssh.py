@@ -361,6 +361,7 @@ def _access_of(
         tcmalloc_library=libraries.pop() if len(libraries) == 1 else None,
         measured=report.measured,
         has_bf16=report.have_bf16(),
+        architectures=frozenset(facts.architecture for facts in report.facts.values()),
     )
 
 
