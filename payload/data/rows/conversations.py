@@ -52,7 +52,7 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     Raises BadConversationError, and UntrainedRowError for a row that is left out.
     """
     require_trained(row)
-    if row and all(is_absent(value) for value in row.values()):
+    if row and all(isinstance(each, str) and not each.strip() for each in row.values()):
         raise UntrainedRowError("every column is empty")
     form = format_of(row)
     if form is None:
@@ -153,7 +153,7 @@ def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
         return found
     text = require_text(row[column], column)
     for other in SYSTEM:
-        if not is_absent(row.get(other)) and row[other] != text:
+        if other != column and not is_absent(row.get(other)) and row[other] != row[column]:
             raise BadConversationError(
                 f"{column} and {other} have different system messages. Remove one of them, or use "
                 f"--ignore-key {other}."

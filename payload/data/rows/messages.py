@@ -40,6 +40,7 @@ ROLES: Mapping[str, str] = {
 
 `function_call` becomes a message of the assistant with `tool_calls`.
 """
+_SPOKEN = ("system", "developer", "user", ASSISTANT)
 _FORMS = (("role", "content"), ("from", "value"))
 """Keys of the role and the text, in OpenAI's and in ShareGPT's messages."""
 _CALLS = "tool_calls"
@@ -186,8 +187,8 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
             f"{where}: unknown role {shown(given[role_key])}. Use one of: {', '.join(ROLES)}."
         )
     content = given.get(content_key)
-    if isinstance(content, Mapping) and role != "tool":
-        content = [content]
+    if isinstance(content, Mapping) and role in _SPOKEN and "recipient" not in given:
+        content = [content]  # one part, not a function's result or arguments
     found: dict[str, Any] = {"role": role, "content": _content(content, f"{where} {content_key}")}
     is_trained = role in (ASSISTANT, "function_call")
     for key, value in given.items():
@@ -362,7 +363,7 @@ def _tool_call(given: object, where: str) -> dict[str, Any]:
 
 def _with_arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a function's name and arguments, whatever the key of the arguments."""
-    values = {key: function.pop(key) for key in _ARGUMENTS if key in function}
+    values = {key: function[key] for key in _ARGUMENTS if key in function}
     filled = [key for key, value in values.items() if not is_absent(value)]
     if len(filled) > 1:
         raise BadConversationError(
@@ -370,7 +371,8 @@ def _with_arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
         )
     given = next((values[key] for key in (*filled, *values)), None)
     arguments = parsed(given)
-    return {**function, "arguments": {} if arguments is None else arguments}
+    rest = {key: each for key, each in function.items() if key not in _ARGUMENTS[1:]}
+    return {**rest, "arguments": {} if arguments is None else arguments}
 
 
 def parsed(value: object) -> object:

@@ -80,7 +80,7 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     names often have words such as test. So the names of text files count only if each declares a
     split.
     """
-    parents = {str(path.parent) for path in files}
+    parents = {path.parent.absolute() for path in files}
     root = Path(os.path.commonpath(parents)) if parents else Path()
     names = [split_of(path, root) for path in files]
     if is_text and (None in names or "train" not in names):
@@ -101,7 +101,7 @@ def split_of(path: Path, root: Path) -> FileSplitName | None:
     """
     words = _SEPARATORS.split(path.name.lower())
     found = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
-    within = path.parent.relative_to(root).parts
+    within = path.parent.absolute().relative_to(root).parts
     folders = (path.parent.name, *reversed(within))
     return found or next(
         (SPLIT_WORDS[each.lower()] for each in folders if each.lower() in SPLIT_WORDS), None

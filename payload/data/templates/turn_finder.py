@@ -100,12 +100,12 @@ class TurnFinder(RenderedRow):
         before the end of its prompt, if the prompt ends with marks of thoughts.
         """
         end = self._end(number)
-        if not prompt and end is not None:
+        if number == 0 and not prompt and end is not None and end.header:
             # The template cannot render the prompt of a conversation that begins with an answer.
             tail = prompt_tail(end.header)
             head = end.header.removesuffix(tail.text if tail else "")
-            before, found, _ = answered.partition(head)
-            prompt = before + end.header if found else ""
+            place = answered.find(head)
+            prompt = answered[:place] + end.header if place >= 0 else ""
         tail = prompt_tail(prompt)
         has_thought = self._thought(number) is not None
         head = prompt.removesuffix(tail.text if tail else end.prompt_only if end else "")
