@@ -439,7 +439,7 @@ def test_one_part_of_text_is_the_content() -> None:
             assistant(
                 "", tool_calls=[{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}]
             ),
-            "has arguments in 'arguments' and 'input'",
+            "has arguments in 'arguments' and 'parameters'",
         ),
     ],
 )
