@@ -90,14 +90,14 @@ def require_rendered(
         for key, value in bare.items():
             if key in _UNCHECKED_KEYS or key in ignored or is_absent(value):
                 continue
+            is_shown = key in THOUGHT_KEYS or _is_surely_in(_texts(value), own)
+            rest = {name: each for name, each in message.items() if name != key}
+            if not is_shown and is_lost(rest, index):
+                raise complain(index, key, "Use another template with --chat-template.")
             if key == _CALLS and is_turn:
                 for name, without in _smaller_calls(value, ignored, own):
                     if is_lost({**message, _CALLS: without}, index):
                         raise complain(index, name, "Use another template with --chat-template.")
-            if key in THOUGHT_KEYS or _is_surely_in(_texts(value), own):
-                continue
-            if is_lost({name: each for name, each in message.items() if name != key}, index):
-                raise complain(index, key, "Use another template with --chat-template.")
     if (
         tools
         and "tools" not in ignored
