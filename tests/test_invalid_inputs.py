@@ -63,8 +63,8 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
         (
             {"messages": [{"role": "robot", "content": "x"}, ANSWER]},
             "messages[0]: unknown role 'robot'. Use one of: system, developer, user, human, "
-            "assistant, gpt, chatgpt, bot, model, tool, function, observation, tool_response, "
-            f"ipython, function_call, tool_call. {OR_SKIP}",
+            "assistant, gpt, chatgpt, bot, ai, bing, bard, model, tool, function, observation, "
+            f"tool_response, ipython, function_call, tool_call. {OR_SKIP}",
         ),
         (
             {"messages": []},

@@ -410,3 +410,72 @@ def test_a_template_is_sequential_only_if_later_messages_cannot_change_a_message
 def test_a_template_without_a_stop_token_has_a_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Add \{\{ eos_token \}\} after the assistant's text"):
         read(tmp_path, NEXT_ROLE.replace("|>", "")).require_stop({})
+
+
+CALLS = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role + ':' + m.content }}"
+    "{% for c in (m.tool_calls or [])[:MOST] %}{{ c.function.name }}{{ ARGUMENTS }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("most", "arguments", "more", "lost"),
+    [
+        ("9", "c.function.arguments | tojson", {}, None),
+        ("9", "''", {}, "arguments"),
+        ("1", "c.function.arguments | tojson", {}, "tool_calls"),
+        ("9", "c.function.arguments | tojson", {"strict": True}, "strict"),
+        ("9", "c.function.arguments | tojson", {"weight": 0}, "weight"),
+        ("9", "c.function | tojson", {"strict": True}, None),
+    ],
+)
+def test_a_part_of_a_call_that_the_template_leaves_out_is_refused(
+    most: str, arguments: str, more: dict[str, Any], lost: str | None, tmp_path: Path
+) -> None:
+    text = CALLS.replace("MOST", most).replace("ARGUMENTS", arguments)
+    template = read(tmp_path, text)
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": {"room": value}, **more}}
+        for name, value in (("first_name", "north"), ("second_name", "south"))
+    ]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    if lost is None:
+        (spans,) = shown(template, messages)
+        assert all(word in spans[0] for word in ("first_name", "north", "second_name", "south"))
+        return
+    with pytest.raises(DataError, match=f"leaves out the key '{lost}'"):
+        shown(template, messages)
+    if more:
+        assert shown(template, messages, ignored_keys=frozenset({lost}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("label", False), ("loss_mask", 0), ("prefix", False)])
+def test_false_and_0_are_values_that_can_be_lost(key: str, value: object, tmp_path: Path) -> None:
+    template = read(tmp_path, PLAIN_TEMPLATE)
+    asked, answer = pair("a", "b")
+    with pytest.raises(DataError, match=f"leaves out the key '{key}'"):
+        shown(template, [asked, {**answer, key: value}])
+
+
+@pytest.mark.parametrize("text", [PLAIN_TEMPLATE, SPACED])
+def test_documents_that_the_template_leaves_out_are_refused(text: str, tmp_path: Path) -> None:
+    documents = ({"title": "t", "text": "long ago"},)
+    given = conversation(pair("a", "b"), documents=documents)
+    with pytest.raises(DataError, match="leaves out the documents"):
+        render_samples(read(tmp_path / "without", text), given)
+    shows = "{% for d in documents or [] %}{{ d.text }}{% endfor %}" + text
+    (sample,) = render_samples(read(tmp_path / "with", shows), given)
+    assert sample.text.startswith("long ago")
+
+
+def test_the_header_of_a_conversation_that_begins_with_an_answer_is_not_trained(
+    tmp_path: Path,
+) -> None:
+    # As in many templates, the prompt without messages cannot be rendered.
+    template = read(tmp_path, "{% if messages[0].role == 'x' %}{% endif %}" + PLAIN_TEMPLATE)
+    messages = [{"role": "assistant", "content": "Hello."}, *pair("a", "b")]
+    assert shown(template, messages) == [[f"Hello.{END}", f"b{END}"]]

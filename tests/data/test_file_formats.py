@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from payload.core.errors import DataError, ExitCode
+from payload.core.errors import DataError, ExitCode, UsageError
+from payload.data.rows.named_columns import NamedColumns
 from payload.data.rows.open_rows import open_rows
 from payload.data.sources.file_format import detect_format
 from payload.data.sources.source_flags import SourceRequest
@@ -273,6 +274,13 @@ def splits(folder: Path, names: Mapping[str, int]) -> Path:
          ["train-00000-of-00002", "train-00001-of-00002"], None),
         ({"train.jsonl": 3, "more.jsonl": 1, "test.jsonl": 2}, ["more", "train"], None),
         ({"test.jsonl": 3, "valid.jsonl": 2}, ["test", "valid"], None),
+        ({"chats.jsonl": 3, "test.jsonl": 2}, ["chats"], None),
+        ({"chats.jsonl": 3, "valid.jsonl": 2}, ["chats", "valid"], 3),
+        ({"train.jsonl": 3, "test1.jsonl": 1, "tests.jsonl": 1, "testset.jsonl": 1},
+         ["train"], None),
+        ({"train/0.jsonl": 3, "dev/a/0.jsonl": 2, "test/a/b/0.jsonl": 1},
+         ["train/0", "dev/a/0"], 3),
+        ({"test/a/0.jsonl": 3, "test/b/0.jsonl": 2}, ["test/a/0", "test/b/0"], None),
         ({"a.jsonl": 3, "b.jsonl": 2}, ["a", "b"], None),
     ],
 )  # fmt: skip
@@ -447,3 +455,34 @@ def test_the_name_of_a_file_sends_nothing_to_the_terminal(tmp_path: Path) -> Non
     done = run_here("prepare", "--source", "jsonl", "--input", tmp_path, "--out", out, "--dry-run")
     assert done.returncode == 0 and "splits by file name" in done.stdout
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_note_says_that_names_without_training_data_declare_nothing(tmp_path: Path) -> None:
+    for names, is_noted in (
+        ({"test.jsonl": 1, "valid.jsonl": 1}, True),
+        ({"test/a.jsonl": 1, "test/b.jsonl": 1}, False),
+    ):
+        folder = splits(tmp_path / str(is_noted), names)
+        source = open_rows(SourceRequest(kind="auto", inputs=(str(folder),)))
+        source.identity()
+        assert ("no file is for training by its name" in str(source.recognised())) is is_noted
+
+
+@pytest.mark.parametrize(("value", "joined"), [(None, "a"), ("", "a"), ("b", "a\n\nb")])
+def test_columns_with_the_same_new_name_are_joined(value: object, joined: str) -> None:
+    columns = NamedColumns((("one", "user"), ("two", "user")), ())
+    assert columns.convert({"one": "a", "two": value})["user"] == joined
+    assert columns.convert({"two": "a", "one": value or ""})["user"] in ("a", "b\n\na")
+    for other in (5, ["b"], False):
+        with pytest.raises(UsageError, match="only texts can be joined"):
+            columns.convert({"one": "a", "two": other})
+
+
+def test_an_ignored_key_is_removed_from_parts_and_calls() -> None:
+    columns = NamedColumns((), ("weight",))
+    part, call = {"type": "text", "text": "b"}, {"function": {"name": "f"}}
+    message = {"content": [{**part, "weight": 0}], "tool_calls": [{**call, "weight": 0}]}
+    assert columns.convert({"messages": [message]}) == {
+        "messages": [{"content": [part], "tool_calls": [call]}]
+    }
+    assert "'weight' (1 rows)" in columns.notes()[0]

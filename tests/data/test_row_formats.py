@@ -395,3 +395,103 @@ def test_a_text_of_a_pair_without_a_prompt_is_named(row: dict[str, Any], texts: 
 def test_a_conversation_has_one_flag_a_message() -> None:
     found = conversation_of({"messages": turn("a", "b")})
     assert isinstance(found, Conversation) and found.tools == () and found.variables == {}
+
+
+@pytest.mark.parametrize("name", ["GPT", "Assistant", "ai", "bing", "bard"])
+def test_a_role_in_other_letters_or_of_another_chatbot_is_the_assistant(name: str) -> None:
+    row = {"conversations": [{"from": "Human", "value": "a"}, {"from": name, "value": "b"}]}
+    assert read(row) == (turn("a", "b"), [False, True])
+
+
+def test_messages_can_be_json_text_as_in_a_csv_file() -> None:
+    assert read({"messages": json.dumps(turn("a", "b"))}) == (turn("a", "b"), [False, True])
+
+
+@pytest.mark.parametrize("key", ["parameters", "input", "args"])
+def test_arguments_have_the_name_of_another_api(key: str) -> None:
+    for call in ({"name": "f", key: ARGUMENTS}, {"function": {"name": "f", key: ARGUMENTS}}):
+        messages, _ = read({"messages": [user("a"), assistant(None, tool_calls=[call])]})
+        assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": ARGUMENTS}
+
+
+def test_arguments_with_a_repeated_key_stay_as_given() -> None:
+    text = '{"room": 1, "room": 2}'
+    call = {"function": {"name": "f", "arguments": text}}
+    messages, _ = read({"messages": [user("a"), assistant(None, tool_calls=[call])]})
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == text
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
+def test_a_thought_in_parts_is_a_text(key: str) -> None:
+    messages, _ = read({"messages": [user("a"), assistant("b", **{key: [{"text": "hm"}]})]})
+    read_as = "thinking" if key == "thinking" else "reasoning_content"
+    assert messages[1] == assistant("b", **{read_as: "hm"})
+
+
+def test_one_part_of_text_is_the_content() -> None:
+    messages = [user("a"), {"role": "assistant", "content": {"type": "text", "text": "b"}}]
+    assert read({"messages": messages})[0] == turn("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (assistant("b", thinking={"content": "hm"}), "thinking is .* not text"),
+        (assistant("b", thinking=True), "thinking is True, not text"),
+        (assistant("b", thinking="hm", reasoning_content="no"), "different thoughts in"),
+        (assistant("b", reasoning="hm", reasoning_content="no"), "different thoughts in"),
+        ({"role": "assistant", "content": {"parts": ["b"]}}, "only text can be trained"),
+        ({"from": "gpt", "value": "b", "role": "teacher"}, "has the key 'role' besides 'from'"),
+        ({"from": "gpt", "value": "b", "content": "c"}, None),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "b", "train": False}]},
+            "nothing reads train = False of a part",
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "b", "weight": 0}]},
+            "nothing reads weight = 0 of a part",
+        ),
+        (
+            assistant(
+                "", tool_calls=[{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}]
+            ),
+            "has arguments in 'arguments' and 'parameters'",
+        ),
+    ],
+)
+def test_a_value_that_would_be_lost_is_refused(message: Any, problem: str | None) -> None:
+    row = {"conversations": [{"from": "human", "value": "a"}, message]}
+    if problem is None:
+        row = {"messages": [user("a"), message]}
+        problem = "has the key 'content' besides"
+    with pytest.raises(BadConversationError, match=problem):
+        conversation_of(row)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        (assistant("hm", channel="analysis", weight=0), {}, "nothing reads 'the weight'"),
+        (assistant("hm", channel="analysis", tool_calls=[CALL]), {}, "nothing reads 'tool_calls'"),
+        (assistant("hm", channel="analysis"), {"thinking": "no"}, "a thought of its own"),
+        (assistant("I look.", channel="commentary"), {}, "without 'recipient'"),
+    ],
+)
+def test_a_harmony_message_is_not_read_in_part(
+    first: dict[str, Any], second: dict[str, Any], problem: str
+) -> None:
+    row = {"messages": [user("a"), first, assistant("b", channel="final", **second)]}
+    with pytest.raises(BadConversationError, match=problem):
+        conversation_of(row)
+
+
+def test_two_system_columns_with_different_texts_are_refused() -> None:
+    row = {"messages": turn("a", "b"), "system": "s", "system_prompt": "s"}
+    assert read(row)[0] == [{"role": "system", "content": "s"}, *turn("a", "b")]
+    with pytest.raises(BadConversationError, match="system and system_prompt have different"):
+        conversation_of({**row, "system_prompt": "t"})
+
+
+def test_a_row_of_empty_columns_is_left_out() -> None:
+    with pytest.raises(UntrainedRowError, match="every column is empty"):
+        conversation_of({"question": "", "answer": ""})

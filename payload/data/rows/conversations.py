@@ -52,6 +52,8 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
     Raises BadConversationError, and UntrainedRowError for a row that is left out.
     """
     require_trained(row)
+    if row and all(isinstance(each, str) and not each.strip() for each in row.values()):
+        raise UntrainedRowError("every column is empty")
     form = format_of(row)
     if form is None:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
@@ -62,7 +64,7 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
         )
     _require_good(row.get(LABEL))
     found = (
-        read_messages(row[form.question], form.question)
+        read_messages(parsed(row[form.question]), form.question)
         if form.answer is None
         else (_question_and_answer(row, form, form.answer))
     )
@@ -150,6 +152,12 @@ def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
     if column is None:
         return found
     text = require_text(row[column], column)
+    for other in SYSTEM:
+        if other != column and not is_absent(row.get(other)) and row[other] != row[column]:
+            raise BadConversationError(
+                f"{column} and {other} have different system messages. Remove one of them, or use "
+                f"--ignore-key {other}."
+            )
     if not text.strip():
         return found
     first = found.messages[0]

@@ -12,6 +12,7 @@ from typing import Any
 from payload.core.printable_text import shown
 from payload.core.validation.suggestion import nearest
 from payload.data.rows.columns import METADATA, TOOLS, TRAIN_KEYS, is_absent, is_deep
+from payload.data.sources.jsonl import object_of_pairs
 
 ASSISTANT = "assistant"
 ROLES: Mapping[str, str] = {
@@ -23,6 +24,9 @@ ROLES: Mapping[str, str] = {
     "gpt": ASSISTANT,
     "chatgpt": ASSISTANT,
     "bot": ASSISTANT,
+    "ai": ASSISTANT,
+    "bing": ASSISTANT,
+    "bard": ASSISTANT,
     "model": ASSISTANT,
     "tool": "tool",
     "function": "tool",
@@ -36,16 +40,21 @@ ROLES: Mapping[str, str] = {
 
 `function_call` becomes a message of the assistant with `tool_calls`.
 """
+_SPOKEN = ("system", "developer", "user", ASSISTANT)
 _FORMS = (("role", "content"), ("from", "value"))
 """Keys of the role and the text, in OpenAI's and in ShareGPT's messages."""
 _CALLS = "tool_calls"
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+_ARGUMENTS = ("arguments", "parameters", "input", "args")
+"""Keys of a call's arguments: OpenAI's, Llama's, Anthropic's and LangChain's."""
 _NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
 """Keys that allow a message without content."""
 _RENDERED_METADATA = ("name", "tool_call_id")
 """Keys that look like metadata, but that templates render."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of content parts that are text, in OpenAI's and in Anthropic's messages."""
+_PART_KEYS = ("type", "text", "cache_control", "annotations", "logprobs", "citations")
+"""Keys of a content part that are read, or that are settings of a request."""
 _CHANNELS = ("analysis", "commentary", "final")
 """Channels of Harmony, the format of gpt-oss."""
 _FUNCTIONS = "functions."
@@ -106,9 +115,15 @@ def read_messages(given: object, column: str) -> MessageList:
         if message["role"] == ASSISTANT and channel in _CHANNELS:
             del message["channel"]
             if channel == "analysis":
-                thoughts.append(require_text(message["content"], f"{where} content"))
+                thoughts.append(_analysis(message, where, is_trained=is_trained))
                 continue
-            if channel == "commentary" and isinstance(recipient, str):
+            if channel == "commentary":
+                if not isinstance(recipient, str):
+                    raise BadConversationError(
+                        f"{where}: a message with channel 'commentary' and without 'recipient' "
+                        "would be trained as a final answer. Write it as 'content' of the message "
+                        "with the call, or give it the channel 'final'."
+                    )
                 del message["recipient"]
                 name = recipient.removeprefix(_FUNCTIONS)
                 call = {"name": name, "arguments": message["content"]}
@@ -119,6 +134,11 @@ def read_messages(given: object, column: str) -> MessageList:
                     f"{where}: a message with channel 'analysis' is followed by a message with "
                     f"role {message['role']!r}. After the 'analysis' message, put the assistant's "
                     "answer or tool call."
+                )
+            if any(key in message for key in _THOUGHT_KEYS):
+                raise BadConversationError(
+                    f"{where}: the message has a thought of its own after a message with channel "
+                    "'analysis'. Keep one of the two."
                 )
             # The name of the key in the template of gpt-oss.
             message["thinking"] = "\n".join(thoughts)
@@ -131,6 +151,17 @@ def read_messages(given: object, column: str) -> MessageList:
             "answer."
         )
     return found
+
+
+def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> str:
+    """Return the thought of a message with channel 'analysis', which is trained with its answer."""
+    lost = [key for key in message if key not in ("role", "content")]
+    if lost or not is_trained:
+        raise BadConversationError(
+            f"{where}: nothing reads {lost[0] if lost else 'the weight'!r} of a message with "
+            "channel 'analysis', which is trained with its answer. Remove the key from the row."
+        )
+    return require_text(message["content"], f"{where} content")
 
 
 def _plain_message(given: object) -> dict[str, Any] | None:
@@ -151,17 +182,25 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
     """Return a message, and True if it is trained. Adds the message's functions to `tools`."""
     role_key, content_key = _form(given, where)
     assert isinstance(given, Mapping)
-    role = ROLES.get(given[role_key]) if isinstance(given[role_key], str) else None
+    name = given[role_key]
+    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise BadConversationError(
             f"{where}: unknown role {shown(given[role_key])}. Use one of: {', '.join(ROLES)}."
         )
     content = given.get(content_key)
+    if isinstance(content, Mapping) and role in _SPOKEN and "recipient" not in given:
+        content = [content]  # one part, not a function's result or arguments
     found: dict[str, Any] = {"role": role, "content": _content(content, f"{where} {content_key}")}
     is_trained = role in (ASSISTANT, "function_call")
     for key, value in given.items():
         if key in (role_key, content_key) or is_absent(value):
             continue
+        if key in ("role", "content"):
+            raise BadConversationError(
+                f"{where} has the key {key!r} besides {role_key!r} and {content_key!r}. Remove one "
+                f"of them, or ignore one with --ignore-key {key}."
+            )
         if key in TRAIN_KEYS and (weight := number_of(value)) is not None:
             is_trained = _is_trained(key, weight, where, role=role, is_trained=is_trained)
         elif key in TOOLS and role in ("system", "developer"):
@@ -169,9 +208,22 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
         elif key in _RENDERED_METADATA or not METADATA.fullmatch(key):
             found[key] = clean(value)
     _convert_calls(found, where)
-    if "reasoning" in found and isinstance(found["reasoning"], str):
-        found["reasoning_content"] = found.pop("reasoning")
+    _convert_thoughts(found, where)
     return found, is_trained
+
+
+def _convert_thoughts(message: dict[str, Any], where: str) -> None:
+    """Convert the message's thought to a text. Raises BadConversationError for two thoughts."""
+    keys = [key for key in _THOUGHT_KEYS if key in message]
+    for key in keys:
+        message[key] = _content(message[key], f"{where} {key}", is_object_text=False)
+    if len({message[key].strip() for key in keys}) > 1:
+        raise BadConversationError(
+            f"{where} has different thoughts in {' and '.join(map(repr, keys))}, and one would be "
+            f"lost. Remove one, or ignore one with --ignore-key {keys[-1]}."
+        )
+    if "reasoning" in message:
+        message["reasoning_content"] = message.pop("reasoning")
 
 
 def _form(given: object, where: str) -> tuple[str, str]:
@@ -199,13 +251,16 @@ def _missing_keys(given: object) -> str:
     return f"A message needs the keys {form[0]!r} and {form[1]!r}.{meant}"
 
 
-def _content(value: object, where: str) -> str | None:
-    """Return the text of a message. Raises BadConversationError for a part that is not text."""
+def _content(value: object, where: str, *, is_object_text: bool = True) -> str | None:
+    """Return the text of a message; with `is_object_text`, an object becomes JSON text.
+
+    Raises BadConversationError for a part that is not text.
+    """
     if value is None:
         return None
     if isinstance(value, str):
         return require_text(value, where)
-    if isinstance(value, Mapping):
+    if is_object_text and isinstance(value, Mapping):
         # A function's result can be an object, but templates print only text.
         return json.dumps(clean(value), ensure_ascii=False)
     if not isinstance(value, Sequence):
@@ -215,20 +270,35 @@ def _content(value: object, where: str) -> str | None:
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if kind not in _TEXT_PARTS:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or kind not in _TEXT_PARTS:
+            found = shown(part) if kind is None else f"a part of type {shown(kind)}"
             raise BadConversationError(
-                f"{where}[{number}] is a part of type {shown(kind)}, and only text can be trained. "
+                f"{where}[{number}] is {found}, and only text can be trained. "
                 "Remove the part, or the row."
             )
-        if not isinstance(part, Mapping) or "text" not in part:
+        if "text" not in part:
             raise BadConversationError(
                 f"{where}[{number}] is {shown(part)}, a part without the key 'text'. Write "
                 '{"type": "text", "text": ...}, or remove the part.'
             )
+        _require_part_read(part, f"{where}[{number}]")
         texts.append(require_text(part["text"], f"{where}[{number}]"))
     # Templates that take parts print one directly after the other.
     return require_text("".join(texts), where)
+
+
+def _require_part_read(part: Mapping[str, Any], where: str) -> None:
+    """Raise BadConversationError for a key of a content part that would be lost."""
+    for key, value in part.items():
+        if key in _PART_KEYS or is_absent(value) or METADATA.fullmatch(key):
+            continue
+        if key in TRAIN_KEYS and number_of(value) == 1:
+            continue
+        raise BadConversationError(
+            f"{where}: nothing reads {key} = {shown(value)} of a part. A message is trained as a "
+            f"whole or not at all. Split the message, or ignore the key with --ignore-key {key}."
+        )
 
 
 def _is_trained(key: str, weight: float, where: str, *, role: str, is_trained: bool) -> bool:
@@ -294,20 +364,31 @@ def _tool_call(given: object, where: str) -> dict[str, Any]:
         )
     if not isinstance(nested, Mapping):
         outer = {key: function.pop(key) for key in ("id", "type") if key in function}
-        return {**outer, "type": "function", "function": _with_arguments(function)}
-    return {**given, "type": given.get("type", "function"), "function": _with_arguments(function)}
+        return {**outer, "type": "function", "function": _with_arguments(function, where)}
+    kind = given.get("type", "function")
+    return {**given, "type": kind, "function": _with_arguments(function, where)}
 
 
-def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = parsed(function.get("arguments", function.pop("parameters", {})))
-    return {**function, "arguments": {} if arguments is None else arguments}
+def _with_arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a function's name and arguments, whatever the key of the arguments."""
+    values = {key: function[key] for key in _ARGUMENTS if key in function}
+    filled = [key for key, value in values.items() if not is_absent(value)]
+    if len(filled) > 1:
+        raise BadConversationError(
+            f"{where} has arguments in {' and '.join(map(repr, filled))}. Keep one of them."
+        )
+    given = next((values[key] for key in (*filled, *values)), None)
+    arguments = parsed(given)
+    rest = {key: each for key, each in function.items() if key not in _ARGUMENTS[1:]}
+    return {**rest, "arguments": {} if arguments is None else arguments}
 
 
 def parsed(value: object) -> object:
     """Return the object or list in a JSON text; another value is returned unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(ValueError, RecursionError):
-            found = json.loads(value)
+            # A text with a repeated key stays as given: an object would lose a value.
+            found = json.loads(value, object_pairs_hook=object_of_pairs)
             return value if is_deep(found) else found
     return value
 

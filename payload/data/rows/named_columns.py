@@ -8,7 +8,7 @@ from typing import Any
 
 from payload.core.errors import UsageError
 from payload.core.printable_text import shown
-from payload.data.rows.columns import chat_columns, preference_columns
+from payload.data.rows.columns import chat_columns, is_absent, preference_columns
 
 _ROLES = ("system", "user", "assistant")
 _JOIN = "\n\n"
@@ -85,18 +85,33 @@ class NamedColumns:
             value, other = row[column], renamed.get(target)
             if isinstance(value, str) and isinstance(other, str):
                 value = _JOIN.join(filter(None, (other, value)))
+            elif not is_absent(other):
+                if not is_absent(value):
+                    raise UsageError(
+                        f"--columns {shown(column)}={target}: the row has {target} = "
+                        f"{shown(other)}, too, and only texts can be joined. Leave one of them out "
+                        "with --ignore-key."
+                    )
+                value = other
             renamed[target] = value
         return renamed
 
     def _without(self, value: Any, removed: set[str]) -> Any:
-        """Return a list of messages without the ignored keys, and any other value unchanged."""
+        """Return a list of messages without the ignored keys, and any other value unchanged.
+
+        The keys are also removed from lists of objects inside a message: parts and calls.
+        """
         if not isinstance(value, list):
             return value
         for each in value:
             if isinstance(each, Mapping):
                 removed |= self._ignored & each.keys()
         return [
-            {key: inner for key, inner in each.items() if key not in self._ignored}
+            {
+                key: self._without(inner, removed)
+                for key, inner in each.items()
+                if key not in self._ignored
+            }
             if isinstance(each, Mapping)
             else each
             for each in value

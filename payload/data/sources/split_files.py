@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,24 @@ FileSplitName = Literal["train", "valid", "test"]
 SPLIT_WORDS: dict[str, FileSplitName] = {
     "train": "train",
     "training": "train",
+    "trainset": "train",
     "valid": "valid",
     "validation": "valid",
+    "validate": "valid",
+    "validset": "valid",
+    "valset": "valid",
     "val": "valid",
     "dev": "valid",
+    "devset": "valid",
     "eval": "valid",
+    "evaluation": "valid",
     "test": "test",
+    "tests": "test",
+    "testing": "test",
+    "testset": "test",
 }
 """For each word that can occur in the name of a file or of its folder, the file's split."""
-_SEPARATORS = re.compile(r"[-_. ]+")
+_SEPARATORS = re.compile(r"[-_. ]+|(?<=[a-z])(?=[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,8 @@ class SplitFiles:
     valid: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
     """Test files, which are left out."""
+    has_ignored_names: bool = False
+    """True if names declare splits, but no training data: all files are for training."""
 
     def read(self) -> list[Path]:
         """Return the files to read: the training files, then the validation files."""
@@ -40,6 +52,11 @@ class SplitFiles:
 
     def note(self) -> str | None:
         """Return a line about the splits; None if the names declare none."""
+        if self.has_ignored_names:
+            return (
+                "splits by file name: no file is for training by its name, so all files are for "
+                "training. To validate with a file, name another one train"
+            )
         if not self.valid and not self.test:
             return None
         parts = [
@@ -58,14 +75,18 @@ class SplitFiles:
 def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
-    If no name declares training data, the names are ignored, and all files are for training. A file
-    whose name declares no split is for training, too. Text files may be the source files of a
-    program, whose names often have words such as test. So the names of text files count only if
-    each declares a split.
+    A file whose name declares no split is for training. If no file is for training, the names are
+    ignored, and all files are for training. Text files may be the source files of a program, whose
+    names often have words such as test. So the names of text files count only if each declares a
+    split.
     """
-    names = [split_of(path) for path in files]
-    if "train" not in names or (is_text and None in names):
+    parents = {path.parent.absolute() for path in files}
+    root = Path(os.path.commonpath(parents)) if parents else Path()
+    names = [split_of(path, root) for path in files]
+    if is_text and (None in names or "train" not in names):
         return SplitFiles(tuple(files))
+    if "train" not in names and None not in names:
+        return SplitFiles(tuple(files), has_ignored_names=len(set(names)) > 1)
     by_name = {
         name: tuple(path for path, each in zip(files, names, strict=True) if each in wanted)
         for name, wanted in (("train", ("train", None)), ("valid", ("valid",)), ("test", ("test",)))
@@ -73,11 +94,18 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     return SplitFiles(by_name["train"], by_name["valid"], by_name["test"])
 
 
-def split_of(path: Path) -> FileSplitName | None:
-    """Return the split that the name of a file or of its folder declares, or None."""
+def split_of(path: Path, root: Path) -> FileSplitName | None:
+    """Return the split that the name of a file or of one of its folders declares, or None.
+
+    Of the folders, the file's own one and those within `root` count; the nearest one decides.
+    """
     words = _SEPARATORS.split(path.name.lower())
     found = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
-    return found or SPLIT_WORDS.get(path.parent.name.lower())
+    within = path.parent.absolute().relative_to(root).parts
+    folders = (path.parent.name, *reversed(within))
+    return found or next(
+        (SPLIT_WORDS[each.lower()] for each in folders if each.lower() in SPLIT_WORDS), None
+    )
 
 
 def _names(files: Iterable[Path]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from payload.core.errors import DataError
+from payload.data.rows.columns import is_absent
 from payload.data.rows.conversation import Message
 from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
 from payload.data.templates.thoughts import thought_of, without_thoughts
@@ -21,6 +22,9 @@ Probe = Callable[[Sequence[Message], Any], str | None]
 
 _UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
 """Keys that the format needs or that only name a message."""
+_CALLS = "tool_calls"
+_CALL_KEYS = ("id", "type", "index", "function")
+"""Keys of a call that the format needs or that only name the call."""
 _OTHER_CONTENT = "Quxd3z"
 _LONG_ENOUGH = 4
 """Minimum length of a text that another text does not contain by chance."""
@@ -84,12 +88,16 @@ def require_rendered(
         ):
             raise complain(index, "content", "Use another template with --chat-template.")
         for key, value in bare.items():
-            if key in _UNCHECKED_KEYS or key in ignored or not value:
+            if key in _UNCHECKED_KEYS or key in ignored or is_absent(value):
                 continue
-            if key in THOUGHT_KEYS or _is_surely_in(_texts(value), own):
-                continue
-            if is_lost({name: each for name, each in message.items() if name != key}, index):
+            is_shown = key in THOUGHT_KEYS or _is_surely_in(_texts(value), own)
+            rest = {name: each for name, each in message.items() if name != key}
+            if not is_shown and is_lost(rest, index):
                 raise complain(index, key, "Use another template with --chat-template.")
+            if key == _CALLS and is_turn:
+                for name, without in _smaller_calls(value, ignored, own):
+                    if is_lost({**message, _CALLS: without}, index):
+                        raise complain(index, name, "Use another template with --chat-template.")
     if (
         tools
         and "tools" not in ignored
@@ -100,6 +108,35 @@ def require_rendered(
             f"{where}: the template leaves out the tools, so training would lose them. Choose a "
             "template with tools with --chat-template, or ignore the tools with --ignore-key tools."
         )
+
+
+def _smaller_calls(
+    calls: object, ignored: frozenset[str], text: str
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield names of keys in calls that `text` may lack, and the calls without each key.
+
+    `tool_calls` is the name for a whole call. A key that only names a call is not yielded.
+    """
+    if not isinstance(calls, list) or not all(isinstance(each, Mapping) for each in calls):
+        return
+    for number, call in enumerate(calls):
+        before, after = calls[:number], calls[number + 1 :]
+        function = call.get("function")
+        function = function if isinstance(function, Mapping) else {}
+        is_shown = _is_surely_in(_texts(function), text)
+        if len(calls) > 1 and not is_shown:
+            yield _CALLS, [*before, *after]
+        for key, value in call.items():
+            if key not in (*_CALL_KEYS, *ignored) and not is_absent(value):
+                rest = {name: each for name, each in call.items() if name != key}
+                yield key, [*before, rest, *after]
+        for key, value in function.items():
+            if key in ("name", *ignored) or is_absent(value) or (key == "arguments" and is_shown):
+                continue
+            rest = {name: each for name, each in function.items() if name != key}
+            if key == "arguments":
+                rest[key] = {}
+            yield key, [*before, {**call, "function": rest}, *after]
 
 
 def _is_in(texts: Sequence[str], text: str) -> bool:

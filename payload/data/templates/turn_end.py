@@ -37,6 +37,8 @@ class TurnEnd:
     """The last part of the generation prompt, if an answered turn does not contain this part."""
     opener: str = ""
     """The first token of the generation prompt, which begins a turn of the assistant."""
+    header: str = ""
+    """The generation prompt after a question."""
 
     @property
     def is_same(self) -> bool:
@@ -126,6 +128,7 @@ def _turn_end(
         last=last,
         next=source[: stop[1]],
         opener=opener,
+        header=prompt[len(asked) :] if prompt and asked and prompt.startswith(asked) else "",
         prompt_only=_prompt_only(prompt, last_text),
     )
 

@@ -31,6 +31,7 @@ class TurnFinder(RenderedRow):
 
     def turns(self) -> tuple[str, list[Turn]]:
         """Return the whole text, and the trained turns in order."""
+        self._require_documents()
         return self._marked_turns() if self._template.process.is_marked else self._added_turns()
 
     def _added_turns(self) -> tuple[str, list[Turn]]:
@@ -98,7 +99,14 @@ class TurnFinder(RenderedRow):
         `answered` is the text with the turn as the last message. The trained part can begin before
         the prompt's end, if the prompt ends with reasoning tags such as `<think>`.
         """
-        tail, end = prompt_tail(prompt), self._end(number)
+        end = self._end(number)
+        if number == 0 and not prompt and end is not None and end.header:
+            # The template cannot render the prompt of a conversation that begins with an answer.
+            tail = prompt_tail(end.header)
+            head = end.header.removesuffix(tail.text if tail else "")
+            place = answered.find(head)
+            prompt = answered[:place] + end.header if place >= 0 else ""
+        tail = prompt_tail(prompt)
         has_thought = self._thought(number) is not None
         head = prompt.removesuffix(tail.text if tail else end.prompt_only if end else "")
         if answered.startswith(prompt):
@@ -210,6 +218,27 @@ class TurnFinder(RenderedRow):
                 place = found + len(short) if found >= 0 else place
             ends.append(place)
         return max(ends)
+
+    def _require_documents(self) -> None:
+        """Raise DataError if the template leaves out the row's documents."""
+        if not self._documents:
+            return
+        texts = [
+            self._template.parts(
+                self._messages,
+                [(len(self._messages), False)],
+                tools=self._tools,
+                documents=documents,
+                variables=self._variables,
+            )[0].get("text")
+            for documents in (self._documents, None)
+        ]
+        if texts[0] == texts[1]:
+            raise DataError(
+                f"{self._template.where}: the template leaves out the documents, so training would "
+                "lose them. Choose a template with documents with --chat-template, or ignore them "
+                "with --ignore-key documents."
+            )
 
     def _require_rendered(self, number: int, text: str, start: int) -> None:
         require_rendered(
