@@ -50,6 +50,8 @@ def _run(argv: Sequence[str]) -> int:
         # The parser alone prints the help, and usage errors with the name of the typed command. A
         # program may import torch first, and prints its own name.
         completion.command_parser(row).parse_args()
+        # runpy warns about a module that is imported before it runs.
+        sys.modules.pop(f"payload.{row.package}.__main__", None)
     # Like `python -m payload.PACKAGE`: that module decides how the process ends.
     runpy.run_module(f"payload.{row.package}", run_name="__main__", alter_sys=True)
     return ExitCode.OK

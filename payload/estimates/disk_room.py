@@ -51,6 +51,9 @@ def disk_words(
 ) -> str:
     """Return the disk space of a run's checkpoints as text, and the settings that lower it."""
     free = "" if free_bytes is None else f"; {free_bytes / 1e9:,.1f} GB are free"
+    if free_bytes is not None and free_bytes < checkpoints * checkpoint_bytes:
+        free += ": too little, so the run will refuse to start. Free space or lower "
+        free += "train.keep_checkpoints"
     return (
         f"about {checkpoints * checkpoint_bytes / 1e9:,.2f} GB: up to {checkpoints} checkpoints of "
         f"{checkpoint_bytes / 1e9:,.2f} GB (train.keep_checkpoints "

@@ -104,7 +104,8 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.formats.data_folder import load_meta
     from payload.train.models.classifier import Classifier
     from payload.train.models.hf_weights import checkpoint_folder, tokenizer_folder
-    from payload.train.models.loading import load
+    from payload.train.models.loading import load_unmerged
+    from payload.train.models.lora import cast_base_to_fp32
 
     folder = checkpoint_folder(arguments.checkpoint)
     require_same_tokens(
@@ -114,7 +115,9 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         init=arguments.checkpoint,
         settings=("--data", "--model"),
     )
-    model = load(folder)
+    model = load_unmerged(folder)
+    if arguments.dtype == "fp32":
+        cast_base_to_fp32(model)
     if isinstance(model, Classifier):
         _evaluate_classifier(arguments, world, model, weights=folder)
         return

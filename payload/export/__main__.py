@@ -21,6 +21,7 @@ from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
 from payload.export.hf_weight_reader import WeightFiles, weights_of
+from payload.export.merge_rounding import MergeRounding
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.checkpoint_listing import CHECKPOINTS_NAME, checkpoint_dtype
@@ -61,9 +62,9 @@ def _export(arguments: argparse.Namespace) -> Path:
     folder = checkpoint_folder(arguments.checkpoint)
     weights_at = _weights_folder(folder, merges=arguments.merge)
     config = read_config(config_folder(folder))
-    weights = None
+    weights, rounding = None, MergeRounding()
     if weights_at != folder and token_ids(read_adapter_config(folder).settings.train_tokens):
-        weights = dequantized_weights(folder)
+        weights = dequantized_weights(folder, rounding=rounding)
         # The vocabulary can be larger than the base's.
         config = {**config, "vocab_size": weights.labels["vocab_size"]}
     tokenizer = tokenizer_folder(folder)
@@ -75,15 +76,15 @@ def _export(arguments: argparse.Namespace) -> Path:
         vocabulary = read_vocabulary(
             tokenizer, rows=plan.vocab_size, eos=eos if isinstance(eos, int) else None
         )
-        weights = weights or _weights(folder, weights_at)
+        weights = weights or _weights(folder, weights_at, rounding=rounding)
         with elapsed_line(f"writing {shown_name(str(out))}"):
             write_gguf(
                 out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype
             )
-        for note in plan.notes:
-            print(f"note: {note}", file=sys.stderr)
+        for remark in plan.notes:
+            print(f"note: {remark}", file=sys.stderr)
     else:
-        weights = weights or _weights(folder, weights_at)
+        weights = weights or _weights(folder, weights_at, rounding=rounding)
         config = {**config, **weights.labels}
         whole, copied = read_spec(config_folder(folder)).whole, None
         if whole is not None:
@@ -106,6 +107,8 @@ def _export(arguments: argparse.Namespace) -> Path:
             "than before means that small changes were lost; --dtype fp32 keeps them",
             file=sys.stderr,
         )
+    if note := rounding.note(arguments.dtype):
+        print(f"note: {note}", file=sys.stderr)
     if weights_at != folder:
         print(f"note: the base model is {printable(str(weights_at))}", file=sys.stderr)
     return out
@@ -135,13 +138,13 @@ def _weights_folder(folder: Path, *, merges: bool) -> Path:
     return base_folder(folder)
 
 
-def _weights(folder: Path, weights_at: Path) -> WeightFiles:
+def _weights(folder: Path, weights_at: Path, *, rounding: MergeRounding) -> WeightFiles:
     if folder == weights_at:
         return weights_of(folder)
     if base_quantization(folder) == "none":
-        return merged_weights(weights_at, folder)
+        return merged_weights(weights_at, folder, rounding=rounding)
     print("note: the base was quantised; the merged weights are dequantised", file=sys.stderr)
-    return dequantized_weights(folder)
+    return dequantized_weights(folder, rounding=rounding)
 
 
 def _name_of(folder: Path) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import CheckpointError
 from payload.export.hf_weight_reader import InMemoryWeights, WeightFiles
+from payload.export.merge_rounding import MergeRounding
 from payload.models.adapter import token_ids
 from payload.weights.adapter_files import read_adapter_config
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from payload.train.tensors.lazy_tensors import PlannedTensors
 
 
-def merged_weights(base: Path, adapter: Path) -> WeightFiles:
+def merged_weights(base: Path, adapter: Path, *, rounding: MergeRounding) -> WeightFiles:
     """Return the weights of a base with an adapter merged into it.
 
+    `rounding` receives each merged tensor, at the latest when the tensor is read.
     A model that transformers converts while loading is held completely in memory. Raises
     CheckpointError for models that training rejects.
     """
@@ -30,21 +32,23 @@ def merged_weights(base: Path, adapter: Path) -> WeightFiles:
     model, tensors = plan_adapter(adapter, base)
     labels = _labels(model)
     if tensors.targets:
-        return MergedWeights(adapter, model, tensors, labels=labels)
-    merge_adapter(model)
+        return MergedWeights(adapter, model, tensors, labels=labels, rounding=rounding)
+    merge_adapter(model, merged_one=rounding.add)
     return InMemoryWeights(adapter, model.hf_tensors(), labels=labels)
 
 
-def dequantized_weights(adapter: Path) -> WeightFiles:
+def dequantized_weights(adapter: Path, *, rounding: MergeRounding) -> WeightFiles:
     """Return the merged weights of an adapter with trained tokens, or with a quantised base.
 
     Such an adapter was trained on the quantised weights, so the base is dequantised, then merged.
     The complete model is in memory, in fp32. Raises CheckpointError, and ConfigError without
     bitsandbytes.
     """
-    from payload.train.models.loading import load
+    from payload.train.models.loading import load_unmerged
+    from payload.train.models.lora import merge_adapter
 
-    model = load(adapter)
+    model = load_unmerged(adapter)
+    merge_adapter(model, merged_one=rounding.add)
     labels = dict(_labels(model))
     if token_ids(read_adapter_config(adapter).settings.train_tokens):
         labels["vocab_size"] = model.spec.vocab_size
@@ -61,11 +65,13 @@ class MergedWeights(WeightFiles):
         tensors: PlannedTensors,
         *,
         labels: Mapping[str, Any],
+        rounding: MergeRounding,
     ) -> None:
         """Store the base's files and the model with the adapter, as `plan_adapter` returns them."""
         from payload.train.models.lora import LoraLinear
 
         super().__init__(adapter, tensors, labels=labels)
+        self._rounding = rounding
         self._is_transposed = model.transposes_linears()
         self._whole = model.trained_beside_adapter()
         """Parameters that are trained in full beside the adapter: the head of a classifier."""
@@ -104,6 +110,7 @@ class MergedWeights(WeightFiles):
                 f"{self._folder}: {name} with the adapter has NaN or infinity. Use another "
                 "checkpoint."
             )
+        self._rounding.add(plain, merged)
         return merged.t() if self._is_transposed else merged
 
 

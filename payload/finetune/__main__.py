@@ -136,7 +136,12 @@ def _finetune(arguments: argparse.Namespace) -> int:
         lines = lines_without_plan(request, error, argv=arguments.argv, parser=parser())
         print(printable("\n".join(lines)), flush=True)
         raise
-    _require_unedited(decided.config, decided.run_toml, force=arguments.force)
+    try:
+        _require_unedited(decided.config, decided.run_toml, force=arguments.force)
+    except ConfigError as error:
+        if not arguments.dry_run:
+            raise
+        print(f"note: {printable(str(error))}", file=sys.stderr)
     prepare, run = decided.commands()
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _ANY_WIDTH
     for line in decided.headlines:

@@ -339,8 +339,8 @@ def _choose_method(
                 reason=_method_reason(method, tried, room, user_settings=user_settings),
                 ranks=ranks,
             )
-        twice = " even with activation checkpointing" if checkpoints and not fits else ""
-        tried.append(f"{_NAMES[method]} does not fit{twice}")
+        twice = " with activation checkpointing" if checkpoints else ""
+        tried.append(f"{_NAMES[method]} needs {need / _GIB:.1f} GiB a rank{twice}")
     last = candidates[-1]
     reason = f"{_NAMES[last]}, although the estimate exceeds the memory: {'; '.join(tried)}"
     if in_fp32:
@@ -378,8 +378,12 @@ def _method_reason(
 ) -> str:
     if any(key.startswith(("adapter.", "model.quantize")) for key in user_settings):
         return f"{_NAMES[method]}, because of --set"
-    fits = "the free memory is unknown" if room is None else f"it fits into {room / _GIB:.1f} GiB"
-    return "; ".join([f"{_NAMES[method]}, as {fits} a rank", *tried])
+    if room is None:
+        fits = "the free memory is unknown"
+    else:
+        now = " that are free now" if tried else ""
+        fits = f"it fits into {room / _GIB:.1f} GiB a rank{now}"
+    return "; ".join([f"{_NAMES[method]}, as {fits}", *tried])
 
 
 def _choices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +33,7 @@ same conditions.
 """
 _MAX_EPOCHS = 3
 _EVALUATIONS = 5
+_LINES = 50
 _SMALL, _LARGE = 500_000_000, 20_000_000_000
 _RANK = 16
 
@@ -171,7 +173,10 @@ def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
 
 def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> list[Choice]:
     """Return the settings of warm-up, decay, evaluation and checkpoints."""
-    every = max(1, num_steps // _EVALUATIONS)
+    every, log_every = max(1, num_steps // _EVALUATIONS), max(1, num_steps // _LINES)
+    warmup = min(num_steps - 1, max(1, round(0.03 * num_steps)))
+    # The last step is always evaluated and logged.
+    evaluations, lines = (math.ceil(num_steps / each) for each in (every, log_every))
     # Rounded, because division by ten leaves digits such as 2.9999999999999997e-05.
     last, what = float(f"{lr / 10:g}"), "a tenth of optimizer.lr"
     if task == "classify":
@@ -185,11 +190,15 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
         ),
         Choice(
             key="schedule.warmup_steps",
-            value=min(num_steps - 1, max(1, round(0.03 * num_steps))),
-            reason="3 % of the steps",
+            value=warmup,
+            reason=f"{100 * warmup / num_steps:.0f} % of the steps",
         ),
-        Choice(key="train.log_every", value=max(1, num_steps // 50), reason="about 50 lines"),
-        Choice(key="train.eval_every", value=every, reason="five times during the run"),
+        Choice(key="train.log_every", value=log_every, reason=f"about {lines} lines"),
+        Choice(
+            key="train.eval_every",
+            value=every,
+            reason=f"evaluations during the run: {evaluations}",
+        ),
         Choice(key="train.checkpoint_every", value=every, reason="one for each evaluation"),
     ]
 

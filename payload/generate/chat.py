@@ -15,6 +15,8 @@ from payload.generate.detokenizer import StopText, TextStream
 from payload.generate.sampling import Reader, Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
 
+HELP_COMMAND = "/help"
+
 
 @dataclass(kw_only=True)
 class Conversation:
@@ -117,10 +119,12 @@ def run_chat(
     show: Callable[[Answer], None],
     end: Callable[[str], None],
     note: Callable[[str], None],
+    show_help: Callable[[], None] | None = None,
 ) -> None:
     """Answer the messages that `read` returns, until it raises EOFError.
 
     `show` receives the growing answer. After each answer, `end` is called with the question.
+    `show_help` is called for an empty line and for `/help`.
     `read_result` returns the result of a call; without `read_result`, calls get no result. An
     interrupt ends only the current answer; if no answer is in progress, KeyboardInterrupt is
     raised.
@@ -130,7 +134,9 @@ def run_chat(
             question = read().strip()
         except EOFError:
             return
-        if not question:
+        if not question or (show_help and question == HELP_COMMAND):
+            if show_help:
+                show_help()
             continue
         messages: list[Message] = [{"role": "user", "content": question}]
         while messages:

@@ -10,8 +10,13 @@ from collections.abc import Callable
 from payload.core.printable_text import printable
 from payload.generate.answers import Answer
 from payload.generate.call_formats import ToolCall
-from payload.generate.chat import Conversation, run_chat, shown_call
+from payload.generate.chat import HELP_COMMAND, Conversation, run_chat, shown_call
 
+_KEYS = "Ctrl-C ends an answer, Ctrl-D the conversation."
+_HELP = (
+    f"Type a message and press Enter. {_KEYS} {HELP_COMMAND} or an empty line shows this help. "
+    "There are no other commands."
+)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -28,7 +33,7 @@ def chat(
     """
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        note("Ctrl-C ends an answer, Ctrl-D the conversation.")
+        note(f"{_KEYS} {HELP_COMMAND} shows this help.")
         # Line editing and history.
         import readline  # noqa: F401
     printer = _AnswerPrinter(write=write, has_colour=_has_colour())
@@ -51,6 +56,7 @@ def chat(
         show=(lambda answer: None) if as_json else printer.update,
         end=end,
         note=note,
+        show_help=(lambda: note(_HELP)) if is_terminal else None,
     )
 
 

@@ -165,6 +165,21 @@ def read_val_losses(path: Path) -> dict[int, float]:
     return {row["step"]: row["val_loss"] for row in stream_metrics(path) if "val_loss" in row}
 
 
+def untrained_is_best(val_losses: Mapping[int, float]) -> str | None:
+    """Return a line with a remedy if no step of a run is better than step 0; otherwise None.
+
+    `val_losses` is by step.
+    """
+    untrained = val_losses.get(0)
+    later = [value for step, value in val_losses.items() if step > 0]
+    if untrained is None or not later or min(later) < untrained:
+        return None
+    return (
+        f"no checkpoint is better than the untrained model ({untrained:.4f} at step 0). Lower "
+        "optimizer.lr, train fewer epochs, or use more data"
+    )
+
+
 def read_lines(
     path: Path, *, newest: bool = False
 ) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:

@@ -70,6 +70,9 @@ def test_the_help_of_a_second_command_of_a_program_shows_that_command(
     assert f"Example: tileforge {name} " in done.stdout
     if name == "compare":
         assert "--track" not in done.stdout and "--out" not in done.stdout
+    if name == "compare":
+        done = tileforge(bin_folder, name, "one", "other", cwd=tmp_path)
+        assert "RuntimeWarning" not in done.stderr and "no run 'one'" in done.stderr
     done = tileforge(bin_folder, name, "--bogus", cwd=tmp_path)
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.endswith(f"tileforge {name}: error: unrecognized arguments: --bogus\n")

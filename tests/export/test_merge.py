@@ -20,6 +20,7 @@ from payload.core.errors import CheckpointError, ExitCode
 from payload.core.file_hash import sha256_of
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
+from payload.export.merge_rounding import MergeRounding
 from payload.export.merged import merged_weights
 from payload.formats import checkpoint_listing
 from payload.formats.checkpoint_listing import config_sha256, weights_sha256
@@ -97,6 +98,38 @@ def test_a_merged_adapter_is_written_as_gguf(tmp_path: Path) -> None:
     torch.testing.assert_close(
         read.eval()(TOKENS).logits, ours, rtol=1e-4, atol=1e-5 * float(ours.detach().abs().max())
     )
+
+
+@pytest.mark.parametrize("format_", ["hf", "gguf"])
+def test_a_merge_reports_how_much_of_a_small_update_rounding_removes(
+    format_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    small = {key: each * (0.01 if "lora_B" in key else 1) for key, each in tensors.items()}
+    save_file(small, path)
+    capsys.readouterr()
+    notes = {}
+    for dtype in ("bf16", "f16", "fp32"):
+        out = tmp_path / f"{dtype}.{format_}"
+        assert merge(folder, out, "--format", format_, "--dtype", dtype) == ExitCode.OK
+        notes[dtype] = re.findall(r"merged in (\w+): .* by (\d+)%", capsys.readouterr().err)
+    assert notes["fp32"] == [] and [each[0] for each in notes["bf16"]] == ["bf16"]
+    if format_ == "hf":
+        whole, exact, plain = (
+            load_file(each / "model.safetensors")
+            for each in (tmp_path / "bf16.hf", tmp_path / "fp32.hf", base)
+        )
+        names = [name for name in exact if not torch.equal(exact[name], plain[name])]
+        errors = sum(float((whole[name].float() - exact[name]).square().sum()) for name in names)
+        updates = sum(float((exact[name] - plain[name]).square().sum()) for name in names)
+        lost = 100 * (errors / updates) ** 0.5
+        assert lost > 10 and float(notes["bf16"][0][1]) == pytest.approx(lost, abs=0.6)
+    save_file({key: each * 100 for key, each in tensors.items()}, path)
+    assert merge(folder, tmp_path / f"large.{format_}", "--format", format_) == ExitCode.OK
+    assert "merged in" not in capsys.readouterr().err
 
 
 def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> None:
@@ -353,7 +386,10 @@ def test_the_family_and_not_the_file_decides_how_linears_are_stored(
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "fan_in_fan_out": not config["fan_in_fan_out"]}))
-    merged, loaded = merged_weights(base, folder), load(folder).hf_tensors()
+    merged, loaded = (
+        merged_weights(base, folder, rounding=MergeRounding()),
+        load(folder).hf_tensors(),
+    )
     for name in merged.shapes():
         torch.testing.assert_close(merged.read(name), loaded[name])
 
@@ -369,7 +405,10 @@ def test_an_adapter_of_a_family_of_transformers_is_merged_as_loading_does(tmp_pa
     causal: Any = AutoModelForCausalLM
     causal.from_config(GPTNeoXConfig(**sizes, num_attention_heads=4)).save_pretrained(base)
     adapted(load(base), base, folder)
-    merged, loaded = merged_weights(base, folder), load(folder).hf_tensors()
+    merged, loaded = (
+        merged_weights(base, folder, rounding=MergeRounding()),
+        load(folder).hf_tensors(),
+    )
     assert merged.shapes() == {name: tuple(value.shape) for name, value in loaded.items()}
     for name, value in loaded.items():
         torch.testing.assert_close(merged.read(name), value)

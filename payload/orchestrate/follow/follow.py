@@ -29,7 +29,7 @@ from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.orchestrate.terminal.narrow import print_message
 from payload.run_record.approved_settings import bounded_wait_s
 from payload.run_record.checkpoint_grace import CheckpointWatch
-from payload.run_record.metrics_log import StepMetrics
+from payload.run_record.metrics_log import StepMetrics, read_val_losses, untrained_is_best
 from payload.run_record.report_and_samples_process import write_report
 from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
@@ -74,6 +74,8 @@ def print_result(
         out.print(to_json(summary), end="")
     else:
         out.print("\n".join(result_lines(summary, checkpoint=checkpoint, width=out.width)))
+    if warning := untrained_is_best(read_val_losses(paths.metrics)):
+        print_message(talk, f"note: {warning}")
     for slow in by_rank(summary.stragglers)[-_SHOWN_STRAGGLERS:]:
         print_message(talk, straggler_line(slow, paths))
     if summary.status == "failed":

@@ -52,13 +52,27 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
     is missing, damaged or of an unknown family, or if the adapter was trained on a different base.
     """
     if has_adapter(folder):
-        return _load_merged(folder, dropout=dropout)
+        model = load_unmerged(folder, dropout=dropout)
+        merge_adapter(model)
+        return model
     tensors = LazyTensors(folder)
     model = _built_for(tensors, folder, dropout=dropout)
     if quantize == "nf4":
         quantize_base(model)
     model.load_tensors(tensors, where=str(folder))
     return model
+
+
+def load_unmerged(folder: Path, *, dropout: float = 0.0) -> CausalLM:
+    """Load the model in a folder as training computes it: an adapter stays beside its base.
+
+    In bf16, a merged weight would lose a part of the adapter's change. A quantised base stays
+    quantised. Raises CheckpointError like `load`.
+    """
+    if not has_adapter(folder):
+        return load(folder, dropout=dropout)
+    model = load(base_folder(folder), dropout=dropout, quantize=base_quantization(folder))
+    return _with_adapter(model, folder)
 
 
 def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
@@ -88,13 +102,6 @@ def plan_adapter(adapter: Path, base: Path) -> tuple[CausalLM, PlannedTensors]:
         if target.data_ptr() in gone:
             del tensors.targets[name]
     return model, tensors
-
-
-def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
-    model = load(base_folder(folder), dropout=dropout, quantize=base_quantization(folder))
-    model = _with_adapter(model, folder)
-    merge_adapter(model)
-    return model
 
 
 def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalLM:

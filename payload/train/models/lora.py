@@ -430,15 +430,19 @@ def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[st
     return rest
 
 
-def merge_adapter(model: CausalLM) -> None:
+def merge_adapter(
+    model: CausalLM, *, merged_one: Callable[[Tensor, Tensor], None] = lambda _base, _merged: None
+) -> None:
     """Add the adapter to the base's weights and remove it: the result is a plain fp32 model.
 
     A quantised base is dequantised: the result computes the same values but uses fp32's memory.
+    `merged_one` receives each weight with an adapter before and after the merge.
     """
     for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
         adapted = model.get_submodule(path)
         assert isinstance(adapted, LoraLinear)
-        weight, bias = adapted.merged(), adapted.plain()[1]
+        (plain, bias), weight = adapted.plain(), adapted.merged()
+        merged_one(plain, weight)
         outputs, inputs = weight.shape
         merged = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
         merged.weight = nn.Parameter(weight)
@@ -447,6 +451,9 @@ def merge_adapter(model: CausalLM) -> None:
         model.set_submodule(path, merged)
     for path, each in list(model.named_modules()):
         if isinstance(each, LoraParameters):
+            for name in each.lora_A:
+                plain = each.base_layer.get_parameter(name).detach().float()
+                merged_one(plain, plain + each.delta(name))
             model.set_submodule(path, each.merge())
     model.merge_tokens()
     dequantize(model)
