@@ -286,7 +286,10 @@ def test_content_is_text_or_null_or_parts_of_text() -> None:
     messages[0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "duck.jpg"}}]
     with pytest.raises(BadConversationError, match=r"content\[2\] is a part of type 'image_url'"):
         conversation_of({"messages": messages})
-    for part in ({"type": "text", "body": "a"}, {"body": "a"}, 7):
+    messages[0]["content"] = [7]
+    with pytest.raises(BadConversationError, match=r"content.0. is 7, and only text can be"):
+        conversation_of({"messages": messages})
+    for part in ({"type": "text", "body": "a"}, {"body": "a"}):
         messages[0]["content"] = [part]
         with pytest.raises(BadConversationError, match=r"content.0. is .* without the key"):
             conversation_of({"messages": messages})
@@ -440,7 +443,7 @@ def test_one_part_of_text_is_the_content() -> None:
         (assistant("b", thinking=True), "thinking is True, not text"),
         (assistant("b", thinking="hm", reasoning_content="no"), "different thoughts in"),
         (assistant("b", reasoning="hm", reasoning_content="no"), "different thoughts in"),
-        ({"role": "assistant", "content": {"parts": ["b"]}}, "only text can be trained"),
+        ({"role": "assistant", "content": {"parts": ["b"]}}, "a part without the key 'text'"),
         ({"from": "gpt", "value": "b", "role": "teacher"}, "has the key 'role' besides 'from'"),
         ({"from": "gpt", "value": "b", "content": "c"}, None),
         (
