@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from payload.core.command_line import CommandParser
-from payload.core.errors import DataError
+from payload.core.errors import DataError, UsageError
 from payload.core.suggested_commands import command
 from payload.data.detect import detect_data
+from payload.data.sources.source_flags import resolve_source
 from payload.finetune.decide import FinetuneRequest
 from payload.run_record.run_files import NAMES
 
-_OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+))?")
+_OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+|trl:\w+))?")
 _VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 """Matches a quoted value in a message. Values come from the data, and the author of the data must
 not choose an option of the suggested command."""
@@ -26,6 +28,10 @@ def lines_without_plan(
 
     `argv` and `parser` are the arguments and the command line of `finetune`.
     """
+    try:
+        resolve_source(replace(request.data_options.source, inputs=(request.data,)))
+    except UsageError:  # a missing file: no other command can read it either
+        return []
     found, task = [], request.data_options.task or "TASK"
     source = ["--task", task, "--source", "auto", "--input", request.data]
     try:

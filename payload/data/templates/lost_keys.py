@@ -13,6 +13,7 @@ from typing import Any
 
 from payload.core.errors import DataError
 from payload.data.rows.conversation import Message
+from payload.data.templates.template_files import TOOLS_FIX
 from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
 from payload.data.templates.thoughts import thought_of, without_thoughts
 
@@ -89,7 +90,8 @@ def require_rendered(
             if key in THOUGHT_KEYS or _is_surely_in(_texts(value), own):
                 continue
             if is_lost({name: each for name, each in message.items() if name != key}, index):
-                raise complain(index, key, "Use another template with --chat-template.")
+                other = "Use another template with --chat-template."
+                raise complain(index, key, TOOLS_FIX if key == "tool_calls" else other)
     if (
         tools
         and "tools" not in ignored
@@ -97,8 +99,8 @@ def require_rendered(
         and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
-            f"{where}: the template leaves out the tools, so training would lose them. Choose a "
-            "template with tools with --chat-template, or ignore the tools with --ignore-key tools."
+            f"{where}: the template leaves out the tools, so training would lose them. "
+            f"{TOOLS_FIX} Or ignore the tools with --ignore-key tools."
         )
 
 
