@@ -136,8 +136,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         decided = decide(request, _run_on_measured_cores if on_these_cores else _run_for_json)
     except DataError as error:
         lines = lines_without_plan(request, error, argv=arguments.argv, parser=parser())
-        if lines:
-            print(printable("\n".join(lines)), flush=True)
+        print(printable("\n".join(lines)), flush=True)
         raise
     _require_unedited(decided.config, decided.run_toml, force=arguments.force)
     prepare, run = decided.commands()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from payload.core.command_line import CommandParser
-from payload.core.errors import DataError, UsageError
+from payload.core.errors import DataError
 from payload.core.suggested_commands import command
 from payload.data.detect import detect_data
-from payload.data.sources.source_flags import resolve_source
 from payload.finetune.decide import FinetuneRequest
 from payload.run_record.run_files import NAMES
 
@@ -28,10 +26,6 @@ def lines_without_plan(
 
     `argv` and `parser` are the arguments and the command line of `finetune`.
     """
-    try:
-        resolve_source(replace(request.data_options.source, inputs=(request.data,)))
-    except UsageError:  # a missing file: no other command can read it either
-        return []
     found, task = [], request.data_options.task or "TASK"
     source = ["--task", task, "--source", "auto", "--input", request.data]
     try:

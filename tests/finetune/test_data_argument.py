@@ -12,15 +12,7 @@ from payload.core.errors import ExitCode
 from payload.data.training_command import training_command
 from payload.finetune.__main__ import main
 from payload.formats.data_folder import load_meta
-from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
-
-
-def test_a_missing_file_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_model(tmp_path / "model")
-    words = ["--model", str(model), "--data", str(tmp_path / "no.jsonl"), "--dry-run"]
-    assert main(words) == ExitCode.CONFIG
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and "not found" in printed.err
+from tests.support.chat_data import conversations, make_tokenizer, prepare, write_rows
 
 
 @pytest.mark.processes
