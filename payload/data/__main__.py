@@ -359,7 +359,10 @@ def _show_rows(args: argparse.Namespace) -> int:
         return ExitCode.OK
     if found.task not in ("chat", "preference"):
         return ExitCode.OK
-    _print_samples(RenderedRows(found, args).example(args.sample), color=args.color)
+    rendered = RenderedRows(found, args)
+    for line in rendered.fault_lines():
+        print(f"note: {printable(line)}", file=sys.stderr)
+    _print_samples(rendered.example(args.sample), color=args.color)
     return ExitCode.OK
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from payload.core.errors import DataError
 from payload.data.detect import DetectedData
@@ -16,6 +18,7 @@ from payload.data.rows.conversations import (
 )
 from payload.data.rows.preferences import preference_of
 from payload.data.rows.rows import Row
+from payload.data.rows.tool_faults import fault_lines, tool_faults
 from payload.data.show import Sample, parts_of
 from payload.data.tasks.arguments import sample_options
 from payload.data.tasks.trained_tokens import in_spans
@@ -38,8 +41,19 @@ class RenderedRows:
         self._tokenizer, self._template = load_tokenizer_and_template(args)
         self._options = sample_options(args)
 
+    def fault_lines(self) -> list[str]:
+        """Return lines about faults in the tool calls of the rows."""
+        found = []
+        for row in self._found.rows:
+            with suppress(UntrainedRowError, BadConversationError):
+                each = [tool_faults(c.messages, c.tools) for c in self._conversations(row)]
+                found += [(fault, row.where) for fault in dict.fromkeys(chain(*each))]
+        return fault_lines(found)
+
     def template_lines(self) -> list[str]:
-        """Return a line with the system message that the template adds, if there is one."""
+        """Return a line with the system message that the template adds to a row, if it does."""
+        if self._found.task == "chat" and all(map(_has_system, self._found.rows)):
+            return []
         return default_system_lines(self._template, self._options.variables)
 
     def lengths(self) -> tuple[int, ...]:
@@ -110,6 +124,13 @@ class RenderedRows:
             )
             for answer in (pair.chosen, pair.rejected)
         ]
+
+
+def _has_system(row: Row) -> bool:
+    try:
+        return conversation_of(row.values).messages[0]["role"] in ("system", "developer")
+    except (UntrainedRowError, BadConversationError):
+        return True
 
 
 def text_lengths(found: DetectedData, *, tokenizer: str) -> tuple[int, ...]:

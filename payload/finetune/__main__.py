@@ -37,6 +37,7 @@ from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_command
+from payload.core.regular_files import home_path
 from payload.core.suggested_commands import command
 from payload.core.symlink_safety import inside_folder
 from payload.core.tasks import TASK_KINDS
@@ -97,6 +98,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     from payload.finetune.decide import FinetuneRequest, decide
     from payload.finetune.unreadable_data import lines_without_plan
 
+    _require_unprepared(arguments)
     out = _out_folder(arguments)
     if not arguments.skip_bad and _skipped_rows(out / "data"):
         arguments.skip_bad = True
@@ -207,6 +209,20 @@ def _out_folder(arguments: argparse.Namespace) -> Path:
                 f"{path}: {error.strerror}, or choose another folder with --out."
             ) from None
     return out
+
+
+def _require_unprepared(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a folder that `prepare` wrote, with the command that trains it."""
+    from payload.data.training_command import training_command
+    from payload.formats.data_folder import META_NAME, load_meta
+
+    folder = home_path(arguments.data)
+    if (folder / META_NAME).is_file():
+        train = training_command(folder, load_meta(folder), model=arguments.model)
+        raise ConfigError(
+            f"--data {arguments.data}: prepared data, and finetune reads raw data. Train the "
+            f"folder with: {train}"
+        )
 
 
 def _skipped_rows(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from payload.data.detect import detect_data
 from payload.finetune.decide import FinetuneRequest
 from payload.run_record.run_files import NAMES
 
-_OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+))?")
+_OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+|trl:\w+))?")
 _VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
 """Matches a quoted value in a message. Values come from the data, and the author of the data must
 not choose an option of the suggested command."""

@@ -28,7 +28,7 @@ from payload.formats.hf_folder import (
 from payload.formats.hub_names import HubName
 from payload.formats.quantized.weight_headers import dequantized_headers
 from payload.formats.tensor_headers import PICKLE_FILES, TensorHeader
-from payload.weights.run_names import near_names, places_without
+from payload.weights.run_names import cached_copy, near_names, places_without
 
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 30.0
@@ -310,7 +310,7 @@ class _Hub:
         )
 
     def _meant(self, name: str) -> str:
-        return f"{near_names(name)} ".lstrip()
+        return f"{near_names(name)}{cached_copy(name)} ".lstrip()
 
     def _refusal(self, problem: str, fix: str) -> CheckpointError:
         return CheckpointError(f"{self.setting} = {shown(str(self.wanted))}: {problem}. {fix}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from contextlib import suppress
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 from payload.core.errors import TileforgeError
 from payload.core.printable_text import shown
 from payload.core.regular_files import can_see, home_path
+from payload.core.user_cache import user_cache
 from payload.core.validation.names import RUN_ID
 from payload.core.validation.suggestion import did_you_mean, nearest
 from payload.models.registry import preset_of_hub_name, presets
@@ -103,6 +105,18 @@ def near_names(name: str) -> str:
     known = {each: each for each in (*run_ids(), *presets())} | beside
     near = nearest(path.name, [each for each in known if each != path.name], cutoff=0.7)
     return "" if near is None else f" Did you mean {known[near]}?"
+
+
+def cached_copy(name: str) -> str:
+    """Return a hint on the model of this hub name that `make run` fetched, with a leading space,
+    or ""."""
+    stem = re.compile(re.escape(name.rpartition("/")[2].lower()) + "-[0-9]+")
+    try:
+        folders = [*(user_cache(os.environ) / "models").iterdir()]
+    except (OSError, RuntimeError):
+        return ""
+    found = max((str(each) for each in folders if stem.fullmatch(each.name)), default=None)
+    return "" if found is None else f" `make run` fetched a 4-bit copy: --model {found}."
 
 
 def run_ids() -> list[str]:

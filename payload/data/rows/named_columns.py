@@ -34,6 +34,14 @@ def parse_columns(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def _column_of(row: Mapping[str, Any], name: str) -> str | None:
+    """Return the row's column of this name; in another case only if one column matches."""
+    if name in row:
+        return name
+    found = [column for column in row if column.casefold() == name.casefold()]
+    return found[0] if len(found) == 1 else None
+
+
 class NamedColumns:
     """Renames the columns of rows, and removes ignored keys from rows and their messages."""
 
@@ -77,11 +85,13 @@ class NamedColumns:
             removed |= self._ignored & row.keys()
             row = {key: value for key, value in row.items() if key not in self._ignored}
             self._removed.update(removed)
-        renamed = {key: value for key, value in row.items() if key not in dict(self._columns)}
-        for column, target in self._columns:
-            if column not in row:
+        found = {name: _column_of(row, name) for name, _ in self._columns}
+        renamed = {key: value for key, value in row.items() if key not in found.values()}
+        for name, target in self._columns:
+            column = found[name]
+            if column is None:
                 continue
-            self._missing.discard(column)
+            self._missing.discard(name)
             value, other = row[column], renamed.get(target)
             if isinstance(value, str) and isinstance(other, str):
                 value = _JOIN.join(filter(None, (other, value)))

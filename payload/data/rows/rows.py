@@ -17,6 +17,7 @@ from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
 from payload.data.rows.columns import METADATA, is_deep, without_nulls
 from payload.data.rows.named_columns import NamedColumns
+from payload.data.rows.tool_faults import fault_line
 from payload.data.sources.documents import Survey
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.split import FileSplit
@@ -67,6 +68,8 @@ class Rows(ABC):
         self._metadata: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
         self._left_out: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._fault_examples: dict[str, str] = {}
         self._skipped_at: list[int] = []
         self._place = 0
         """Place of the newest row in the source, from 1."""
@@ -113,6 +116,8 @@ class Rows(ABC):
             "metadata": dict(self._metadata),
             "unread": dict(self._unread),
             "left_out": dict(self._left_out),
+            "faults": dict(self._faults),
+            "fault_examples": self._fault_examples,
             "columns": self._columns.state(),
         }
 
@@ -128,7 +133,8 @@ class Rows(ABC):
         self.num_skipped = state["num_skipped"]
         self._skipped_at = [place for place, _ in state["skipped"]]
         self.skipped = [message for _, message in state["skipped"]]
-        for name in ("metadata", "unread", "left_out"):
+        self._fault_examples = dict(state["fault_examples"])
+        for name in ("metadata", "unread", "left_out", "faults"):
             setattr(self, f"_{name}", Counter(state[name]))
         self._columns.restore(state["columns"])
 
@@ -173,6 +179,12 @@ class Rows(ABC):
         self._left_out[reason] += 1
         self.next_number -= 1
 
+    def note_faults(self, faults: Iterable[str], where: str) -> None:
+        """Count the kinds of faults of the row at `where`, which is trained nevertheless."""
+        for fault in faults:
+            self._faults[fault] += 1
+            self._fault_examples.setdefault(fault, where)
+
     def note_unread(self, columns: Iterable[str]) -> None:
         """Count columns of a row that the task does not read."""
         for name in columns:
@@ -188,9 +200,9 @@ class Rows(ABC):
             return
         first = self._unread.most_common(1)[0][0]
         raise DataError(
-            f"{self.label}: in the first {num_rows or self.num_rows:,} rows, the task does not "
-            f"read these columns: {_counted(self._unread)}. Training would lose their values. Map "
-            "them to known names with --columns, or ignore each with "
+            f"{self._place_of_rows()}: in the first {num_rows or self.num_rows:,} rows, the task "
+            f"does not read these columns: {_counted(self._unread)}. Training would lose their "
+            "values. Map them to known names with --columns, or ignore each with "
             f"--ignore-key {printable_line(first)}."
         )
 
@@ -199,10 +211,16 @@ class Rows(ABC):
         shards = self.missing_shards()
         found = [] if shards is None else [shards]
         found += [f"left out {count:,} rows: {why}" for why, count in self._left_out.items()]
+        for fault, count in self._faults.items():
+            found.append(fault_line(fault, count, self._fault_examples[fault]))
         found += self._columns.notes()
         if self._metadata:
             found.append(f"ignored columns: {_counted(self._metadata)}")
         return [f"note: {each}" for each in found]
+
+    def _place_of_rows(self) -> str:
+        """Return the label for errors, without the kind `auto`, which the user did not write."""
+        return self.label.removeprefix("auto: ")
 
     def missing_shards(self) -> str | None:
         """Return a note about missing files of the source, if any."""
@@ -211,7 +229,7 @@ class Rows(ABC):
     def require_some(self) -> None:
         """Raise DataError if the source had no rows."""
         if not self.num_rows:
-            raise DataError(f"{self.label}: no rows. Add rows, or use another source.")
+            raise DataError(f"{self._place_of_rows()}: no rows. Add rows, or use another source.")
 
     def inputs_of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of the --input of each of these rows; call it after the last row."""

@@ -108,10 +108,15 @@ def default_val_fraction(documents: int | None) -> float:
     return max(NANOGPT_VAL_FRACTION, float(f"{_VAL_DOCUMENTS / documents:.2g}"))
 
 
-def more_validation(*, wanted: int, documents: int, most: float) -> str | None:
-    """Return the fix for fewer than `wanted` documents; None if it needs more than `most`."""
+def more_validation(
+    *, wanted: int, documents: int, most: float, current: float = 0.0
+) -> str | None:
+    """Return the fix for fewer than `wanted` documents; None if it needs more than `most`.
+
+    Also None if the fraction `current` should already be sufficient.
+    """
     share = math.ceil(100 * wanted / documents) / 100
-    return f"Use --val-fraction {share:g} with --force." if share <= most else None
+    return f"Use --val-fraction {share:g} with --force." if current < share <= most else None
 
 
 def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Split:

@@ -55,7 +55,7 @@ class ChatTask(Task):
             "--chat-template",
             type=Path,
             metavar="FILE",
-            help="Jinja file instead of the tokenizer's template",
+            help="Jinja file instead of the tokenizer's template; trl:NAME: from the package trl",
         )
         add(
             "--template-var",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -20,6 +20,7 @@ from payload.data.rows.conversations import (
     unread_columns,
 )
 from payload.data.rows.rows import EARLY_ROWS, Row, Rows, in_batches
+from payload.data.rows.tool_faults import tool_faults
 from payload.data.tasks.groups import Groups
 from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.sample_files import Documents, SampleFiles, split_sample
@@ -50,6 +51,7 @@ class _Read:
     request: str = ""
     """The first request that rendering the row sends to the template process."""
     fault: str = ""
+    tool_faults: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -196,7 +198,10 @@ class ChatReader:
             except (BadConversationError, DataError) as error:
                 found.append(_Read(row=row, fault=str(error)))
             else:
-                found.append(_Read(row=row, rendering=rendering, request=request))
+                faults = tool_faults(conversation.messages, conversation.tools)
+                found.append(
+                    _Read(row=row, rendering=rendering, request=request, tool_faults=faults)
+                )
                 size += len(request)
         return found
 
@@ -242,6 +247,7 @@ class ChatReader:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error), place=row.place)
             return []
+        self.rows.note_faults(read.tool_faults, row.where)
         if len(row.values) > 1:  # the only column has the messages
             columns = [*columns_of(row.values), *self.groups.columns()]
             self.rows.note_unread(unread_columns(row.values, columns))

@@ -207,6 +207,7 @@ class _ClassifyJob:
                     is_split_by_files=selected.split.record.method == "files",
                     is_deduplicated=self.settings.mixing.dedup in ("exact", "near"),
                     has_class_weights=self._has_class_weights,
+                    val_fraction=selected.split.record.val_fraction,
                 ),
             ),
         )

@@ -25,6 +25,7 @@ def label_notes(
     is_split_by_files: bool = False,
     is_deduplicated: bool = False,
     has_class_weights: bool = False,
+    val_fraction: float = 0.0,
 ) -> tuple[str, ...]:
     """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts.
 
@@ -36,7 +37,13 @@ def label_notes(
         for mask in (True, is_val, ~is_val)
     )
     return (
-        *_alone(in_val, totals, labels, is_split_by_files=is_split_by_files),
+        *_alone(
+            in_val,
+            totals,
+            labels,
+            is_split_by_files=is_split_by_files,
+            val_fraction=val_fraction,
+        ),
         *_duplicates(texts, numbers, is_deduplicated=is_deduplicated),
         *(() if has_class_weights else _unequal(in_training, labels)),
     )
@@ -48,6 +55,7 @@ def _alone(
     labels: Sequence[str],
     *,
     is_split_by_files: bool,
+    val_fraction: float,
 ) -> list[str]:
     is_alone = counts == 1
     alone = [labels[int(number)] for number in np.flatnonzero(is_alone)]
@@ -55,7 +63,9 @@ def _alone(
         return []
     others = f" and {len(alone) - 1:,} more labels have" if len(alone) > 1 else " has"
     rarest = int(totals[is_alone].min())
-    share = more_validation(wanted=_ENOUGH_VAL_TEXTS, documents=rarest, most=_MOST_VAL_SHARE)
+    share = more_validation(
+        wanted=_ENOUGH_VAL_TEXTS, documents=rarest, most=_MOST_VAL_SHARE, current=val_fraction
+    )
     fix = "Add texts." if is_split_by_files or share is None else f"Add texts, or u{share[1:]}"
     return [
         f"note: {alone[0]!r}{others} only one validation text, too few for a reliable accuracy. "

@@ -18,6 +18,7 @@ from payload.data.rows.conversations import BadConversationError, UntrainedRowEr
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import ANSWERS, COLUMNS, Preference, preference_of
 from payload.data.rows.rows import Row, Rows, in_batches
+from payload.data.rows.tool_faults import tool_faults
 from payload.data.selection.content_keys import equal_groups, key_of, keys_of
 from payload.data.selection.select_rows import RowSelection, select_rows, split_by_units
 from payload.data.tasks.arguments import (
@@ -219,6 +220,9 @@ class PreferenceJob:
             self.rows.skip(row.where, str(error))
             return None
         self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
+        messages = [[*pair.prompt, *each] for each in (pair.chosen, pair.rejected)]
+        faults = [fault for each in messages for fault in tool_faults(each, pair.tools)]
+        self.rows.note_faults(dict.fromkeys(faults), row.where)
         self.sketches.add(row.number, message_texts([*pair.prompt, *pair.chosen, *pair.rejected]))
         return _Rendered(row, self.groups.number_of(row), both)
 

@@ -25,6 +25,7 @@ from payload.data.templates.template_files import (
     chosen_template,
     find_template,
     named_templates,
+    template_path,
 )
 from payload.data.templates.template_process import (
     TemplateFailedError,
@@ -187,6 +188,20 @@ class ChatTemplate:
                 "template, and pass the file with --chat-template."
             )
 
+    def leaves_out_calls(self) -> bool:
+        """Return True if the template renders a message with a tool call, but not the call."""
+        if "calls" not in self._found:
+            call = {"name": "qux5call", "arguments": {}}
+            answer = {"role": "assistant", "content": "qux"}
+            answer["tool_calls"] = [{"id": "qux5id789", "type": "function", "function": call}]
+            messages = [{"role": "user", "content": "qux"}, answer]
+            try:
+                (found,) = self.parts(messages, [(2, False)], variables={})
+            except DataError:
+                found = {}
+            self._found["calls"] = "qux5call" not in found.get("text", "qux5call")
+        return bool(self._found["calls"])
+
     def _is_rendered(self, variables: Mapping[str, Any]) -> bool:
         """Return True if the rendered text of a plain conversation contains the answer."""
         messages = [{"role": role, "content": f"qux {role}"} for role in ("user", "assistant")]
@@ -233,8 +248,9 @@ def read_chat_template(folder: Path) -> ChatTemplate:
 def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
     """Return the template in the file at `path`, with the special tokens of `tokenizer`.
 
-    Raises DataError.
+    `path` can be `trl:NAME`. Raises DataError.
     """
+    path = template_path(path)
     try:
         text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

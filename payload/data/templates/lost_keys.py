@@ -14,6 +14,7 @@ from typing import Any
 from payload.core.errors import DataError
 from payload.data.rows.columns import is_absent
 from payload.data.rows.conversation import Message
+from payload.data.templates.template_files import TOOLS_FIX
 from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
 from payload.data.templates.thoughts import thought_of, without_thoughts
 
@@ -26,6 +27,7 @@ _CALLS = "tool_calls"
 _CALL_KEYS = ("id", "type", "index", "function")
 """Keys of a call that the format needs or that only name the call."""
 _OTHER_CONTENT = "Quxd3z"
+_OTHER_TEMPLATE = "Use another template with --chat-template."
 _LONG_ENOUGH = 4
 """Minimum length of a text that another text does not contain by chance."""
 
@@ -86,18 +88,18 @@ def require_rendered(
             and not _is_in(_texts(bare.get("content")), own)
             and is_lost({**message, "content": _OTHER_CONTENT}, index)
         ):
-            raise complain(index, "content", "Use another template with --chat-template.")
+            raise complain(index, "content", _OTHER_TEMPLATE)
         for key, value in bare.items():
             if key in _UNCHECKED_KEYS or key in ignored or is_absent(value):
                 continue
             is_shown = key in THOUGHT_KEYS or _is_surely_in(_texts(value), own)
             rest = {name: each for name, each in message.items() if name != key}
             if not is_shown and is_lost(rest, index):
-                raise complain(index, key, "Use another template with --chat-template.")
+                raise complain(index, key, TOOLS_FIX if key == _CALLS else _OTHER_TEMPLATE)
             if key == _CALLS and is_turn:
                 for name, without in _smaller_calls(value, ignored, own):
                     if is_lost({**message, _CALLS: without}, index):
-                        raise complain(index, name, "Use another template with --chat-template.")
+                        raise complain(index, name, _OTHER_TEMPLATE)
     if (
         tools
         and "tools" not in ignored
@@ -105,8 +107,8 @@ def require_rendered(
         and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
-            f"{where}: the template leaves out the tools, so training would lose them. Choose a "
-            "template with tools with --chat-template, or ignore the tools with --ignore-key tools."
+            f"{where}: the template leaves out the tools, so training would lose them. "
+            f"{TOOLS_FIX} Or ignore the tools with --ignore-key tools."
         )
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from payload.core.errors import DataError
+from payload.core.printable_text import one_line
 from payload.data.rows.conversation import Conversation, Message
 from payload.data.templates.chat_template import ChatTemplate
 from payload.data.templates.control_tokens import Span, mark_in, without_marks
 from payload.data.templates.stop_tokens import first_of
+from payload.data.templates.template_files import TOOLS_FIX
 from payload.data.templates.thoughts import thought_of, without_thoughts
 from payload.data.templates.turn_end import Part, TurnEnd
 from payload.formats.data_folder import Thoughts
@@ -139,7 +141,7 @@ class RenderedRow:
             if "error" in each:
                 # A conversation that begins with an answer has an empty prompt.
                 if count:
-                    raise RejectedError(str(self._template.error(each["error"])))
+                    raise self._rejection(each["error"])
                 each = {"text": "", "blocks": []}
             texts.append((each["text"], [(start, end) for start, end in each.get("blocks", ())]))
         return texts
@@ -199,6 +201,21 @@ class RenderedRow:
         )
         text: str | None = found.get("text")
         return None if text is None else without_marks(text)
+
+    def _rejection(self, reason: str) -> RejectedError:
+        """Return the error for a rejected row; its cause can be a call that is left out."""
+        number = next((n for n, each in enumerate(self._messages) if each.get("tool_calls")), None)
+        if number is None or not self._template.leaves_out_calls():
+            return RejectedError(str(self._template.error(reason)))
+        return RejectedError(
+            str(
+                self._error(
+                    number,
+                    "the template leaves out the key 'tool_calls', and rejects the row "
+                    f"({one_line(reason).rstrip('.')}). {TOOLS_FIX}",
+                )
+            )
+        )
 
     def _error(self, number: int, reason: str) -> DataError:
         count = len(self._messages)

@@ -6,6 +6,7 @@ Source: `PreTrainedTokenizerBase._from_pretrained` and `get_chat_template` of tr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,34 @@ NO_TEMPLATE_FIX = (
     "Use a model that was trained for chat, set a template with --chat-template (prepare), or "
     "leave --chat out (generate)."
 )
+TOOLS_FIX = (
+    "Use a template with tools: --chat-template FILE, or --chat-template trl:qwen2_5 from the "
+    "package trl."
+)
+_TRL = "trl"
+
+
+def template_path(given: Path) -> Path:
+    """Return the file of `trl:NAME`, a template in the package trl; another path unchanged.
+
+    Raises DataError.
+    """
+    package, _, name = str(given).partition(":")
+    if package != _TRL or not name or given.exists():
+        return given
+    found = find_spec(_TRL)
+    if found is None or found.origin is None:
+        raise DataError(f"{given}: the package trl is not installed. Install it, or use a file.")
+    files = {
+        each.stem: each
+        for each in (Path(found.origin).parent / "chat_templates").glob(f"*{_SUFFIX}")
+    }
+    if name not in files:
+        raise DataError(
+            f"{given}: the package trl has no such template. Use one of: "
+            f"{', '.join(sorted(files))}."
+        )
+    return files[name]
 
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str] | None:

@@ -87,13 +87,25 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
             fix = "Add documents to the validation file."
         else:
             share = more_validation(
-                wanted=_FEW_VAL_DOCUMENTS, documents=total, most=_MOST_VAL_SHARE
+                wanted=_FEW_VAL_DOCUMENTS,
+                documents=_split_documents(meta),
+                most=_MOST_VAL_SHARE,
+                current=meta.split.val_fraction,
             )
             fix = share or "Add documents."
         reporter.log(
             f"note: {few} of {total:,} documents are for validation, too few for a reliable loss. "
             f"{fix}"
         )
+
+
+def _split_documents(meta: DataMeta) -> int:
+    """Return the number of documents that were split: each once, whatever its weight is."""
+    if meta.selection is None:
+        return meta.train_documents + meta.val_documents
+    return sum(
+        each.train_rows + each.val_rows + each.also_in_validation for each in meta.selection.inputs
+    )
 
 
 class _Run:

@@ -1,0 +1,30 @@
+"""The command that trains a data folder that `prepare` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from payload.core.suggested_commands import command
+from payload.core.tasks import TaskKind
+from payload.formats.data_folder import DataMeta
+
+_CONFIGS: Mapping[TaskKind, str] = {
+    "text": "gpt2_finetune.toml",
+    "chat": "smollm2_chat_lora.toml",
+    "classify": "classify.toml",
+    "preference": "smollm2_dpo_lora.toml",
+}
+_FOLDER = Path(__file__).parents[1] / "configs"
+
+
+def training_command(folder: Path, meta: DataMeta, *, model: str) -> str:
+    """Return the command that trains `model` on the folder, with the config of its task."""
+    config = _FOLDER / _CONFIGS[meta.task]
+    if config.is_relative_to(Path.cwd()):
+        config = config.relative_to(Path.cwd())
+    blocks = meta.chat or meta.preference
+    settings = [f"model.init={model}", f"data.dir={folder}"]
+    settings += [] if blocks is None else [f"data.sequence_length={blocks.sequence_length}"]
+    sets = [word for each in settings for word in ("--set", each)]
+    return command("orchestrate", "run", "--config", str(config), *sets)
