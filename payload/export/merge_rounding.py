@@ -68,7 +68,7 @@ def _rounded(value: Tensor, dtype: Dtype) -> Tensor:
         return value.to(torch.bfloat16 if dtype == "bf16" else torch.float16).float()
     if value.shape[-1] % _Q8_BLOCK:
         return _rounded(value, "f16")
-    blocks = value.unflatten(-1, (-1, _Q8_BLOCK))
+    blocks = value.reshape(*value.shape[:-1], -1, _Q8_BLOCK)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     steps = torch.where(scale > 0, blocks / scale, 0).round()
     return (steps * scale.half().float()).flatten(-2)

@@ -444,7 +444,10 @@ def test_one_part_of_text_is_the_content() -> None:
         (assistant("b", thinking="hm", reasoning_content="no"), "different thoughts in"),
         (assistant("b", reasoning="hm", reasoning_content="no"), "different thoughts in"),
         ({"role": "assistant", "content": {"parts": ["b"]}}, "a part without the key 'text'"),
-        ({"from": "gpt", "value": "b", "role": "teacher"}, "has the key 'role' besides 'from'"),
+        (
+            {"from": "gpt", "value": "b", "role": "teacher"},
+            "has the key 'role' in addition to 'from'",
+        ),
         ({"from": "gpt", "value": "b", "content": "c"}, None),
         (
             {"role": "assistant", "content": [{"type": "text", "text": "b", "train": False}]},
@@ -466,7 +469,7 @@ def test_a_value_that_would_be_lost_is_refused(message: Any, problem: str | None
     row = {"conversations": [{"from": "human", "value": "a"}, message]}
     if problem is None:
         row = {"messages": [user("a"), message]}
-        problem = "has the key 'content' besides"
+        problem = "has the key 'content' in addition to"
     with pytest.raises(BadConversationError, match=problem):
         conversation_of(row)
 
@@ -476,7 +479,7 @@ def test_a_value_that_would_be_lost_is_refused(message: Any, problem: str | None
     [
         (assistant("hm", channel="analysis", weight=0), {}, "nothing reads 'the weight'"),
         (assistant("hm", channel="analysis", tool_calls=[CALL]), {}, "nothing reads 'tool_calls'"),
-        (assistant("hm", channel="analysis"), {"thinking": "no"}, "a thought of its own"),
+        (assistant("hm", channel="analysis"), {"thinking": "no"}, "has a thought, and follows"),
         (assistant("I look.", channel="commentary"), {}, "without 'recipient'"),
     ],
 )

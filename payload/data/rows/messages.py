@@ -137,7 +137,7 @@ def read_messages(given: object, column: str) -> MessageList:
                 )
             if any(key in message for key in _THOUGHT_KEYS):
                 raise BadConversationError(
-                    f"{where}: the message has a thought of its own after a message with channel "
+                    f"{where}: the message has a thought, and follows a message with channel "
                     "'analysis'. Keep one of the two."
                 )
             # The name of the key in the template of gpt-oss.
@@ -198,7 +198,7 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
             continue
         if key in ("role", "content"):
             raise BadConversationError(
-                f"{where} has the key {key!r} besides {role_key!r} and {content_key!r}. Remove one "
+                f"{where} has the key {key!r} in addition to {role_key!r} and {content_key!r}. Remove one "
                 f"of them, or ignore one with --ignore-key {key}."
             )
         if key in TRAIN_KEYS and (weight := number_of(value)) is not None:

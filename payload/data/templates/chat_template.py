@@ -192,7 +192,7 @@ class ChatTemplate:
         """Return True if the template renders a message with a tool call, but not the call."""
         if "calls" not in self._found:
             call = {"name": "qux5call", "arguments": {}}
-            answer = {"role": "assistant", "content": "qux"}
+            answer: dict[str, Any] = {"role": "assistant", "content": "qux"}
             answer["tool_calls"] = [{"id": "qux5id789", "type": "function", "function": call}]
             messages = [{"role": "user", "content": "qux"}, answer]
             try:

@@ -50,8 +50,7 @@ def template_path(given: Path) -> Path:
     }
     if name not in files:
         raise DataError(
-            f"{given}: the package trl has no such template. Use one of: "
-            f"{', '.join(sorted(files))}."
+            f"{given}: trl does not have this template. Use one of: {', '.join(sorted(files))}."
         )
     return files[name]
 

@@ -47,7 +47,9 @@ def gradients(found: Tensor, given: list[Tensor]) -> tuple[Tensor, ...]:
 
 def by_head(x: Tensor) -> Tensor:
     """Return the norm of each of x's last heads."""
-    return x.flatten(0, 1).flatten(2).norm(dim=(0, 2)) if x.dim() > 3 else x.norm(dim=(0, 1))
+    rows = x.flatten(0, 1).flatten(2) if x.dim() > 3 else x.unsqueeze(-1).flatten(0, 1)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=(0, 2))
+    return found
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -192,7 +192,8 @@ def _inverse(k: Tensor, scales: _Scales) -> Tensor:
     """Return the inverse of the triangular system, (N, B, H, C, C) fp32."""
     system = _overlaps(k, scales)
     one = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
-    return torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+    found: Tensor = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+    return found
 
 
 def _overlaps(k: Tensor, scales: _Scales) -> Tensor:
@@ -363,7 +364,9 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 def _summed(grad: Tensor, groups: int) -> Tensor:
     """Return the gradient of `_repeated`'s input, with `groups` heads."""
-    return grad if grad.shape[2] == groups else grad.unflatten(2, (groups, -1)).sum(3)
+    if grad.shape[2] == groups:
+        return grad
+    return grad.view(*grad.shape[:2], groups, -1, *grad.shape[3:]).sum(3)
 
 
 def _chunks(x: Tensor) -> Tensor:
@@ -371,7 +374,8 @@ def _chunks(x: Tensor) -> Tensor:
     fill = -x.shape[1] % CHUNK
     if fill:
         x = functional.pad(x, (0, 0) * (x.dim() - 2) + (0, fill))
-    return x.unflatten(1, (-1, CHUNK)).movedim(1, 0).transpose(2, 3).contiguous()
+    chunks = x.view(x.shape[0], -1, CHUNK, *x.shape[2:])
+    return chunks.movedim(1, 0).transpose(2, 3).contiguous()
 
 
 def _tokens(x: Tensor, length: int) -> Tensor:
@@ -381,13 +385,13 @@ def _tokens(x: Tensor, length: int) -> Tensor:
 
 def _heads(x: Tensor, like: Tensor) -> Tensor:
     """Reshape (N, B x H, ...) to (N, B, H, ...)."""
-    return x.unflatten(1, like.shape[1:3])
+    return x.view(x.shape[0], *like.shape[1:3], *x.shape[2:])
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply the matrices in the last two dimensions, as one batch."""
     found = torch.bmm(a.flatten(0, 2), b.flatten(0, 2))
-    return found.unflatten(0, a.shape[:3])
+    return found.view(*a.shape[:3], *found.shape[1:])
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

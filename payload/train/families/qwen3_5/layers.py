@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:
         """Map (B, T, heads x D) to (B, T, heads, D)."""
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
 
 class Convolution(nn.Module):
@@ -135,7 +135,7 @@ class LinearAttention(nn.Module):
         parts = torch.split(made, widths, dim=-1)
         heads = (sizes.key_heads, sizes.key_heads, sizes.value_heads)
         query, key, value = (
-            part.unflatten(-1, (count, -1)) for part, count in zip(parts, heads, strict=True)
+            part.view(*part.shape[:-1], count, -1) for part, count in zip(parts, heads, strict=True)
         )
         decay = -self.A_log.float().exp() * functional.softplus(time.float() + self.dt_bias)
         if cache is None:
