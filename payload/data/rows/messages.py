@@ -198,8 +198,8 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
             continue
         if key in ("role", "content"):
             raise BadConversationError(
-                f"{where} has the key {key!r} in addition to {role_key!r} and {content_key!r}. Remove one "
-                f"of them, or ignore one with --ignore-key {key}."
+                f"{where} has the key {key!r} in addition to {role_key!r} and {content_key!r}. "
+                f"Remove one of them, or ignore one with --ignore-key {key}."
             )
         if key in TRAIN_KEYS and (weight := number_of(value)) is not None:
             is_trained = _is_trained(key, weight, where, role=role, is_trained=is_trained)
