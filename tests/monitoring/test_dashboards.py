@@ -25,7 +25,6 @@ def has_values(result: list[dict[str, Any]]) -> bool:
     return any(map(math.isfinite, values))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "panel"), [*panels()], ids=[name for name, _ in panels()])
 def test_a_panel_shows_data(watched: Watched, name: str, panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
@@ -40,6 +39,7 @@ def test_the_variables_of_a_dashboard_have_values(watched: Watched, path: Any) -
     for variable in load(path)["templating"]["list"]:
         query = filled_in(variable["query"]["query"], run=watched.paths.run_id)
         selector, _, label = query.removeprefix("label_values(").removesuffix(")").rpartition(", ")
+        wait_for(lambda: bool(watched.now(selector)), f"series of {selector}")  # noqa: B023
         found = {each["metric"].get(label) for each in watched.now(selector)}
         assert found and None not in found
 

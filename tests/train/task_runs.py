@@ -140,6 +140,7 @@ def classify_data(folder: Path) -> Path:
 
 def classify_base(folder: Path) -> Path:
     """Return the folder of a small GPT-2."""
+    folder.mkdir(exist_ok=True)
     save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=50_257), folder)
     return folder
 

@@ -110,8 +110,12 @@ def test_a_persons_login_has_a_quota_project_or_not(
         ("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "the file does not exist"),
         ("GOOGLE_CREDENTIALS", "~/nowhere/key.json", "the file does not exist"),
         ("GOOGLE_CREDENTIALS", "{", "GOOGLE_CREDENTIALS"),
-        ("GOOGLE_CREDENTIALS", "{}", "no Google Cloud credentials in GOOGLE_CREDENTIALS"),
-        ("GOOGLE_CREDENTIALS", '{"type": "service_account"}', "no Google Cloud credentials in"),
+        ("GOOGLE_CREDENTIALS", "{}", "no usable Google Cloud credentials in GOOGLE_CREDENTIALS"),
+        (
+            "GOOGLE_CREDENTIALS",
+            '{"type": "service_account"}',
+            "no usable Google Cloud credentials in",
+        ),
     ],
 )
 def test_credentials_that_cannot_be_read_are_refused_with_their_variable(
