@@ -1,4 +1,4 @@
-"""What Tileforge reads from /proc/cpuinfo of Arm servers, and what it decides on Arm."""
+"""Facts read from /proc/cpuinfo of Arm servers, and decisions on Arm."""
 
 from __future__ import annotations
 

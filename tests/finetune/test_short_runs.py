@@ -1,4 +1,4 @@
-"""What `finetune` and the end of a run say of short runs and small disks is true."""
+"""The texts of `finetune` and of a run's end are true for short runs and small disks."""
 
 from __future__ import annotations
 

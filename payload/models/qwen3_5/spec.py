@@ -61,7 +61,7 @@ class Qwen35Spec(ModelSpec):
     num_key_value_heads: int
     head_dim: int
     are_full: tuple[bool, ...]
-    """Whether each layer has full attention; the others have linear attention."""
+    """One value for each layer: True for full attention, False for linear attention."""
     linear: LinearAttention
     rope: Rope
     """The rotary embedding of the layers with full attention."""

@@ -300,7 +300,7 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
         ({"id2label": {"0": "a"}}, "id2label must contain two or more different labels"),
         ({"id2label": {"0": "a", "1": "a"}}, "id2label must contain two or more different"),
         ({"pad_token_id": None}, "pad_token_id = None: must be a token of the model"),
-        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but only classifiers that"),
+        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but id2label has 2 labels"),
         ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"shape \(3, 32\), but its 2 labels"),
     ],
 )

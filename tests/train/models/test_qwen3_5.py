@@ -97,7 +97,7 @@ def test_parameters_are_the_tensors_that_the_spec_counts(name: str) -> None:
 
 
 def test_flops_are_those_that_torch_counts(tmp_path: Path) -> None:
-    """Of whole chunks, torch counts everything except the triangular systems."""
+    """torch counts everything in whole chunks except the triangular systems."""
     length = 2 * CHUNK
     theirs = make_folder(CASES[SMALL], tmp_path)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

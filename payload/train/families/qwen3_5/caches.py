@@ -1,4 +1,4 @@
-"""What a layer with linear attention keeps of the tokens processed so far, for generation."""
+"""The state that generation keeps in a layer with linear attention."""
 
 from __future__ import annotations
 

@@ -91,10 +91,10 @@ class _Documents:
     """Which tokens of a chunk belong together, with C tokens in each chunk."""
 
     within: Tensor
-    """Whether the column's token is in the row's document and not after it: (N, B, 1, C, C), or
+    """True if the column's token is in the row's document and not after it: (N, B, 1, C, C), or
     (C, C) for one document in each row."""
     continues: Tensor | None
-    """Whether a token's document began before the chunk: (N, B, 1, C); None = always."""
+    """True if a token's document began before the chunk: (N, B, 1, C). None: true for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
