@@ -94,7 +94,7 @@ class _Documents:
     """True if the column's token is in the row's document and not after it: (N, B, 1, C, C), or
     (C, C) for one document in each row."""
     continues: Tensor | None
-    """True if a token's document began before the chunk: (N, B, 1, C). None: true for all tokens."""
+    """True if a token's document began before the chunk: (N, B, 1, C). None: for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
