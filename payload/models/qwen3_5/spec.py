@@ -134,7 +134,16 @@ class Qwen35Spec(ModelSpec):
         full = sum(self.are_full)
         kept = full * self._full_bytes(size, kernels=setting.kernels)
         kept += (self.num_layers() - full) * self._linear_bytes(size, kernels=setting.kernels)
+        kept += self._backward_bytes()
         return held + tokens * kept + self._logits_bytes(setting)
+
+    def _backward_bytes(self) -> int:
+        """Return the bytes of a token that the delta rule's backward pass needs in one layer.
+
+        About six square matrices of a chunk, and seven tensors of keys and of values, in fp32.
+        """
+        linear = self.linear
+        return 4 * linear.value_heads * (6 * CHUNK + 7 * (linear.key_dim + linear.value_dim))
 
     def _full_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes that a layer with full attention keeps of one token."""
