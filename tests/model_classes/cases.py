@@ -138,6 +138,15 @@ CASES: Mapping[str, Case] = {
         **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 8},
         **{"q_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
     ),
+    # Its first router looks each token's experts up in a table of integers, a part of the weights.
+    "DeepseekV4": _case(
+        "deepseek_v4",
+        **{**_HEAD, "num_key_value_heads": 1, "moe_intermediate_size": 16, "q_lora_rank": 12},
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        **{"num_hash_layers": 1, "compress_ratios": [0, 4, 0], "sliding_window": 9},
+        **{"index_head_dim": 8, "index_n_heads": 4, "index_topk": 8, "qk_rope_head_dim": 4},
+        **{"o_groups": 2, "o_lora_rank": 16, "hc_mult": 2, "hc_sinkhorn_iters": 2},
+    ),
     "GPTNeoX": _case("gpt_neox", rotary_pct=0.5),
     "Falcon": Case(
         model_type="falcon",

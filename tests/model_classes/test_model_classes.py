@@ -18,7 +18,7 @@ NATIVE = {
     *("Gemma3", "InternVL", "Llava", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5VL", "Qwen3VL"),
     *("Phi4Multimodal", "Gemma4, text", "Gemma4", "Qwen3_5, text", "Qwen3_5"),
 }
-SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next", "Qwen2VL")
+SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next", "Qwen2VL", "DeepseekV4")
 """Classes in `make test`: the other tests of models cover the native ones."""
 ALL = tuple(name for name in (*CASES, *WHOLE_CASES) if not why_missing(name))
 

@@ -360,9 +360,12 @@ class TransformersLM(CausalLM):
                 'model.quantize = "none".'
             )
         kind, own = type(self.module), self.module.state_dict()
+        # Before the conversion, a tensor can have another path, but it has the same last name.
+        integers = {
+            name.rpartition(".")[2] for name, each in own.items() if not each.is_floating_point()
+        }
         for name in tensors:
-            is_weight = name not in own or own[name].is_floating_point()
-            if is_weight and not name.endswith(_UNUSED):
+            if name.rpartition(".")[2] not in integers and not name.endswith(_UNUSED):
                 require_weight(tensors, name, where=where)
         try:
             with without_load_report():
