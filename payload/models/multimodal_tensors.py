@@ -14,7 +14,7 @@ from payload.formats.quantized.weight_headers import weight_headers
 from payload.formats.tensor_headers import TensorHeader
 from payload.models.multimodal_config import CopiedPart, Whole, find_whole
 
-_BODIES = ("model.language_model.", "language_model.model.", "model.")
+_BODIES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 """Prefixes of the text model's tensors in files, instead of `model.`."""
 _HEADS = ("language_model.lm_head.", "lm_head.")
 _EMBEDDING = "embed_tokens.weight"

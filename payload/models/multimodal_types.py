@@ -29,14 +29,19 @@ class WholeType:
 
 
 WHOLE_TYPES: Mapping[str, WholeType] = {
+    "exaone4_5": WholeType(text_type="exaone4"),
     "gemma3": WholeType(tied=True, text_type="gemma3_text"),
     "gemma3n": WholeType(tied=True, text_type="gemma3n_text"),
     "gemma4": WholeType(tied=True, text_type="gemma4_text"),
+    "idefics3": WholeType(body="model.text_model.", text_type="llama"),
     "internvl": WholeType(tied=True, text_type="qwen2"),
+    "lfm2_vl": WholeType(tied=True, text_type="lfm2"),
     "llama4": WholeType(
         body="language_model.model.", head="language_model.lm_head", text_type="llama4_text"
     ),
     "llava": WholeType(text_type="llama"),
+    "llava_next": WholeType(text_type="llama"),
+    "llava_onevision": WholeType(text_type="qwen2"),
     "mistral3": WholeType(tied=True, text_type="mistral"),
     "phi4_multimodal": WholeType(body="model.", is_flat=True, text_type="phi3"),
     "qwen2_5_vl": WholeType(text_type="qwen2_5_vl_text", was_flat=True),
@@ -45,6 +50,8 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
     "qwen3_5": WholeType(text_type="qwen3_5_text"),
     "qwen3_5_moe": WholeType(text_type="qwen3_5_moe_text"),
     "qwen3_vl": WholeType(text_type="qwen3_vl_text"),
+    "smolvlm": WholeType(body="model.text_model.", text_type="llama"),
+    "voxtral": WholeType(text_type="llama"),
 }
 """The types, by the model_type of config.json."""
 
@@ -69,6 +76,7 @@ _QWEN2_VL = TextType(
     },
 )
 TEXT_TYPES: Mapping[str, TextType] = {
+    "exaone4_5_text": TextType(model_type="exaone4"),
     "gemma3_text": TextType(
         model_type="gemma3_text",
         defaults={

@@ -108,6 +108,7 @@ CASES: Mapping[str, Case] = {
     "Olmo2": _case("olmo2"),
     "Olmo3": _case("olmo3", **_WINDOWS),
     "OlmoE": _case("olmoe", num_experts=4, num_experts_per_tok=2),
+    "Exaone4": _case("exaone4", **_HEAD, **_WINDOWS),
     "Granite": _case(
         "granite",
         logits_scaling=2.0,

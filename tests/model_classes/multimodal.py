@@ -61,6 +61,12 @@ def _qwen_vl(model_type: str, text: str, vision: Mapping[str, Any]) -> WholeCase
 
 
 WHOLE_CASES: Mapping[str, WholeCase] = {
+    "Exaone4_5": _case(
+        "exaone4_5",
+        text_config=_text("Exaone4"),
+        vision_config=_QWEN_VISION,
+        **_QWEN_TOKENS,
+    ),
     "Gemma3": _case(
         "gemma3",
         text_config=_text("Gemma3, text"),
@@ -94,10 +100,22 @@ WHOLE_CASES: Mapping[str, WholeCase] = {
         },
         **{"boa_token_id": WORDS + 5, "eoa_token_index": WORDS + 6},
     ),
+    "Idefics3": _case(
+        "idefics3",
+        text_config=_text("Llama"),
+        vision_config=_SIGLIP,
+        image_token_id=IMAGE,
+    ),
     "InternVL": _case(
         "internvl",
         text_config=_text("Qwen2"),
         vision_config={**_SIGLIP, "image_size": [28, 28], "patch_size": [14, 14]},
+        image_token_id=IMAGE,
+    ),
+    "LFM2VL": _case(
+        "lfm2_vl",
+        text_config=_text("LFM2"),
+        vision_config={**_SIGLIP, "num_patches": 4},
         image_token_id=IMAGE,
     ),
     "Llama4": _case(
@@ -114,6 +132,18 @@ WHOLE_CASES: Mapping[str, WholeCase] = {
         text_config=_text("Llama"),
         vision_config={"model_type": "clip_vision_model", **_SIGLIP},
         image_token_index=IMAGE,
+    ),
+    "LlavaNext": _case(
+        "llava_next",
+        text_config=_text("Llama"),
+        vision_config={"model_type": "clip_vision_model", **_SIGLIP},
+        image_token_index=IMAGE,
+    ),
+    "LlavaOnevision": _case(
+        "llava_onevision",
+        text_config=_text("Qwen2"),
+        vision_config={"model_type": "siglip_vision_model", **_SIGLIP},
+        **{"image_token_index": IMAGE, "video_token_index": VIDEO},
     ),
     "Mistral3": _case(
         "mistral3",
@@ -164,6 +194,21 @@ WHOLE_CASES: Mapping[str, WholeCase] = {
         text_config=_text("Qwen3_5Moe, text"),
         vision_config=_QWEN_VISION,
         **_QWEN_TOKENS,
+    ),
+    "SmolVLM": _case(
+        "smolvlm",
+        text_config=_text("Llama"),
+        vision_config=_SIGLIP,
+        image_token_id=IMAGE,
+    ),
+    "Voxtral": _case(
+        "voxtral",
+        text_config=_text("Llama"),
+        audio_config={
+            **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"intermediate_size": 64, "num_mel_bins": 8, "max_source_positions": 20},
+        },
+        audio_token_id=AUDIO,
     ),
 }
 """Whole multimodal classes by their names in the table."""

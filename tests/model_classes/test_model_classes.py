@@ -17,8 +17,17 @@ NATIVE = {
     *("Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid, dense"),
     *("Gemma3", "InternVL", "Llava", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5VL", "Qwen3VL"),
     *("Phi4Multimodal", "Gemma4, text", "Gemma4", "Qwen3_5, text", "Qwen3_5"),
+    *("Idefics3", "LlavaNext", "LlavaOnevision", "SmolVLM", "Voxtral"),
 }
-SOME = ("Mixtral", "Gemma3n, text", "GraniteMoeHybrid", "Qwen3Next", "Qwen2VL", "DeepseekV4")
+SOME = (
+    "Mixtral",
+    "Gemma3n, text",
+    "GraniteMoeHybrid",
+    "Qwen3Next",
+    "Qwen2VL",
+    "DeepseekV4",
+    "SmolVLM",
+)
 """Classes in `make test`: the other tests of models cover the native ones."""
 ALL = tuple(name for name in (*CASES, *WHOLE_CASES) if not why_missing(name))
 

@@ -15,6 +15,7 @@ from benchmarks.plan import plan_arguments
 from payload.config.model_checks import require_fit
 from payload.config.run_config import load_run_config
 from payload.core.errors import CheckpointError
+from payload.models.multimodal_config import find_whole
 from payload.models.multimodal_types import TEXT_TYPES, WHOLE_TYPES
 from payload.models.registry import read_spec, spec_of
 from payload.orchestrate.__main__ import main as orchestrate
@@ -150,6 +151,13 @@ def test_a_vocabulary_that_must_grow_is_refused(base: Path, tiny_config: Path) -
         require_fit(spec, config, vocab_size=spec.vocab_size + 1, new_tokens=1)
 
 
+def test_the_first_name_of_exaone_s_text_model_is_read() -> None:
+    raw = {"model_type": "exaone4_5", "text_config": {"model_type": "exaone4_5_text"}}
+    whole = find_whole(raw, where="config.json")
+    assert whole is not None
+    assert whole.text_config()["model_type"] == "exaone4"
+
+
 def test_every_type_has_a_case_and_the_defaults_of_transformers() -> None:
     from transformers import CONFIG_MAPPING
 
@@ -161,8 +169,9 @@ def test_every_type_has_a_case_and_the_defaults_of_transformers() -> None:
         if not whole.is_flat:
             kind = theirs.get_text_config().model_type
             assert kind == whole.text_type or name == "llava", name
+    other_names = {"phi3": "phi4_multimodal", "exaone4_5_text": "exaone4"}
     for name, text in TEXT_TYPES.items():
-        found = CONFIG_MAPPING["phi4_multimodal" if name == "phi3" else name]()
+        found = CONFIG_MAPPING[other_names.get(name, name)]()
         for key, default in text.defaults.items():
             value = found.rope_parameters["rope_theta"] if key == "rope_theta" else None
             assert (getattr(found, key, None) if value is None else value) == default, (name, key)
