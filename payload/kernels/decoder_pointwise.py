@@ -141,7 +141,7 @@ def rms_norm_backward(
 def rotate(
     library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
 ) -> None:
-    """Rotate the queries and keys in qkv (N, H + 2 K, D) in place; `back` inverts this."""
+    """Rotate the queries and keys in qkv (N, H + 2 K, D) in place; `back` inverts the rotation."""
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)

@@ -116,7 +116,7 @@ def ensure_identity(
 ) -> RunIdentity:
     """Return the run's identity; if the run has no identity yet, write `fresh` or a new identity.
 
-    `say` gets a warning for a run of an older version. Raises OSError.
+    `say` receives a warning for a run of an older version. Raises OSError.
     """
     known = known_identity(paths)
     with suppress(OSError):

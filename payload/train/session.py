@@ -141,7 +141,7 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """Return the dtype to use: bf16 for fp8, and for `auto` in a resumed run the earlier dtype."""
+    """Return the dtype to use: bf16 for fp8; with `auto`, a resumed run keeps its earlier dtype."""
     if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:

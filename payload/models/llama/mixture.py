@@ -51,7 +51,7 @@ class Mixture:
         return (self.experts + 3 * self.active * self.inner) * width
 
     def kept_elements(self, width: int, *, kernels: bool) -> int:
-        """Return the elements that a layer's experts keep of one token for the backward pass.
+        """Return how many elements of one token a layer's experts keep for the backward pass.
 
         For each expert of the token, the kernels keep the expert's input, and gate and up. Plain
         torch also keeps the activated gate, its product with up, and the output twice.

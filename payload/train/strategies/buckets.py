@@ -46,7 +46,10 @@ class Bucket:
         return not self._missing
 
     def complete(self) -> None:
-        """Move the gradients of parameters that the last micro-batch did not use, or set zeros."""
+        """Move the gradients of parameters that the last micro-batch did not use into the bucket.
+
+        The gradient is zero for a parameter that no micro-batch used.
+        """
         for parameter in tuple(self._missing):
             if parameter.grad is None:
                 parameter.grad = self.gradient_view(parameter).zero_()

@@ -146,8 +146,8 @@ class Gemma4(CausalLM):
     ) -> dict[tuple[Rope, int], Table]:
         """Return the cosines and sines of `length` positions from `start` on, by kind of layer.
 
-        With `starts` (B, T), a table has a row for each of the B x T tokens, by its position in its
-        document.
+        With `starts` (B, T), a table has a row for each of the B x T tokens, by the token's
+        position in its document.
         """
         device = self.model.norm.weight.device
         found = {
