@@ -1,4 +1,4 @@
-"""Computes weight gradients directly in their final memory, or adds them to it.
+"""Computes weight gradients directly in their final memory, or adds them to the values there.
 
 Autograd allocates every gradient as a new tensor and adds it afterwards. For large weights, this is
 an extra pass over memory in each micro-batch and an extra copy for the exchange between ranks. A

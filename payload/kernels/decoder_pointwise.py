@@ -58,7 +58,7 @@ class Rotation:
     sin: Tensor
 
     def pairs(self) -> int:
-        """Return the number of pairs of elements that are rotated, at the start of each head."""
+        """Return how many pairs of elements are rotated; they are at the start of each head."""
         return self.cos.shape[1]
 
     def require(self, sizes: HeadSizes) -> None:

@@ -42,8 +42,8 @@ def experts(
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (N, C) bf16.
 
-    `x` (N, C) is bf16, `weights` (N, K) are those of the pairs, and `stacks` are the fp32 matrices
-    of gate and up (E, 2 I, C) and of the last linear (E, C, I).
+    `x` (N, C) is bf16, `weights` (N, K) are the weights of the pairs, and `stacks` are the fp32
+    matrices of gate and up (E, 2 I, C) and of the last linear (E, C, I).
     """
     made = _Experts.apply(x, weights, pairs, gate, context, *stacks)
     return cast(Tensor, made)

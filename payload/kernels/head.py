@@ -40,7 +40,7 @@ def mean_loss(
     """Return the mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
     `cast_weight` is `weight` (V, C) in fp32 or in the dtype of `hidden`, which the matmuls use. If
-    it is in fp32, each matmul rounds its slice.
+    `cast_weight` is in fp32, each matmul rounds its slice of the weight.
     """
     loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, loss)

@@ -247,8 +247,8 @@ class AdaptedSpec(WrappedSpec):
     def _quantized_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with 4-bit linears, which have no kernels.
 
-        Each linear has a bf16 copy while it is loaded and during its matmul. In an fp32 run, it
-        also has an fp32 copy at these times.
+        Each linear has a bf16 copy while it is loaded and during its matmul. In an fp32 run, the
+        linear also has an fp32 copy at these times.
         """
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()
@@ -385,7 +385,7 @@ class AdaptedSpec(WrappedSpec):
 
 
 def _chosen(names: tuple[str, ...] | None, base: ModelSpec) -> list[ParameterSize]:
-    """Return the parameters outside the linears that get an adapter."""
+    """Return the parameters with an adapter that do not belong to a linear."""
     others = base.parameters_beside_linears()
     linears = (each.name for each in base.linears())
     chosen = parameter_names(names, linears, (each.name for each in others))

@@ -225,7 +225,7 @@ class ModelSpec(ABC):
     def _shard_bytes(
         self, setting: RankSetting, activations: float, *, outer: float, share: float = 1.0
     ) -> int:
-        """Estimate the peak memory of a rank with 1/N of a part of the weights.
+        """Estimate the peak memory of a rank that holds 1/N of a part of the weights.
 
         The part is `share` of all weights; `outer` weights of the part are outside the layers.
         """
@@ -376,7 +376,7 @@ class ModelSpec(ABC):
         return self.num_params()
 
     def head_rows(self) -> int:
-        """Return the rows of the output head, which is the number of logits of a token."""
+        """Return the number of rows in the output head; a token has one logit for each row."""
         return self.vocab_size
 
     def task_head_size(self) -> int:

@@ -157,7 +157,7 @@ def require_same_run(
 
 
 def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
-    """Write the file and return its identity; if another process was first, keep its file."""
+    """Write the file and return its identity; if another process wrote one first, keep that."""
     path = paths.identity
     require_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.fresh")

@@ -47,7 +47,7 @@ class Mixture:
         return 3 * self.experts * self.inner * width
 
     def active_params(self, width: int) -> int:
-        """Return the number of weights of the router and of a token's experts in a layer."""
+        """Return how many weights of a layer a token uses: in the router, and in its experts."""
         return (self.experts + 3 * self.active * self.inner) * width
 
     def kept_elements(self, width: int, *, kernels: bool) -> int:

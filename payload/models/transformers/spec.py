@@ -337,7 +337,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
 def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpec:
     """Return the spec of the model in `folder`, counted if it has weights.
 
-    Raises CheckpointError, also for damaged weights.
+    Raises CheckpointError, for example for damaged weights.
     """
     spec = read(raw, where=where)
     if not any(folder.glob("*.safetensors*")):

@@ -63,7 +63,7 @@ class Placement:
 
 
 class Objective(Protocol):
-    """A task's own reduction of a batch's token losses, if it is not their mean."""
+    """A task's function that reduces a batch's token losses, if the loss is not their mean."""
 
     def __call__(self, losses: Tensor, targets: Tensor, /, *inputs: Tensor) -> Tensor:
         """Return the batch's loss, a scalar, from (B, T) losses and the batch's other tensors."""
@@ -354,7 +354,7 @@ class CausalLM(SplitModule, ABC):
         return embedding, None if head is None else self.get_submodule(head)
 
     def head_changed(self) -> None:
-        """Adjust to an output head that got or lost an adapter."""
+        """Adjust to an output head whose adapter was added or removed."""
 
     def has_router_loss(self) -> bool:
         """Return whether training adds the balancing loss of a mixture's routers."""

@@ -66,7 +66,7 @@ class Classifier(CausalLM):
             nn.init.normal_(self.score.weight, std=_INIT_STD)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute, also on the body if the body's layers read it."""
+        """Set the attribute; if the body's layers read the attribute, set it on the body, too."""
         super().__setattr__(name, value)
         if name in ("kernels", "adapter") and "body" in self._modules:
             setattr(self.body, name, value)

@@ -60,7 +60,7 @@ class Split:
         return torch.cat(self.places(whole, index=index, size=size), self.dim)
 
     def part_shape(self, shape: tuple[int, ...], *, index: int, size: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor of this shape."""
+        """Return the shape of a rank's part of a tensor, from the tensor's own shape."""
         rows = 0
         for length in self.lengths(shape):
             start, end = bounds(length, index=index, size=size)

@@ -66,7 +66,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """Return buckets of all parameters, in the order in which a backward pass finishes them.
 
-    `first`, if given, gets a separate bucket before all others.
+    `first`, if given, has a separate bucket before all others.
     """
     others = [parameter for parameter in parameters if parameter is not first]
     buckets = [Bucket(group) for group in _groups(reversed(others))]

@@ -49,7 +49,7 @@ def require_one_model(
 ) -> None:
     """Compare the ranks' states in rank order; raise the errors of `require_equal_ranks`.
 
-    All ranks must have the same weights. Ranks whose numbers are equal modulo `shards` must also
+    All ranks must have the same weights. Ranks whose indices are equal modulo `shards` must also
     have the same optimizer state.
     """
     of_weights = [replace(each, optimizer="", not_finite=None) for each in states]

@@ -61,7 +61,7 @@ class Samples(ABC):
         """Return the counts of a batch of these samples, without reading its tokens."""
 
     def weight(self, chosen: Indices) -> float:
-        """Return the weight of the loss of a batch of these samples."""
+        """Return the weight of a batch's loss, for a batch of these samples."""
         return self.loss.weight(self.counts(chosen))
 
     @abstractmethod
