@@ -62,6 +62,6 @@ def require_read_features(raw: Mapping[str, Any], *, where: str) -> None:
         if value not in _OFF and value != _NEUTRAL.get(key):
             raise CheckpointError(
                 f"{where}: {key} = {shown(value)}: transformers ignores this key for model_type "
-                f"{shown(kind)} and would train a different model. Use a copy of the model that was "
+                f"{shown(kind)} and would train a different model. Use a copy of the model, "
                 "converted to a type with this feature."
             )
