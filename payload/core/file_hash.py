@@ -41,7 +41,7 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file's content in hexadecimal.
 
     The file is read again after any change, because each change sets the ctime, and no program can
-    set the ctime back. Raises OSError, also if the path is not a regular file.
+    set the ctime back. Raises OSError, for example if the path is not a regular file.
     """
     with open_regular(path) as file:
         began_ns, mark = time.time_ns(), _Mark.of(file)

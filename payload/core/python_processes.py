@@ -38,7 +38,7 @@ def code_path(env: Mapping[str, str]) -> str | None:
 def code_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` with a PYTHONPATH from which this package can be imported.
 
-    Empty entries are left out, also if this package is installed.
+    Empty entries are left out, even if this package is installed.
     """
     path = code_path(env) or os.pathsep.join(_entries(env))
     others = {name: value for name, value in env.items() if name != "PYTHONPATH"}

@@ -33,8 +33,8 @@ def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
 def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return a regular file's content.
 
-    Raises OSError also if the path is not a regular file or the file is over `limit_bytes`, so
-    that reading can neither block nor fill the memory.
+    Raises OSError. A path that is not a regular file is an error, and so is a file over
+    `limit_bytes`: reading can neither block nor fill the memory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)

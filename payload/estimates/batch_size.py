@@ -4,9 +4,10 @@ The size is resolved once, when the ranks are placed, and recorded in the run's 
 choices, in this order:
 
 1. Use the largest size whose memory estimate fits without activation checkpointing.
-2. If not even one sequence fits, and `memory.activation_checkpointing` is auto, turn it on and use
-   the largest size with it.
-3. If that does not fit either, use one sequence, with checkpointing as in step 2; `plan` warns.
+2. If not even one sequence fits, and `memory.activation_checkpointing` is auto, turn checkpointing
+   on and use the largest size that then fits.
+3. If not even one sequence fits then, use one sequence, with checkpointing as in step 2; `plan`
+   warns.
 
 Micro-batches therefore shrink before layers are recomputed: a smaller micro-batch costs little
 time, but a second forward pass costs a third of the step.
@@ -103,7 +104,7 @@ def with_auto_size(config: RunConfig, *, auto_size: int | None) -> RunConfig:
 
 
 def with_recorded_size(config: RunConfig, recorded: RunConfig, *, world_size: int = 1) -> RunConfig:
-    """Return the config of a resume: `auto` becomes the recorded size if this divides the batch.
+    """Return the config of a resume; `auto` becomes the recorded size if it divides the batch.
 
     With the same micro-batches, a resumed run is bitwise equal to an uninterrupted one.
     """

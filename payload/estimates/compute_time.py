@@ -13,8 +13,8 @@ from payload.machines.speed_cache import LayerSpeed
 from payload.models.spec import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
-"""Share of the backward pass in a micro-batch's time. It has two matmuls for each matmul of the
-forward pass."""
+"""Share of the backward pass in a micro-batch's time. The backward pass has two matmuls for each
+matmul of the forward pass."""
 _FORWARD_SHARE = 1 / 3
 _WIDTHS_WRITTEN = 16
 """Elements that the linears of a layer read and write for a token, in widths of the residual
@@ -54,8 +54,8 @@ def compute_time(
     """Predict the compute time of a step, given the peak of `cores` cores together.
 
     `tokens` is as in `step_flops`. With the measurement `layers`, the time has three terms: matmuls
-    at the peak, elements between them, and weights in each micro-batch. Otherwise the MFU is
-    typical. On GPUs, `cores` has no effect.
+    at the peak, elements between them, and weights in each micro-batch. Without `layers`, the time
+    follows from a typical MFU. On GPUs, `cores` has no effect.
     """
     flops = step_flops(config, spec, tokens=tokens)
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
@@ -81,7 +81,7 @@ def compute_time(
 
 
 def elements(spec: ModelSpec) -> int:
-    """Return the elements that all layers and the head write between their matmuls for a token.
+    """Return how many elements all layers and the head write between their matmuls for a token.
 
     An adapter reads and writes the elements of its layer a second time.
     """
@@ -92,7 +92,7 @@ def elements(spec: ModelSpec) -> int:
 def layer_speed(
     spec: ModelSpec, times_s: Mapping[int, float], *, threads: int, flops_per_s: float
 ) -> LayerSpeed:
-    """Return a rank's time for elements and weights, from its time of two micro-batches.
+    """Return a rank's time for elements and for weights, from the times of two micro-batches.
 
     `times_s` maps the number of tokens, in one sequence, to the seconds of forward and backward.
     `flops_per_s` is the rank's GEMM peak.

@@ -88,9 +88,9 @@ def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
 def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """Return the bytes that tensor ranks sum in a micro-batch.
 
-    Summed in the dtype of the matmuls: the outputs of each layer's attention and MLP, and the
-    gradients of these outputs. Activation checkpointing sums the outputs twice. Summed in fp32: the
-    output of the embedding, and the gradient of the head.
+    The outputs of each layer's attention and MLP, and the gradients of these outputs, are summed in
+    the dtype of the matmuls. Activation checkpointing sums the outputs twice. The output of the
+    embedding and the gradient of the head are summed in fp32.
     """
     numbers = config.batch.micro_batch() * config.data.sequence_length * spec.width()
     size = 4 if config.dtype() == "fp32" else 2

@@ -189,7 +189,7 @@ def update_s(
 
 
 def _share_of_computing(config: RunConfig, spec: ModelSpec, mesh: Mesh) -> float:
-    """Return the ratio of the slowest rank's compute time, including waits, to an even share.
+    """Return the slowest rank's compute time, including waits, relative to an even share.
 
     Tensor ranks run the output head without kernels. A pipeline is as fast as its slowest stage,
     and each stage waits while the pipeline fills and empties.

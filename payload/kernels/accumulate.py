@@ -1,4 +1,4 @@
-"""Computes weight gradients directly in their final memory, or adds them to it.
+"""Computes weight gradients directly in their final memory, or adds them to the values there.
 
 Autograd allocates every gradient as a new tensor and adds it afterwards. For large weights, this is
 an extra pass over memory in each micro-batch and an extra copy for the exchange between ranks. A
@@ -37,7 +37,10 @@ class WeightGradients:
         self.compute(grad, x, total, add=adds)
 
     def compute(self, grad: Tensor, x: Tensor, total: Tensor, *, add: bool) -> None:
-        """Compute the transpose of `grad` (N, R) times x (N, C) into `total`, or add it."""
+        """Compute the transpose of `grad` (N, R) times x (N, C) into `total`.
+
+        With `add`, the product is added to `total`.
+        """
         if x.dtype is not torch.float32:
             self._library.weight_gradient(grad, x, total, add=add)
         elif add:
@@ -87,7 +90,8 @@ class WeightGradients:
 class TokenGradient:
     """The gradient of the token embedding (V, C) that is also the output head.
 
-    Its two parts are computed far apart in the backward pass; this class adds them.
+    The gradient has two parts, which are computed far apart in the backward pass. This class adds
+    them.
     """
 
     def __init__(self, library: Library | None) -> None:

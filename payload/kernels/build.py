@@ -84,8 +84,8 @@ def built_library(
     """Return the shared library in `cache`, building it if missing.
 
     `sources` replace the kernels' sources, and may include the kernels' headers. The library's file
-    name begins with `name`. `isa` limits the instruction set; None means all of this CPU's. If
-    several processes call this, one builds and the others wait. Raises KernelsUnavailableError.
+    name begins with `name`. `isa` limits the instruction set; None = all instructions of this CPU.
+    If several processes call this, one builds and the others wait. Raises KernelsUnavailableError.
     """
     if platform.system() != "Linux":
         raise KernelsUnavailableError(f"they need Linux, this machine has {platform.system()}")
@@ -105,10 +105,10 @@ def built_library(
 
 
 def target_flags(isa: str | None) -> tuple[str, ...]:
-    """Return the compiler's flags for this CPU, or for less: the level `isa`.
+    """Return the compiler's flags for this CPU, with instructions limited to the level `isa`.
 
-    A level that the CPU does not reach changes nothing. Raises KernelsUnavailableError for an
-    unknown level.
+    A level above the CPU's own level has no effect. Raises KernelsUnavailableError for an unknown
+    level.
     """
     if not isa:
         return _NATIVE

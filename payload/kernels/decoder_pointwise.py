@@ -58,7 +58,7 @@ class Rotation:
     sin: Tensor
 
     def pairs(self) -> int:
-        """Return the number of pairs of elements that are rotated, at the start of each head."""
+        """Return how many pairs of elements are rotated; they are at the start of each head."""
         return self.cos.shape[1]
 
     def require(self, sizes: HeadSizes) -> None:
@@ -141,7 +141,7 @@ def rms_norm_backward(
 def rotate(
     library: Library, qkv: Tensor, rotation: Rotation, sizes: HeadSizes, *, back: bool
 ) -> None:
-    """Rotate the queries and keys in qkv (N, H + 2 K, D) in place; `back` inverts this."""
+    """Rotate the queries and keys in qkv (N, H + 2 K, D) in place; `back` inverts the rotation."""
     _require_heads(qkv, sizes)
     rotation.require(sizes)
     angles = (rotation.cos, rotation.sin, -1.0 if back else 1.0)

@@ -1,7 +1,8 @@
 """The experts of a mixture in bf16, as an autograd function over the kernels.
 
-Each expert computes the tokens that chose it; their outputs are weighted and summed in fp32.
-N tokens, C width, E experts, K experts of a token, M = N x K pairs of both, I width of a gate.
+Each expert computes the tokens that chose it; their outputs are weighted and summed in fp32. N
+tokens, C width, E experts, K experts of a token, M = N x K pairs of a token and an expert, I width
+of a gate.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def experts(
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (N, C) bf16.
 
-    `x` (N, C) is bf16, `weights` (N, K) are those of the pairs, and `stacks` are the fp32 matrices
-    of gate and up (E, 2 I, C) and of the last linear (E, C, I).
+    `x` (N, C) is bf16, `weights` (N, K) are the weights of the pairs, and `stacks` are the fp32
+    matrices of gate and up (E, 2 I, C) and of the last linear (E, C, I).
     """
     made = _Experts.apply(x, weights, pairs, gate, context, *stacks)
     return cast(Tensor, made)
@@ -100,7 +101,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _products(x: Tensor, stack: Tensor, pairs: Pairs, *, turned: bool = True) -> Tensor:
-    """Return x (M, ...) times each pair's matrix, or its transpose if `turned`, in bf16."""
+    """Return x (M, ...) times each pair's matrix in bf16; `turned` transposes the matrices."""
     columns = stack.shape[1 if turned else 2]
     made = x.new_empty(len(x), columns)
     rows = list(pairs.counts)

@@ -40,7 +40,7 @@ def mean_loss(
     """Return the mean cross entropy of `hidden` (N, C) against `targets` (N,), a scalar fp32.
 
     `cast_weight` is `weight` (V, C) in fp32 or in the dtype of `hidden`, which the matmuls use. If
-    it is in fp32, each matmul rounds its slice.
+    `cast_weight` is in fp32, each matmul rounds its slice of the weight.
     """
     loss = _MeanLoss.apply(hidden, weight, cast_weight, targets, gradient)
     return cast(Tensor, loss)
@@ -239,7 +239,7 @@ def _shared_memory(
 
 
 def _overwrite_logits(grad: Tensor, logits: Slices, rows: Tensor, library: Library) -> None:
-    """Compute the weight's gradient over the logits, from copies of a few slices at a time."""
+    """Overwrite the logits with the weight's gradient, from copies of a few slices at a time."""
     for first in range(0, len(logits), _COPIED_SLICES):
         copies = [each.clone() for each in logits[first : first + _COPIED_SLICES]]
         part = grad[first * SLICE :][: len(copies) * SLICE]
@@ -247,7 +247,7 @@ def _overwrite_logits(grad: Tensor, logits: Slices, rows: Tensor, library: Libra
 
 
 def _vocab_slices(vocabulary: int) -> Iterator[tuple[int, slice]]:
-    """Yield each slice's number and its range of the vocabulary."""
+    """Yield the index of each slice, and the rows of the vocabulary in the slice."""
     for number, start in enumerate(range(0, vocabulary, SLICE)):
         yield number, slice(start, min(start + SLICE, vocabulary))
 

@@ -123,7 +123,10 @@ def _is_bf16() -> bool:
 
 
 def find_kernels() -> Kernels:
-    """Return this machine's kernels, built if missing; if that fails, log it and use torch."""
+    """Return this machine's kernels, built if missing.
+
+    If the build fails, log the reason; torch then computes instead of the kernels.
+    """
     try:
         library = load_library()
     except KernelsUnavailableError as error:

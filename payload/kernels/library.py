@@ -1,8 +1,8 @@
 """The built library's functions, on tensors.
 
-The C++ code gets addresses and sizes and checks neither. Each function therefore first raises
-ValueError for tensors of a wrong dtype or shape. `assert` is not used, because `python -O` removes
-it.
+The C++ code receives addresses and sizes, and checks neither. Each function therefore raises
+ValueError for tensors of a wrong dtype or shape, before it calls the C++ code. `assert` is not
+used, because `python -O` removes it.
 """
 
 from __future__ import annotations
@@ -242,9 +242,9 @@ class Library:
     ) -> None:
         """Compute the transpose of `grad` (N, R) times x (N, C), both bf16, into `total` (R, C).
 
-        With `add`, the product is added to `total`, which must then be fp32. A bf16 `total` gets
-        rounded fp32 sums. `grad` may be S slices of R, (N, W) each; the last slice may have extra
-        columns.
+        With `add`, the product is added to `total`, which must then be fp32. The sums are fp32; a
+        bf16 `total` receives them rounded. `grad` may be S slices of R, (N, W) each; the last slice
+        may have extra columns.
         """
         slices = (grad,) if isinstance(grad, Tensor) else grad
         rows, width = total.shape
@@ -281,8 +281,10 @@ class Library:
         self.call("weight_gradient", *where, x, addresses, rows, adds, *last)
 
     def sum_rows(self, x: Tensor) -> Tensor:
-        """Return the sum in fp32 of the rows of x (N, C), bf16 or fp32, without converting all of
-        x."""
+        """Return the sum of the rows of x (N, C) in fp32.
+
+        x is bf16 or fp32; a bf16 x is never converted as a whole.
+        """
         require_tensor("x", x, element(x))
         rows, width = x.shape
         parts = torch.empty(-(-rows // _SUM_ROWS), width)
@@ -364,7 +366,7 @@ class Library:
         return grad_x, grad_added, weight_grad, bias_grad
 
     def sum_squares(self, tensors: list[Tensor]) -> float:
-        """Return the fp64 sum of the squares of all elements of fp32 or bf16 tensors."""
+        """Return the sum of squares over all elements in fp64; the tensors are fp32 or bf16."""
         for each in tensors:
             _require(each.dtype in (torch.float32, torch.bfloat16), "a tensor of another dtype")
             require_tensor("a tensor", each, each.dtype)

@@ -239,7 +239,7 @@ class _Frozen(Linears):
         return (None,) * len(self.parameters)
 
     def _draw_masks(self, x: Tensor) -> Tensor | None:
-        """Draw the adapters' dropout masks as torch's dropout does, in the reference's order."""
+        """Draw the adapters' dropout masks like torch's dropout, in the plain layers' order."""
         if not self._dropout:
             return None
         masks = torch.empty(len(self._adapters), *x.shape, dtype=torch.bool)
@@ -277,7 +277,7 @@ def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 
 
 def _input_gradient(grad: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the input (N, I) from that of the outputs (N, O), both fp32."""
+    """Return the gradient of the input (N, I) from the gradient of the outputs (N, O), in fp32."""
     parts = torch.split(grad, [len(each) for each in weights], dim=1)
     found = torch.mm(parts[0], weights[0].detach())
     for part, weight in zip(parts[1:], weights[1:], strict=True):

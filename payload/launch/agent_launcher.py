@@ -34,7 +34,7 @@ class AgentJob:
     command: tuple[str, ...]
     """Program and arguments of an agent, with placeholders."""
     words: tuple[str, ...]
-    """Further arguments, which the agents get verbatim."""
+    """Further arguments, which are passed to the agents unchanged."""
     environment: Mapping[str, str]
     """Environment variables of every agent, in addition to the environment on the node."""
 

@@ -83,7 +83,7 @@ def common_environment(
     oversubscribed: bool,
     python_path: str | None,
 ) -> dict[str, str]:
-    """Return the variables that every rank gets from the launcher.
+    """Return the variables that the launcher sets for every rank.
 
     `tcmalloc` is the path of the library and is needed for malloc = "tcmalloc". `python_path` is
     the folder that contains the payload package, if the package is not installed.
@@ -148,8 +148,8 @@ def launcher_environment(
 ) -> dict[str, str]:
     """Return the launcher's complete environment.
 
-    It consists of `settings` and of `base` without the variables of other launchers. Variables with
-    a prefix in `keeps` are kept.
+    The environment has `settings`, and all variables of `base` except those of other launchers.
+    Variables with a prefix in `keeps` are kept.
     """
     kept = {
         name: value

@@ -86,7 +86,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def stopped_by_system(effect: str) -> Verdict:
-    """Return the verdict if the supervisor got a signal that did not come from a command."""
+    """Return the verdict if the supervisor received a signal that no command sent."""
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,

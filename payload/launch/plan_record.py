@@ -83,7 +83,7 @@ class LaunchPlan:
 
 
 def auto_batch_size(path: Path) -> int | None:
-    """Return the micro-batch that plan.json has for `auto`; None without a readable file."""
+    """Return the micro-batch size that plan.json records for `auto`; None without a valid file."""
     try:
         return LaunchPlan.load(path).auto_batch_size
     except ConfigError:

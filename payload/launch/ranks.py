@@ -231,7 +231,7 @@ def _cores_of(
 ) -> tuple[tuple[int, ...], int | None]:
     """Return the cores and the NUMA domain of one rank.
 
-    If a node has more domains than ranks, a rank gets complete domains.
+    If a node has more domains than ranks, each rank has complete domains.
     """
     if ranks_per_node < len(domains):
         own_domains = _share(domains, index=local_rank, shares=ranks_per_node)

@@ -85,7 +85,7 @@ class Node:
     hourly_usd: float | None = checked(None, low=0, high=1e6)
     """Price of this node in US dollars per hour, or None if unknown."""
     instance_id: str | None = checked(None, pattern=_WORD, wanted="the cloud's number of a machine")
-    """The cloud's number of the machine, which differs for a new machine of the same name."""
+    """The id that the cloud gave the machine. A new machine of the same name has a different id."""
 
     @property
     def outside_address(self) -> str:

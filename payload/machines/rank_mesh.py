@@ -103,7 +103,9 @@ class Mesh:
         if self.pipeline > 1 and tied:
             found.append("the embedding with the head on the last stage")
         if not found:
-            return "nothing, because no two ranks hold the same values; it only looks for NaN"
+            return (
+                "nothing, because no two ranks hold the same values; the check only looks for NaN"
+            )
         return f"{' and '.join(found)}; the rest is on one rank only and is checked for NaN"
 
 

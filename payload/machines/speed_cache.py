@@ -1,7 +1,8 @@
 """CONTRACT: the measured speed of this machine, kept in the user's cache.
 
 `payload.train.measure_machine` writes the file, and runs refresh it; `plan` and `finetune` read it.
-A file is for one CPU model with its flags, number of usable cores and version of torch.
+A file is valid for one combination of CPU model, CPU flags, number of usable cores and version of
+torch.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class MachineSpeed:
     def layer_speed(self, dtype: Dtype, *, threads: int) -> LayerSpeed | None:
         """Return the measurement for ranks with `threads` threads; None in a different dtype.
 
-        A rank with other numbers of threads is scaled from the measurement with the most threads.
+        For any other number of threads, the measurement with the most threads is scaled.
         """
         if dtype != self.dtype() or not self.layers:
             return None

@@ -40,8 +40,8 @@ def measured_speed(
     """Return this machine's speed from the cache, or measure it in a child process.
 
     Return None if torch is not installed, if other programs use the cores, if the measurement
-    fails, or if `SOURCE` selects the table. `say` gets a line before a measurement, and the reason
-    why one is not used.
+    fails, or if `SOURCE` selects the table. `say` receives a line before a measurement, and the
+    reason if a measurement is not used.
     """
     if _uses_table(env):
         return None
@@ -98,7 +98,7 @@ def _measure(env: Mapping[str, str], say: Callable[[str], None]) -> MachineSpeed
         say(f"{_NOT_MEASURED}: {reason}")
     elif not found.is_usable():
         busy = f"other programs use {found.others_share:.0%} of the cores"
-        say(f"{_NOT_MEASURED}: {busy}. Plan again when these have ended")
+        say(f"{_NOT_MEASURED}: {busy}. Plan again when these programs have ended")
     return found
 
 

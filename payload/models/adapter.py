@@ -38,7 +38,9 @@ NO_TOKENS = "none"
 
 
 def token_ids(train_tokens: str) -> tuple[int, ...]:
-    """Return the token ids in an `adapter.train_tokens`; empty for `new`, which has no ids yet.
+    """Return the token ids in the setting `adapter.train_tokens`.
+
+    The result is empty for `new`, whose ids are only known from the data.
 
     Raises ConfigError.
     """
@@ -55,7 +57,7 @@ def token_ids(train_tokens: str) -> tuple[int, ...]:
 
 
 def target_names(target: str) -> tuple[str, ...] | None:
-    """Return the module names in a comma-separated `adapter.target`, or None for all linears.
+    """Return the module names in the setting `adapter.target`, or None for all linears.
 
     Raises ConfigError for an empty name.
     """
@@ -71,9 +73,9 @@ def target_names(target: str) -> tuple[str, ...] | None:
 
 
 def is_target(module: str, names: tuple[str, ...] | None) -> bool:
-    """Return whether the linear at the path `module` gets an adapter, matched as in PEFT.
+    """Return whether the linear at the path `module` has an adapter, by PEFT's rules for names.
 
-    As in PEFT's `target_parameters`, the name of a linear's weight also selects this linear.
+    The name of a linear's weight also selects the linear, as in PEFT's `target_parameters`.
     """
     return names is None or ALL_LINEAR in names or _names_linear(module, names)
 
@@ -81,7 +83,7 @@ def is_target(module: str, names: tuple[str, ...] | None) -> bool:
 def parameter_names(
     names: tuple[str, ...] | None, linears: Iterable[str], parameters: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the names in an `adapter.target` that select parameters: PEFT's `target_parameters`.
+    """Return the names in `adapter.target` that select parameters: PEFT's `target_parameters`.
 
     A name that matches a linear selects only the linear.
     """
@@ -95,7 +97,7 @@ def parameter_names(
 
 
 def is_parameter_target(parameter: str, names: tuple[str, ...]) -> bool:
-    """Return whether the parameter at this path gets an adapter.
+    """Return whether the parameter at this path has an adapter.
 
     `names` is the result of `parameter_names`.
     """
@@ -169,8 +171,8 @@ class AdaptedSpec(WrappedSpec):
         if chosen and (dropout or is_dora):
             key = "dropout" if dropout else "dora"
             raise ConfigError(
-                f"adapter.{key}: does not run with a parameter in adapter.target "
-                f"({_last_two(chosen[0].name)}), as in PEFT. Turn adapter.{key} off, or remove "
+                f"adapter.{key}: PEFT does not support this setting for a parameter in "
+                f"adapter.target ({_last_two(chosen[0].name)}). Turn adapter.{key} off, or remove "
                 "the parameter."
             )
         adapted: list[LinearSize | ParameterSize] = [
@@ -245,8 +247,8 @@ class AdaptedSpec(WrappedSpec):
     def _quantized_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with 4-bit linears, which have no kernels.
 
-        Each linear has a bf16 copy while it is loaded and during its matmul. In an fp32 run, it
-        also has an fp32 copy at these times.
+        Each linear has a bf16 copy while it is loaded and during its matmul. In an fp32 run, the
+        linear also has an fp32 copy at these times.
         """
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()
@@ -373,7 +375,7 @@ class AdaptedSpec(WrappedSpec):
         return _chosen(self.targets, self.base)
 
     def _token_rows(self) -> list[int]:
-        """Return the elements of the trained rows of the embedding, and of a separate head."""
+        """Return the sizes of the trained rows: one for the embedding, one for a separate head."""
         if not self.tokens:
             return []
         return [len(self.tokens) * self.width()] * (1 if self.is_tied() else 2)
@@ -383,7 +385,7 @@ class AdaptedSpec(WrappedSpec):
 
 
 def _chosen(names: tuple[str, ...] | None, base: ModelSpec) -> list[ParameterSize]:
-    """Return the parameters outside the linears that get an adapter."""
+    """Return the parameters with an adapter that do not belong to a linear."""
     others = base.parameters_beside_linears()
     linears = (each.name for each in base.linears())
     chosen = parameter_names(names, linears, (each.name for each in others))

@@ -34,7 +34,7 @@ class ClassifierSpec(WrappedSpec):
         return self.num_labels
 
     def task_head_size(self) -> int:
-        """Return the elements of the linear layer to the labels."""
+        """Return the number of elements in the linear layer to the labels."""
         return self.num_labels * self.width()
 
     def num_params(self) -> int:
@@ -73,5 +73,5 @@ class ClassifierSpec(WrappedSpec):
         return f"{self.base.summary()}; classifies into {self.num_labels} labels"
 
     def _dropped(self) -> int:
-        """Return the elements of a separate output head, which a classifier drops."""
+        """Return the number of elements in a separate output head, which a classifier drops."""
         return 0 if self.base.is_tied() else self.embedding_size()

@@ -50,7 +50,8 @@ _BLOCKS: Mapping[int, tuple[int, int]] = {
     14: (256, 210),
     30: (1, 2),
 }
-"""Elements and bytes of a block, by ggml's number of the type: F32, F16, Q4_0, ... BF16."""
+"""Number of elements and of bytes in a block, by ggml's index of the type: F32, F16, Q4_0, ...
+BF16."""
 
 _MAX_ENTRIES = 2**16
 _MAX_ARRAY = 2**22
@@ -64,7 +65,8 @@ _MAX_ITEMS = 2**10
 _MAX_FACTORS = 2**13
 _FLOAT = 6
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors of divisors of the rotary frequencies, which belong to the config."""
+"""Names of the tensors that contain divisors of the rotary frequencies. Their contents belong to
+the config."""
 _FIX = "Download it again, or use a folder in the Hugging Face layout."
 
 
@@ -85,7 +87,7 @@ class TensorPlace:
     """Where and how a file stores a tensor."""
 
     kind: int
-    """ggml's number of the type."""
+    """ggml's index of the type."""
     start: int
     """Offset of the first byte, from the start of the file or of the data."""
     num_bytes: int
@@ -96,7 +98,8 @@ class GgufHeader:
     """The header, which precedes the tensors' data."""
 
     values: Mapping[str, Value]
-    """Metadata by key. A number in fp32 is the shortest decimal that rounds to its bits."""
+    """Metadata by key. An fp32 number is given as the shortest decimal that rounds to the same
+    bits."""
     shapes: Mapping[str, tuple[int, ...]]
     """Every tensor's shape by name, rows first as in torch."""
     places: Mapping[str, TensorPlace]

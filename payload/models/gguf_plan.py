@@ -13,7 +13,8 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)")
-"""A module of a layer: its number, and its name in the layer."""
+"""Matches the path of a module in a layer: the layer's index, and the module's name in the layer.
+"""
 _EXPERT = re.compile(r"\.experts(\.\d+)\.")
 _NORM = "norm.weight"
 
@@ -35,7 +36,7 @@ class FileTensor:
     is_transposed: bool = False
     """True if the model stores the matrix as (in, out)."""
     shift: float = 0.0
-    """Constant that the file's values have added."""
+    """Constant that is added to the model's values in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +50,11 @@ class GgufPlan:
     vocab_size: int
     """Rows of the token embedding."""
     names: Mapping[str, tuple[str, ...]]
-    """Names in the file of each module, without the layer. If a module has several names, each gets
-    an equal part of the rows."""
+    """Names of each module in the file, without the layer's prefix. If a module has several names,
+    its rows are divided equally among the names."""
     rotated_heads: Mapping[str, int] = field(default_factory=dict)
-    """Number of heads of each projection whose rows llama.cpp reorders, by the end of the name."""
+    """Projections whose rows llama.cpp reorders: number of heads by the end of the projection's
+    name."""
     prefix: str = ""
     """Prefix of all tensor names in transformers, which some files omit."""
     norm_shift: float = 0.0
@@ -60,7 +62,8 @@ class GgufPlan:
     transposed: tuple[str, ...] = ()
     """Ends of the names of matrices that the Hugging Face layout stores as (in, out)."""
     rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Additional tensors of divisors of the rotary frequencies, by llama.cpp's name."""
+    """Additional tensors, which contain divisors of the rotary frequencies, by llama.cpp's names.
+    """
     notes: tuple[str, ...] = ()
     """Differences in how other programs read the file, one sentence each."""
 
@@ -96,7 +99,7 @@ class GgufPlan:
         )
 
     def _names(self, source: str) -> list[str]:
-        """Return the names in the file of the parts of a tensor. Raises CheckpointError."""
+        """Return the names that the parts of a tensor have in the file. Raises CheckpointError."""
         full = source if source.startswith(self.prefix) else self.prefix + source
         module, _, kind = full.rpartition(".")
         layer = _LAYER.search(module)
@@ -111,7 +114,7 @@ class GgufPlan:
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the model's tensors that make each tensor of the file: one, or one per expert."""
+    """Return, for each tensor of the file, the model's tensors in it: one, or one per expert."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = _EXPERT.search(name)

@@ -19,7 +19,8 @@ _BODIES = ("model.language_model.", "language_model.model.", "model.text_model."
 _HEADS = ("language_model.lm_head.", "lm_head.")
 _EMBEDDING = "embed_tokens.weight"
 _PLAIN_PARTS = frozenset({"embed_tokens", "layers", "norm"})
-"""Names of the text model's parts after the prefix `model.`, which other models' parts share."""
+"""Names of the text model's parts after the prefix `model.`. Parts of other models have the same
+prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +112,9 @@ def _text_names(names: Iterable[str], *, where: str) -> TextNames:
     body = next((each for each in _BODIES if each + _EMBEDDING in found), None)
     if body is None:
         raise CheckpointError(
-            f"{where}: no tensor is the token embedding of a text model; the names that are known "
-            f"are {', '.join(each + _EMBEDDING for each in _BODIES)}. Save the model with the "
-            "class that its config.json names."
+            f"{where}: no tensor is the token embedding of a text model; the known names are "
+            f"{', '.join(each + _EMBEDDING for each in _BODIES)}. Save the model with the class "
+            "that its config.json names."
         )
     head = next((each for each in _HEADS if any(name.startswith(each) for name in found)), None)
     if head is None:

@@ -104,7 +104,8 @@ TEXT_TYPES: Mapping[str, TextType] = {
         },
     ),
 }
-"""Text models by their model_type in a multimodal config.json; all others are their own type.
+"""Text models by their model_type in a multimodal config.json. A type that is not listed is used
+unchanged.
 
 On text, the three position ids of Qwen-VL (mrope) are equal, so its rotary embedding is Qwen's.
 """

@@ -23,5 +23,5 @@ def num_groups(elements: int) -> int:
 
 
 def nf4_bytes(elements: int) -> int:
-    """Return the bytes of a quantised tensor: weights, both levels of scales, and their mean."""
+    """Return the bytes of a quantised tensor: weights, two levels of scales, the scales' mean."""
     return -(-elements // 2) + num_blocks(elements) + 4 * num_groups(elements) + 4

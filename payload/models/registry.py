@@ -162,7 +162,9 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 
 
 def layers_to_measure() -> ModelSpec:
-    """Return two layers of the default preset's width, on whose time predictions are based.
+    """Return the spec of the two layers whose time is measured for predictions.
+
+    The layers have the default preset's width.
 
     The head is small, because its matmul would hide the layers.
     """

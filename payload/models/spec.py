@@ -225,7 +225,7 @@ class ModelSpec(ABC):
     def _shard_bytes(
         self, setting: RankSetting, activations: float, *, outer: float, share: float = 1.0
     ) -> int:
-        """Estimate the peak memory of a rank with 1/N of a part of the weights.
+        """Estimate the peak memory of a rank that holds 1/N of a part of the weights.
 
         The part is `share` of all weights; `outer` weights of the part are outside the layers.
         """
@@ -294,7 +294,7 @@ class ModelSpec(ABC):
         return self.num_params() * BYTES_PER_WEIGHT
 
     def outer_elements(self) -> int:
-        """Return the elements outside the layers: the token embedding and the head."""
+        """Return the number of elements outside the layers: in the token embedding and the head."""
         heads = 0 if self.is_tied() else self.head_rows() * self.width()
         return min(self.num_params(), self.embedding_size() + heads)
 
@@ -340,7 +340,7 @@ class ModelSpec(ABC):
         return bool(self.linears())
 
     def matmul_size(self) -> int:
-        """Return the weights in the matmuls of each token, the output head included."""
+        """Return the number of weights in the matmuls of each token, including the output head."""
         linears = sum(each.inputs * each.outputs for each in self.linears())
         return linears + self.head_rows() * self.width()
 
@@ -376,15 +376,15 @@ class ModelSpec(ABC):
         return self.num_params()
 
     def head_rows(self) -> int:
-        """Return the rows of the output head, which is the number of logits of a token."""
+        """Return the number of rows in the output head; a token has one logit for each row."""
         return self.vocab_size
 
     def task_head_size(self) -> int:
-        """Return the elements of a task's head, which is trained together with an adapter."""
+        """Return the number of elements in a task's head, which is trained beside an adapter."""
         return 0
 
     def embedding_size(self) -> int:
-        """Return the elements of the token embedding."""
+        """Return the number of elements in the token embedding."""
         return self.vocab_size * self.width()
 
     def checkpoint_bytes(self, *, state_bytes: int | None = None) -> int:

@@ -33,7 +33,8 @@ READERS: Mapping[str, frozenset[str]] = {
     "embedding_multiplier": _GRANITE | {"falcon_h1", "inkling_text"},
     "logits_scaling": _GRANITE | {"minicpm3"},
 }
-"""The model types whose code in transformers reads a key, for each key that is a feature."""
+"""For each key that switches on a feature: the model types whose code in transformers reads the
+key."""
 _NEUTRAL: Mapping[str, float] = {
     "residual_multiplier": 1.0,
     "attention_multiplier": 1.0,
@@ -61,6 +62,6 @@ def require_read_features(raw: Mapping[str, Any], *, where: str) -> None:
         if value not in _OFF and value != _NEUTRAL.get(key):
             raise CheckpointError(
                 f"{where}: {key} = {shown(value)}: transformers ignores this key for model_type "
-                f"{shown(kind)} and would train a different model. Use a model of a type with this "
-                "feature, such as a converted copy."
+                f"{shown(kind)} and would train a different model. Use a copy of the model, "
+                "converted to a type with this feature."
             )

@@ -2,8 +2,8 @@
 
 An optimizer is one file of this package with a subclass of `Optimizer` and one instance,
 `OPTIMIZER`. Plans and checks read its costs and conflicts without torch, which only `build`
-imports. In a checkpoint, the state of a parameter is tensors of its shape and a 0-d `step`. Our
-kernels update the parameters of torch's AdamW.
+imports. In a checkpoint, the state of a parameter consists of tensors with the parameter's shape
+and a 0-dimensional `step`. Our kernels update the parameters of torch's AdamW.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def timeline(run: Run) -> dict[str, Any] | None:
 
 
 def heat(run: Run) -> dict[str, Any] | None:
-    """Return for ranges of steps the fraction of time that each rank waited; None if unknown."""
+    """Return, by ranges of steps, the fraction of time that each rank waited; None if unknown."""
     found = run.timed_steps
     if not found:
         return None
@@ -182,7 +182,7 @@ def _evaluations(run: Run, began_unix: float | None) -> dict[str, Any]:
 
 
 def _marks(run: Run, began_unix: float | None) -> list[dict[str, Any]]:
-    """Return for each restart its reason and the last step before it."""
+    """Return, for each restart, the reason and the last step before the restart."""
     marks = []
     for event in run.state.get("events", ()):
         if event.kind != "restart":

@@ -1,8 +1,8 @@
 """CONTRACT: records the SHA-256 hashes of checkpoint manifests, as the head wrote them.
 
 Every node of a cluster with a bucket can write to the run's store, so a manifest in the store
-proves nothing about its author. The head keeps these hashes on its local disk. Other machines get
-them only over SSH; the hashes are never uploaded to a store or read from it.
+proves nothing about its author. The head keeps these hashes on its local disk. Other machines
+receive these hashes only over SSH. The hashes are never uploaded to a store, or read from a store.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ManifestHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: hashes from all attempts, also for removed checkpoints."""
+    """manifest_hashes.json: hashes from all attempts, including those of removed checkpoints."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
     """One hash per checkpoint, the oldest step first."""

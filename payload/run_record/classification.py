@@ -11,7 +11,7 @@ MOST_LABELS_LOGGED = 64
 """metrics.jsonl leaves out a larger confusion matrix, because a line has a length limit."""
 
 Confusion = Sequence[Sequence[int]]
-"""Numbers of texts by true label (row) and predicted label (column)."""
+"""Number of texts by true label (row) and predicted label (column)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ def read_val_losses(path: Path) -> dict[int, float]:
 def untrained_is_best(val_losses: Mapping[int, float]) -> str | None:
     """Return a line with a remedy if no step of a run is better than step 0; otherwise None.
 
-    `val_losses` is by step.
+    `val_losses` maps steps to validation losses.
     """
     untrained = val_losses.get(0)
     later = [value for step, value in val_losses.items() if step > 0]

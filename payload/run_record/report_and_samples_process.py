@@ -49,8 +49,8 @@ def write_report(
 def add_samples(paths: RunPaths, *, say: Callable[[str], None] = lambda _line: None) -> str | None:
     """Write samples.json and the report again; return an error message, or None.
 
-    `say` gets a line for each model that generates. Ctrl-C stops only this work, and the message
-    reports it: the run itself has ended.
+    `say` receives a line for each model that generates. Ctrl-C stops only this work, and the
+    message reports it: the run itself has ended.
     """
     try:
         process = _start(

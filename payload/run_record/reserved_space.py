@@ -33,7 +33,7 @@ def remove_spare_file(path: Path) -> None:
 def write_record(
     path: Path, value: Summary | RunState | RankProgress | RankExit, *, durable: bool = True
 ) -> None:
-    """Write a record as `write_json` does; on a full disk, overwrite the old or the spare file.
+    """Write a record as `write_json` does; on a full disk, overwrite the old file or a spare file.
 
     Raises OSError if neither is possible, or if the run folder was removed. A removed run folder is
     not created again.

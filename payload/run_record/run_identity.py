@@ -116,7 +116,7 @@ def ensure_identity(
 ) -> RunIdentity:
     """Return the run's identity; if the run has no identity yet, write `fresh` or a new identity.
 
-    `say` gets a warning for a run of an older version. Raises OSError.
+    `say` receives a warning for a run of an older version. Raises OSError.
     """
     known = known_identity(paths)
     with suppress(OSError):
@@ -157,7 +157,7 @@ def require_same_run(
 
 
 def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
-    """Write the file and return its identity; if another process was first, keep its file."""
+    """Write the file and return its identity; if another process wrote one first, keep that."""
     path = paths.identity
     require_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.fresh")

@@ -36,7 +36,7 @@ class StoreState:
     is_idle: bool = False
     """True if the run has ended and every file that can be uploaded is in the store."""
     is_drained: bool = False
-    """True if every file was uploaded; False also if a file was damaged or too large."""
+    """True if every file was uploaded; a file that is damaged or too large is never uploaded."""
     token: str | None = checked(None, pattern=_TOKEN, wanted="32 hexadecimal digits")
     """The token in owner.json that shows that this machine may write to the store."""
     updated_unix: float = checked(0.0, low=0, high=MAX_SECONDS)

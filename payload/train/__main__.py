@@ -190,9 +190,10 @@ class ExitRecorder:
 def exit_now(status: int) -> Never:
     """End this process immediately, after flushing its output.
 
-    Not sys.exit: after a peer is gone, gloo's threads can keep the interpreter alive for minutes.
-    After a finished run, a torch thread has aborted the process (SIGABRT, "terminate called
-    without an active exception"). An orderly shutdown of torch also takes 0.7 s.
+    sys.exit is not used. After another rank has disappeared, gloo's threads can keep the
+    interpreter alive for minutes. After a finished run, a torch thread has aborted the process
+    (SIGABRT, "terminate called without an active exception"). An orderly shutdown of torch also
+    takes 0.7 s.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -208,9 +209,9 @@ def _is_launched(run_dir: Path, env: Mapping[str, str]) -> bool:
 def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConfig:
     """Return the run's settings.
 
-    Raises ConfigError when only the run folder's own settings name the data or the model: the
-    folder's author could choose any file of this machine. Raises UsageError when the options name
-    no run, and when the default folder `runs` is a link.
+    Raises ConfigError if only the run folder's own settings name the data or the model, because the
+    author of the folder could choose any file of this machine. Raises UsageError if the options
+    name no run, or if the default folder `runs` is a link.
     """
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
@@ -232,7 +233,7 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
 
 
 def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
-    """Return the settings that the user has approved although they reach outside the run folder.
+    """Return the settings with effects outside the run folder that the user has approved.
 
     Without `--config`, these are only the data, the model and the settings given by `--set`.
     """

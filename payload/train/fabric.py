@@ -70,7 +70,7 @@ def report(**record: Any) -> None:
 
 
 def _rank(env: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]) -> int:
-    """Return this process's index in `ranks`; without NODE_RANK, it is the launcher's rank."""
+    """Return this process's index in `ranks`; without NODE_RANK, return the launcher's rank."""
     names = identify(env)
     if names is None:
         return 0

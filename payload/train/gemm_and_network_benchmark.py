@@ -139,14 +139,14 @@ def _with_large_product(
 def _gemm_flops_per_s(
     world: World, dtype: Dtype, size: int, *, budget_s: float = _GEMM_BUDGET_S
 ) -> float:
-    """Return the FLOP/s of the fastest of many square matmuls, which noise has slowed least."""
+    """Return the FLOP/s of the fastest of many square matmuls, the one that noise slowed least."""
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=budget_s)
     return 2 * size**3 / best_s
 
 
 def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:
-    """Return this rank's FLOP/s per dtype: the best of each short round, then the rounds' median.
+    """Return this rank's FLOP/s per dtype: the median over short rounds of each round's best.
 
     All ranks multiply at the same time and use the same size: the large one if rank 0 is fast.
     """

@@ -90,7 +90,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 def machine_speed(
     key: SpeedKey, measured: Sequence[DomainSpeed], *, now_unix: float
 ) -> MachineSpeed:
-    """Return the record of all domains together, without layers."""
+    """Return the speed of all domains together, without measurements of layers."""
     return MachineSpeed(
         key_sha256=key.sha256(),
         cpu=key.cpu,
@@ -118,7 +118,10 @@ def measure(domains: Sequence[Domain]) -> list[DomainSpeed]:
 
 
 def with_layers(speed: MachineSpeed, domains: Sequence[Domain]) -> MachineSpeed:
-    """Return the record with the speed of layers on ranks of a whole domain, and of one core.
+    """Return `speed` with the speed of layers added.
+
+    Layers are measured on ranks that have a whole domain and, on up to eight cores, on ranks with
+    one core.
 
     Raises TrainingError if a process fails.
     """
@@ -158,7 +161,9 @@ def _prepare_layers(rank: Domain, dtype: Dtype) -> Measurement:
 def _in_children(
     domains: Sequence[Domain], prepare: Callable[[Domain], Measurement]
 ) -> list[dict[str, Any]]:
-    """Return what the measurement prepared for each domain returns, measured at the same time.
+    """Measure all domains at the same time, and return one result for each domain.
+
+    `prepare` returns the measurement of a domain, which a child process runs.
 
     Raises TrainingError if a process fails.
     """

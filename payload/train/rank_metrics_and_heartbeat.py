@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends rows to metrics.jsonl; the file has each step exactly once, also after a resume.
+    """Appends rows to metrics.jsonl, which has each step exactly once, even after a resume.
 
-    If the disk is full, training continues and rows are kept in memory until the next checkpoint,
-    which requires them on disk.
+    If the disk is full, training continues and rows are kept in memory. The next checkpoint fails
+    unless all rows are on disk by then.
     """
 
     def __init__(self, paths: RunPaths, *, resumed_at_step: int) -> None:
@@ -104,7 +104,7 @@ class MetricsFile:
         )
 
     def _keep_rows_up_to(self, step: int) -> None:
-        """Keep each valid row up to the checkpoint once; later steps are trained again.
+        """Keep one valid row for each step up to the checkpoint; later steps are trained again.
 
         Log the damaged lines, and move a damaged file aside unchanged. Replace a link by a regular
         file with its rows: a run never appends to a file outside its folder.

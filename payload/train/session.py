@@ -70,7 +70,7 @@ def train(
 
     The process group must be initialized. If the data or the model is invalid, no run folder is
     created. `observer` is notified of this rank's progress. `named` holds the settings that the
-    user approved for this run. Rank 0 writes run.toml, metrics.jsonl and summary.json, also after a
+    user approved for this run. Rank 0 writes run.toml, metrics.jsonl and summary.json, even after a
     failure. Raises TileforgeError, and RuntimeError if a different rank has disappeared.
     """
     observer = observer or Observer()
@@ -141,7 +141,7 @@ def train(
 
 
 def _dtype_choice(config: RunConfig, start: Start) -> DtypeChoice:
-    """Return the dtype to use: bf16 for fp8, and for `auto` in a resumed run the earlier dtype."""
+    """Return the dtype to use: bf16 for fp8; with `auto`, a resumed run keeps its earlier dtype."""
     if config.wants_bf16():
         return "bf16"
     if config.precision.dtype == "auto" and start.state is not None:

@@ -46,7 +46,7 @@ class StepClock:
         self._own["wait"] += seconds
 
     def take(self) -> list[float]:
-        """Return a vector for all ranks with only this rank's seconds set; reset these to 0."""
+        """Return a vector for all ranks with only this rank's seconds set; reset the seconds."""
         mine = [0.0] * len(self._sums)
         first = self._rank * len(TIMED_PARTS)
         mine[first : first + len(TIMED_PARTS)] = self._own.values()

@@ -31,7 +31,7 @@ from payload.train.tasks.evaluate import EvalPass
 log = logging.getLogger(__name__)
 
 _STAGE_BIT = 53
-"""The number of a bit that no dropout seed sets: seeds are below 2**32 x 1,000,003."""
+"""Index of a bit that is 0 in every dropout seed: seeds are below 2**32 x 1,000,003."""
 _NO_MFU = (
     "a step was faster than the calibration's peak allows, so its MFU is unknown: another program "
     "used the cores during the calibration"

@@ -77,7 +77,7 @@ def fetch(
     """Download a model's config and tokenizer, and its weights if `weights`; return the folder.
 
     Weights are downloaded only in safetensors. Cached files are not downloaded again. On a
-    terminal, a progress bar is shown; `say` gets one line before a download of weights. Raises
+    terminal, a progress bar is shown; `say` receives one line before a download of weights. Raises
     CheckpointError.
     """
     return _Hub(wanted, setting).folder(weights=weights, say=say)
@@ -100,7 +100,7 @@ class _Hub:
         self._hub = huggingface_hub
 
     def config_folder(self) -> Path:
-        """Return a folder with config.json; its name is the commit."""
+        """Return a folder with config.json; the folder's name is the commit."""
         if self.wanted.commit() is not None and (known := self._cached_config()) is not None:
             return known
         try:

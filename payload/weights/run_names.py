@@ -26,7 +26,8 @@ from payload.run_record.run_files import (
 from payload.run_record.suggested_run_commands import no_runs
 
 _MADE_ID = re.compile(r".+-[0-9]{8}-[0-9]{6}-[0-9a-f]{4}|quickstart-[0-9]{8}T[0-9]{6}Z-[0-9]+")
-"""Form of the ids of `new_run_id` and of `make run CONFIG=...`. Hub models have other names."""
+"""Pattern of the run ids that `new_run_id` and `make run CONFIG=...` make. Names of hub models do
+not match."""
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
                 f"{name}@COMMIT."
             )
         if not is_made:
-            _log_once(f"{setting} = {shown(name)}: the run {place}, not the hub model of this name")
+            _log_once(
+                f"{setting} = {shown(name)}: using the run {place}, not the hub model of this name"
+            )
         return str(place)
     if is_made:
         raise error(
@@ -86,7 +89,7 @@ def _log_once(text: str) -> None:
 
 
 def places_without(name: str) -> str:
-    """Return where a name was looked for before the hub, such as `not a local folder`, in order."""
+    """Return text that lists the places, other than the hub, in which a name was not found."""
     return "not a local folder" + ("" if "/" in name else f", not a run in {DEFAULT_RUNS_DIR}")
 
 
@@ -108,8 +111,10 @@ def near_names(name: str) -> str:
 
 
 def cached_copy(name: str) -> str:
-    """Return a hint on the model of this hub name that `make run` fetched, with a leading space,
-    or ""."""
+    """Return a hint on the copy of a hub model that `make run` fetched, or "".
+
+    The hint begins with a space.
+    """
     stem = re.compile(re.escape(name.rpartition("/")[2].lower()) + "-[0-9]+")
     try:
         folders = [*(user_cache(os.environ) / "models").iterdir()]

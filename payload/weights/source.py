@@ -149,11 +149,11 @@ def find_source(
 
 
 def pinned_name_of(name: str, *, setting: str, earlier: str | None = None) -> str:
-    """Return `name` with its revision resolved to a commit, if it is on the hub.
+    """Return `name` with its revision resolved to a commit, if `name` is on the hub.
 
     The id of a run becomes the run's path; another local name or `scratch` is returned unchanged.
-    `earlier` is the result of an earlier start of the same run: if it names the same model, its
-    commit is kept without a request to the hub. Raises CheckpointError.
+    `earlier` is the result of an earlier start of the same run. If `earlier` names the same model,
+    its commit is used again, without a request to the hub. Raises CheckpointError.
     """
     requested, before = HubName.parse(name), HubName.parse(earlier or "")
     if earlier == name and (requested is None or requested.commit()):

@@ -399,7 +399,7 @@ CASES = {
     ),
     "a multimodal model without text": Case(
         without_text,
-        "{model}: no tensor is the token embedding of a text model; the names that are known are "
+        "{model}: no tensor is the token embedding of a text model; the known names are "
         "model.language_model.embed_tokens.weight, language_model.model.embed_tokens.weight, "
         "model.embed_tokens.weight. Save the model with the class that its config.json names.",
     ),

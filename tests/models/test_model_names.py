@@ -110,7 +110,7 @@ def test_a_run_instead_of_a_hub_model_is_logged_once(
             assert found == "runs/distilgpt2"
         path_of_run(MADE, setting=setting, error=UsageError)
     assert [each.getMessage() for each in caplog.records] == [
-        f"{setting} = 'distilgpt2': the run runs/distilgpt2, not the hub model of this name"
+        f"{setting} = 'distilgpt2': using the run runs/distilgpt2, not the hub model of this name"
     ]
 
 

@@ -26,11 +26,13 @@ def parse_json(
 ) -> Any:
     """Return the JSON value in `text`.
 
-    `where` names the origin in messages, `fix` is the sentence with the remedy. With
-    `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as an
-    integer). `constants` maps NaN, Infinity and -Infinity to values; None = they are errors. Raises
-    `error` also for integers beyond 64 bits, numbers that overflow, deep nesting and lone
-    surrogates. Python's parser accepts these, or raises other exceptions.
+    `where` names the origin in messages, `fix` is the sentence with the remedy. An integer beyond
+    64 bits is an error. With `huge_integers`, such an integer becomes a float instead, because
+    transformers writes 1e30 as an integer. `constants` maps NaN, Infinity and -Infinity to values;
+    None = they are errors.
+
+    Raises `error` if the text is not JSON. Numbers that overflow, deep nesting and lone surrogates
+    are errors, too: Python's parser accepts these, or raises other exceptions.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text

@@ -101,8 +101,8 @@ def reader(
     """Return the reader of a type.
 
     Types are str, int, float, bool, None, Literal, Any, a dataclass, and tuple (of any or of a
-    fixed length), list, Sequence, dict and Mapping of these. A union is read as its first member
-    that the value fits.
+    fixed length), list, Sequence, dict and Mapping of these. For a union, the first member that
+    fits the value is used.
     """
     if hint is Any:
         return lambda value: value

@@ -27,7 +27,7 @@ class RefusedError(Exception):
         """The problem and its fix, as text from the declaration of the innermost field."""
 
     def within(self, part: str, *, refusal: str = "", fix: str = "") -> RefusedError:
-        """Return this error with `part` in front of its path."""
+        """Return this error with `part` in front of the path."""
         self.path = part + self.path
         self.refusal, self.fix = self.refusal or refusal, self.fix or fix
         return self

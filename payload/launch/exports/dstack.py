@@ -58,7 +58,7 @@ class Dstack(Engine):
 
 
 def _storage(job: ExportJob) -> str:
-    """Return the volume name; each node gets a separate network volume.
+    """Return the name of the volume; each node has a separate network volume.
 
     A network volume can be mounted on only one machine. The run's files are on the volume of the
     first node. Every volume needs the data.

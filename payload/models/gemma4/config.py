@@ -18,7 +18,7 @@ from payload.models.llama.config_errors import FIX, refuse
 MODEL_TYPE = "gemma4_text"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _FULL_EVERY = 6
-"""By default, all layers except every 6th have a window."""
+"""By default, every 6th layer has full attention; all other layers have a sliding window."""
 _ROPES: Mapping[str, Mapping[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     _FULL: {
@@ -52,7 +52,8 @@ class Layer:
     """Number of tokens that a token attends to, including itself; None = all up to itself."""
     rope: Rope
     keys_from: int | None
-    """Number of the earlier layer whose keys and values this layer uses; None = its own."""
+    """Index of the earlier layer whose keys and values this layer uses; None = this layer has its
+    own."""
     has_values: bool
     """False if the keys, before their norm, are also the values."""
     inner: int
@@ -78,7 +79,7 @@ class Gemma4Config:
     num_attention_heads: int = checked(8, low=1, high=2**14)
     num_key_value_heads: int = checked(4, low=1, high=2**14)
     num_global_key_value_heads: int | None = checked(None, low=1, high=2**14)
-    """Key heads of the layers without a window, if `attention_k_eq_v` is set."""
+    """Number of key heads in the layers without a window, if `attention_k_eq_v` is set."""
     head_dim: int = checked(256, low=1, high=2**14)
     global_head_dim: int = checked(512, low=1, high=2**14)
     """Width of a head in the layers without a window."""
@@ -102,12 +103,13 @@ class Gemma4Config:
     attention_k_eq_v: bool = False
     """True if the layers without a window use their keys as values."""
     num_kv_shared_layers: int = checked(0, low=0, high=_MOST_LAYERS)
-    """Number of layers, at the end, that use the keys and values of earlier layers."""
+    """Number of layers at the end of the model that use the keys and values of earlier layers."""
     enable_moe_block: bool = False
     use_double_wide_mlp: bool = False
-    """True if the MLP of these layers is twice as wide."""
+    """True if the MLP is twice as wide in the layers that use keys and values of earlier layers."""
     per_layer_config: Mapping[str, Any] | None = None
-    """Values for single layers, which replace those of the two keys `..global..`."""
+    """Values for single layers, used instead of `global_head_dim` and `num_global_key_value_heads`.
+    """
 
     def layers(self, *, where: str) -> tuple[Layer, ...]:
         """Return the sizes of each layer. Raises CheckpointError."""
@@ -144,7 +146,7 @@ class Gemma4Config:
                 yield "per_layer_config"
 
     def _kinds(self, where: str) -> list[str]:
-        """Return each layer's type; the last layer never has a window."""
+        """Return each layer's type. The last layer always has full attention, without a window."""
         count = self.num_hidden_layers
         found = [_SLIDING if (i + 1) % _FULL_EVERY else _FULL for i in range(count)]
         if self.layer_types is not None:
@@ -154,7 +156,7 @@ class Gemma4Config:
         return [*found[:-1], _FULL]
 
     def _layer(self, number: int, kinds: list[str], first: int, where: str) -> Layer:
-        """Return a layer's sizes; the layers from `first` on have no keys and values."""
+        """Return a layer's sizes; layers from `first` on use other layers' keys and values."""
         kind = kinds[number]
         head_dim, key_heads = self._heads(number, kind, where)
         keys_from: int | None = None

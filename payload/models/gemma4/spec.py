@@ -166,7 +166,7 @@ class Gemma4Spec(ModelSpec):
         return (*found, GradientSize(self.embedding_size(), "embedding"))
 
     def outer_elements(self) -> int:
-        """Return the elements outside the layers."""
+        """Return the number of elements outside the layers."""
         outer = sum(math.prod(shape) for _, shape in self._outer_shapes())
         return ModelSpec.outer_elements(self) + self._ple_size() + outer
 

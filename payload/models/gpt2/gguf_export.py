@@ -30,7 +30,7 @@ KEYS: Mapping[str, str] = {
     "n_head": "attention.head_count",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }
-"""The metadata key of each key in config.json."""
+"""The metadata key for each key of config.json."""
 _EPSILON = 1e-5
 _CONTEXT = 1024
 

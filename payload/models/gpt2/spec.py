@@ -127,7 +127,10 @@ class Gpt2Spec(ModelSpec):
         )
 
     def num_matrix_params(self) -> int:
-        """Return the weights of the layers' matrices: 12 n_embd^2 a layer (attention 4, MLP 8)."""
+        """Return the number of weights in the layers' matrices.
+
+        A layer has 12 n_embd^2: 4 in attention, 8 in the MLP.
+        """
         return self.n_layer * 12 * self.n_embd**2
 
     def num_params(self) -> int:

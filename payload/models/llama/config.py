@@ -87,15 +87,15 @@ class DecoderConfig:
     query_pre_attn_scalar: float = checked(256.0, low=1e-6, high=1e9)
     embedding_multiplier: float = checked(1.0, low=1e-9, high=1e9)
     residual_multiplier: float = checked(1.0, low=1e-9, high=1e9)
-    """Granite's factor of the outputs of attention and MLP."""
+    """Factor by which Granite multiplies the outputs of attention and MLP."""
     attention_multiplier: float = checked(1.0, low=1e-9, high=1e9)
     logits_scaling: float = checked(1.0, low=1e-9, high=1e9)
-    """Granite's divisor of the logits."""
+    """Number by which Granite divides the logits."""
     position_embedding_type: str | None = None
     """Used only by Granite 4: "rope", or no positional encoding."""
     attention_dropout: float | None = None
     resid_pdrop: float | None = None
-    """Phi's dropout of the outputs of attention and MLP."""
+    """Dropout rate that Phi applies to the outputs of attention and MLP."""
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = False
@@ -119,7 +119,7 @@ class DecoderConfig:
         return DEFAULTS[self.model_type]
 
     def width_of_head(self) -> int:
-        """Return the elements of one head."""
+        """Return the width of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def activation(self) -> str:
@@ -291,7 +291,7 @@ class DecoderConfig:
         )
 
     def _rotated(self, rope: RopeConfig) -> int | None:
-        """Return the rotated elements of a head, or None if our layers do not support the share."""
+        """Return how many elements of a head are rotated, or None if unsupported by our layers."""
         share = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         count = int(self.width_of_head() * share)
         is_whole = share == 1.0

@@ -21,7 +21,7 @@ _UNUSED = frozenset({"vocab_size", "tensor_data_layout"})
 _KEY_HEADS = "attention.head_count_kv"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 _SOFTMAX = 1
-"""llama.cpp's number of the function that weights the experts."""
+"""llama.cpp's code for softmax as the function that computes the experts' weights."""
 
 
 def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _model_type(kind: str, values: Mapping[str, Value]) -> str:
 
 
 def _with_numbers(values: Mapping[str, Value], defaults: TypeDefaults) -> dict[str, Value]:
-    """Return the values with a number instead of an array that states the same for each layer."""
+    """Return the values; an array with the same number for all layers becomes that number."""
     found = dict(values)
     heads, pattern, every = values.get(_KEY_HEADS), values.get(_PATTERN), defaults.full_layer_every
     if isinstance(heads, Array) and len(set(heads.items)) == 1:
@@ -98,7 +98,7 @@ def _heads(
 
 
 def _ratio(config: Mapping[str, Any], name: str, divisor: str) -> int | None:
-    """Return the quotient of two values of config.json, or None if they are no sizes."""
+    """Return the quotient of two values of config.json, or None if one of them is not a size."""
     first, second = config.get(name), config.get(divisor)
     if isinstance(first, int) and isinstance(second, int) and second > 0:
         return first // second
@@ -115,7 +115,7 @@ def _share(rotated: Value, width: Value, *, where: str) -> float:
 
 
 def _in_code(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the keys of config.json that llama.cpp has in its code or derives."""
+    """Return the keys of config.json whose values llama.cpp hard-codes or derives."""
     width = config.get("head_dim") or _ratio(config, "hidden_size", "num_attention_heads")
     if kind == "phi3":
         return {"sliding_window": config.get("sliding_window") or None}

@@ -100,10 +100,10 @@ ADJACENT_PAIRS = frozenset({"llama", "smollm3", "granite"})
 
 
 def keys(architecture: str) -> dict[str, str]:
-    """Return the metadata key, without the architecture's prefix, of each key in config.json."""
+    """Return the metadata key, without the architecture's prefix, for each key of config.json."""
     return {**_KEYS, **_OWN_KEYS.get(architecture, {})}
 
 
 def tensor_names(architecture: str) -> dict[str, tuple[str, ...]]:
-    """Return the names in the file of each module, without the layer."""
+    """Return the names that each module has in the file, without the layer's prefix."""
     return {**_TENSORS, **_OWN_TENSORS.get(architecture, {})}

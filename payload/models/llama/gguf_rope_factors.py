@@ -1,4 +1,4 @@
-"""llama.cpp's tensors of divisors of the rotary frequencies."""
+"""The tensors in which llama.cpp stores divisors of the rotary frequencies."""
 
 from __future__ import annotations
 

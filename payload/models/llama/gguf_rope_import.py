@@ -42,8 +42,9 @@ def rope_scaling(
 ) -> dict[str, Any]:
     """Return the keys of config.json with the scaling; `kind` is the architecture.
 
-    `values` are the architecture's metadata without its prefix, `factors` the tensors of divisors.
-    Raises CheckpointError for a scaling that the model type does not have.
+    `values` are the architecture's metadata without the prefix. `factors` are the tensors that
+    contain divisors of the frequencies. Raises CheckpointError for a scaling that the model type
+    does not have.
     """
     scaling, factor = values.get(_TYPE, "linear"), values.get(_FACTOR, values.get(_OLD_FACTOR))
     if {LONG, SHORT} <= {*factors} and kind == "phi3":

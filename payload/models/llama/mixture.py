@@ -47,11 +47,11 @@ class Mixture:
         return 3 * self.experts * self.inner * width
 
     def active_params(self, width: int) -> int:
-        """Return the number of weights of the router and of a token's experts in a layer."""
+        """Return how many weights of a layer a token uses: in the router, and in its experts."""
         return (self.experts + 3 * self.active * self.inner) * width
 
     def kept_elements(self, width: int, *, kernels: bool) -> int:
-        """Return the elements that a layer's experts keep of one token for the backward pass.
+        """Return how many elements of one token a layer's experts keep for the backward pass.
 
         For each expert of the token, the kernels keep the expert's input, and gate and up. Plain
         torch also keeps the activated gate, its product with up, and the output twice.

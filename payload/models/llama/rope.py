@@ -37,7 +37,7 @@ class Rope:
     attention_factor: float = 1.0
     """Factor of the cosines and sines; only yarn and longrope have a factor other than 1."""
     ramp: tuple[float, float] = (0.0, 0.0)
-    """Used only by yarn: numbers of the last pair with an unscaled frequency, and of the first pair
+    """Used only by yarn: indices of the last pair with an unscaled frequency, and of the first pair
     whose frequency is divided by `factor`."""
     short_factors: tuple[float, ...] = ()
     """Used only by longrope: divisors of the frequencies, one for each pair of elements."""
@@ -98,8 +98,8 @@ def scaled_rope(
 ) -> Rope:
     """Return the rotary embedding with the base `theta` and the scaling of `found`.
 
-    `context` is the context in tokens, `original_context` that of the pre-training, or None where
-    config.json names none. `is_truncated` rounds the ramp of YaRN to whole pairs. Raises
+    `context` is the context in tokens. `original_context` is the context in pre-training, or None
+    if config.json does not give it. `is_truncated` rounds the ramp of YaRN to whole pairs. Raises
     CheckpointError.
     """
     if found.kind() == "linear":

@@ -240,7 +240,7 @@ class DecoderSpec(ModelSpec):
         return linears, linears and tokens <= logits_tokens(self.vocab_size)
 
     def _has_fast_layers(self, setting: RankSetting) -> bool:
-        """Return whether kernels run the layers: not transformers' layers."""
+        """Return whether kernels run the layers; they never run transformers' layers."""
         return setting.kernels and not self.unsupported_features
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
@@ -334,7 +334,7 @@ class DecoderSpec(ModelSpec):
         return self.num_layers() * layer
 
     def matmul_size(self) -> int:
-        """Return the weights in the matmuls of each token; of the experts, the active ones."""
+        """Return the number of weights in each token's matmuls; only active experts count."""
         layer = 0 if self.mixture is None else self.mixture.active_params(self.hidden_size)
         return ModelSpec.matmul_size(self) + self.num_layers() * layer
 

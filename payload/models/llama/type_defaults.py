@@ -42,18 +42,18 @@ class TypeDefaults:
     """Base of the unscaled rotary embedding of the layers with a window; None = one rotary
     embedding for all layers."""
     full_layer_every: int | None = None
-    """`layer_types` gives the layers with a window; by default, all except every N-th layer. None =
-    other settings give them."""
+    """N: every N-th layer has full attention and all others have a window, if config.json has no
+    `layer_types`. None = other settings determine which layers have a window."""
     is_mixture: bool = False
     """True if the MLP of each layer is a mixture of experts."""
     is_phi: bool = False
     """True if queries, keys and values are one linear, and gate and up another one. The rotary
     embedding can be partial or LongRoPE."""
     norms_only_outputs: bool = False
-    """OLMo: norms of the outputs of attention and MLP instead of their inputs, and norms over all
-    heads of queries, and of keys."""
+    """True for OLMo: the outputs of attention and MLP are normed instead of the inputs. Queries are
+    normed over all heads together, and so are keys."""
     has_multipliers: bool = False
-    """Granite: embeddings, outputs of the layers and logits are scaled."""
+    """True for Granite: embeddings, outputs of the layers and logits are scaled."""
 
 
 DEFAULTS: Mapping[str, TypeDefaults] = {

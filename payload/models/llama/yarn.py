@@ -27,10 +27,9 @@ def ramp(
     beta_slow: float | None,
     truncate: bool,
 ) -> tuple[float, float]:
-    """Return the numbers of the last unscaled pair and the first fully scaled pair.
+    """Return the indices of the last unscaled pair and the first fully scaled pair.
 
-    A pair belongs between them if it turns between `beta_slow` and `beta_fast` times in the
-    original context.
+    The pairs between these two turn `beta_slow` to `beta_fast` times in the original context.
     """
 
     def pair_with(turns: float) -> float:

@@ -37,7 +37,7 @@ class LinearAttention:
     """Number of tokens that the convolution reads, including the token itself."""
 
     def keys(self) -> int:
-        """Return the width of all keys, which is also that of all queries."""
+        """Return the width of all keys together, which is also the width of all queries."""
         return self.key_heads * self.key_dim
 
     def values(self) -> int:
@@ -86,7 +86,7 @@ class Qwen35Config:
     linear_num_value_heads: int = checked(32, low=1, high=2**14)
     layer_types: tuple[str, ...] | None = checked(None, max_items=_MOST_LAYERS)
     full_attention_interval: int = checked(4, low=1, high=_MOST_LAYERS)
-    """Without layer_types, every layer of this number has full attention."""
+    """N: every N-th layer has full attention, if config.json has no `layer_types`."""
     per_layer_config: Any = None
     """transformers' overrides for single layers."""
 

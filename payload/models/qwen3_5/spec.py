@@ -138,9 +138,10 @@ class Qwen35Spec(ModelSpec):
         return held + tokens * kept + self._logits_bytes(setting)
 
     def _backward_bytes(self) -> int:
-        """Return the bytes of a token that the delta rule's backward pass needs in one layer.
+        """Return the bytes per token that the delta rule's backward pass needs in one layer.
 
-        About six square matrices of a chunk, and seven tensors of keys and of values, in fp32.
+        They are about six square matrices for each chunk, and seven tensors of keys and of values,
+        in fp32.
         """
         linear = self.linear
         return 4 * linear.value_heads * (6 * CHUNK + 7 * (linear.key_dim + linear.value_dim))

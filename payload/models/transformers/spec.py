@@ -102,7 +102,8 @@ class Counts:
     """Number of elements that the matmuls of one token read and write."""
     embedding: int
     attention_layers: int
-    """Number of layers with attention tensors; 0 if the names do not show it."""
+    """Number of layers with attention tensors; 0 if the tensors' names do not show which these are.
+    """
     recurrent: str | None
     """Name of a tensor in a recurrence, whose operations are not counted; None = no recurrence."""
     gradients: tuple[GradientSize, ...]
@@ -231,7 +232,7 @@ class OtherSpec(ModelSpec):
         return self._known().gradients
 
     def embedding_size(self) -> int:
-        """Return the elements of the token embedding."""
+        """Return the number of elements in the token embedding."""
         return self.counts.embedding if self.counts else self.vocab_size * self.width()
 
     def linears(self) -> tuple[LinearSize, ...]:
@@ -251,7 +252,7 @@ class OtherSpec(ModelSpec):
         return self.counts is not None and self.counts.has_modules
 
     def matmul_size(self) -> int:
-        """Return the weights in the matmuls of each token; of the experts, the active ones."""
+        """Return the number of weights in each token's matmuls; only active experts count."""
         return self._known().multiplying
 
     def is_counted(self) -> bool:
@@ -338,7 +339,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
 def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpec:
     """Return the spec of the model in `folder`, counted if it has weights.
 
-    Raises CheckpointError, also for damaged weights.
+    Raises CheckpointError, for example for damaged weights.
     """
     spec = read(raw, where=where)
     if not any(folder.glob("*.safetensors*")):

@@ -60,7 +60,7 @@ class BaseModel:
     """Quantisation of the base's linears while the adapter was trained."""
 
     def has_same_config(self, other: BaseModel) -> bool:
-        """Return False if both records have a config.json hash and these differ, otherwise True."""
+        """Return False if both records have a hash of config.json and the hashes differ."""
         return len({self.config_sha256, other.config_sha256} - {None}) <= 1
 
 
@@ -71,8 +71,8 @@ class TrainerState:
     step: int = checked(low=0)
     """Number of optimizer updates so far."""
     next_sample: int = checked(low=0)
-    """Global index of the first sequence not trained on yet; no other data position is needed.
-    """
+    """Index, over the whole run, of the first sequence that was not trained on yet. No other
+    position in the data is saved."""
     tokens: int = checked(low=0)
     seed: int
     """Seed of the run. Dropout masks depend only on the seed and the index of the sample, so no
@@ -112,9 +112,9 @@ def save_checkpoint(
 ) -> None:
     """Write the checkpoint to a temporary folder, sync it to disk and rename it to `folder`.
 
-    `tokenizer` maps file names to contents. `copied` are the untrained parts of a multimodal model,
-    which are read from the new checkpoint from then on. `progressed` is called after each step of
-    the work, `tensors_read` as soon as model and optimizer may change again. Raises TrainingError
+    `tokenizer` maps file names to contents. `copied` are the untrained parts of a multimodal model;
+    later checkpoints copy them from this one. `progressed` is called after each part of the work.
+    `tensors_read` is called as soon as model and optimizer may change again. Raises TrainingError
     when a write fails; older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
@@ -173,10 +173,10 @@ def remove_old_checkpoints(
 ) -> list[Path]:
     """Remove partial checkpoints and old complete ones; return the old complete ones.
 
-    Keep `best` and the last `keep` checkpoints up to `newest`.
+    Keep `best` and the last `keep` checkpoints up to `newest`, which was just written.
 
-    Checkpoints after `newest`, which was just written, are removed: they were damaged, or training
-    was resumed from an earlier one.
+    Checkpoints of later steps are removed: they are damaged, or training was resumed from an
+    earlier checkpoint.
     """
     folders = checkpoint_folders(checkpoints)
     going_on = folders[: folders.index(newest) + 1]
@@ -192,7 +192,7 @@ def remove_old_checkpoints(
 
 
 def point_to_best(checkpoints: Path, best: Path) -> None:
-    """Make `checkpoints/best` a link to the folder `best`, if the file system has links."""
+    """Make `checkpoints/best` a link to the folder `best`, if the file system supports links."""
     link = checkpoints / BEST_NAME
     fresh = checkpoints / f".{BEST_NAME}{PARTIAL_SUFFIX}"
     with contextlib.suppress(OSError):

@@ -46,9 +46,9 @@ class Saving:
     ) -> None:
         """`tokenizer` maps the names of the tokenizer's files to their contents.
 
-        `copied` are the parts of a multimodal model that each checkpoint gets unchanged.
-        `val_losses` maps steps to the losses of earlier evaluations; see `evaluated`.
-        `waiting` is called when a wait begins, and whenever the write progresses during a wait.
+        `copied` are the parts of a multimodal model that are copied unchanged to each checkpoint.
+        `val_losses` maps steps to the losses of earlier evaluations; see `evaluated`. `waiting` is
+        called when a wait begins, and whenever the write progresses during a wait.
         """
         self.checkpoints = checkpoints
         self._keep = keep
@@ -118,7 +118,11 @@ class _Write:
     """A thread that writes one checkpoint."""
 
     def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
-        """Start a thread that calls `work` with callbacks: on progress, and after the last read."""
+        """Start a thread that calls `work`.
+
+        `work` receives two functions: it calls the first on progress, and the second after the last
+        read.
+        """
         self._work = work
         self._changed = threading.Condition()
         self._is_read = False

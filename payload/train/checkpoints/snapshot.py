@@ -28,8 +28,8 @@ class Snapshot:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return one of the tensors with all its elements, on rank 0.
 
-        Rank 0 calls this method first for each tensor of `weights`, in the order of the file, and
-        then for each tensor of `optimizer`.
+        Rank 0 calls this method for each tensor of `weights`, in the order of the file. Afterwards,
+        rank 0 calls it for each tensor of `optimizer`.
         """
         return tensor
 

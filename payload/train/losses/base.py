@@ -29,7 +29,7 @@ class Counts:
     targets: int
     """Tokens or labels to predict."""
     labels: NDArray[np.int64] | None = None
-    """The samples' labels, for tasks with one label a sample."""
+    """The samples' labels, for tasks with one label per sample."""
 
 
 class Loss(ABC):

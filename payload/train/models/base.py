@@ -63,7 +63,7 @@ class Placement:
 
 
 class Objective(Protocol):
-    """A task's own reduction of a batch's token losses, if it is not their mean."""
+    """A task's function that reduces a batch's token losses, if the loss is not their mean."""
 
     def __call__(self, losses: Tensor, targets: Tensor, /, *inputs: Tensor) -> Tensor:
         """Return the batch's loss, a scalar, from (B, T) losses and the batch's other tensors."""
@@ -158,7 +158,9 @@ class CausalLM(SplitModule, ABC):
         """Return empty caches for `hidden`; the first cache counts the tokens."""
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the layers in the order of the forward pass, which calls each as one module.
+        """Return the layers in the order of the forward pass.
+
+        The forward pass calls each layer as one module.
 
         A strategy shards their weights layer by layer, and all other weights together.
         """
@@ -257,7 +259,7 @@ class CausalLM(SplitModule, ABC):
         return True
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT takes this linear, by its name, for a linear of an expert."""
+        """Return whether PEFT would mistake this linear, by its name, for a linear of an expert."""
         del linear
         return False
 
@@ -275,10 +277,10 @@ class CausalLM(SplitModule, ABC):
         return "lm_head" if "lm_head" in last else None
 
     def train_tokens(self, tokens: Sequence[int], *, with_head: bool = True) -> None:
-        """Train these tokens' rows of the frozen embedding; `with_head`, also of the output head.
+        """Train these tokens' rows of the frozen embedding and, if `with_head`, of the output head.
 
-        A tied head always has the rows of the embedding. Raises ConfigError for a head with a bias,
-        whose adapter PEFT cannot compute.
+        A tied head always uses the rows of the embedding. Raises ConfigError for a head with a
+        bias, whose adapter PEFT cannot compute.
         """
         embedding, head = self._vocabulary_modules()
         is_tied = head is None or head.weight is embedding.weight
@@ -352,7 +354,7 @@ class CausalLM(SplitModule, ABC):
         return embedding, None if head is None else self.get_submodule(head)
 
     def head_changed(self) -> None:
-        """Adjust to an output head that got or lost an adapter."""
+        """Adjust to an output head whose adapter was added or removed."""
 
     def has_router_loss(self) -> bool:
         """Return whether training adds the balancing loss of a mixture's routers."""
@@ -367,7 +369,9 @@ class CausalLM(SplitModule, ABC):
         return None
 
     def take_expert_tokens(self) -> Tensor:
-        """Return the tokens of each expert in training since the last call, float64 on the CPU.
+        """Return how many tokens each expert received in training since the last call.
+
+        The counts are float64 on the CPU.
 
         The result is empty for a model without experts.
         """

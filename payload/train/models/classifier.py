@@ -66,7 +66,7 @@ class Classifier(CausalLM):
             nn.init.normal_(self.score.weight, std=_INIT_STD)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute, also on the body if the body's layers read it."""
+        """Set the attribute; if the body's layers read the attribute, set it on the body, too."""
         super().__setattr__(name, value)
         if name in ("kernels", "adapter") and "body" in self._modules:
             setattr(self.body, name, value)
@@ -150,7 +150,7 @@ class Classifier(CausalLM):
         return [tuple(f"{_BODY}{path}" for path in paths) for paths in self.body.joined_linears()]
 
     def take_expert_tokens(self) -> Tensor:
-        """Return the tokens of each expert of the body."""
+        """Return how many tokens each of the body's experts received."""
         return self.body.take_expert_tokens()
 
     def freeze_router(self) -> Collection[str]:
@@ -162,7 +162,7 @@ class Classifier(CausalLM):
         return self.body.is_adaptable(linear)
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT takes this linear, by its name, for a linear of an expert."""
+        """Return whether PEFT would mistake this linear, by its name, for a linear of an expert."""
         return self.body.peft_reads_as_expert(linear)
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
@@ -237,7 +237,9 @@ class Classifier(CausalLM):
 
 
 def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Return for each label the mean of the head's rows (V, C) for its tokens, (K, C) fp32.
+    """Return, for each label, the mean of the head's rows (V, C) for the label's tokens.
+
+    The result is (K, C) in fp32.
 
     Source: Gao et al., https://arxiv.org/abs/2012.15723, section 4, which predicts labels by the
     output head.
@@ -246,7 +248,9 @@ def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def last_tokens(tokens: Tensor, *, pad_token: int) -> Tensor:
-    """Return the index of each text's last token that is not `pad_token`, (B,); 0 if all are.
+    """Return the index of each text's last token that is not `pad_token`, (B,).
+
+    The index is 0 for a text that has only `pad_token`.
 
     Source: transformers, modeling_layers.py, GenericForSequenceClassification.
     """

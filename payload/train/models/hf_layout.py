@@ -21,7 +21,7 @@ _CODE_PART = "_implementation"
 
 
 def without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without the keys that select code, also in nested configs.
+    """Return a config.json without the keys that select code, at any level of nesting.
 
     For example, `attn_implementation = "OWNER/NAME"` would run a kernel from the hub.
     """

@@ -39,7 +39,7 @@ def save_hf(
     progressed: Callable[[], None] = lambda: None,
     copied: CopiedParts | None = None,
 ) -> str:
-    """Write `model.safetensors` and `config.json`, a folder that transformers can load.
+    """Write `model.safetensors` and `config.json` to a folder, which transformers can then load.
 
     `copied` are the other parts of a multimodal model. Return the sha256 of the weights' file.
     Raises OSError.

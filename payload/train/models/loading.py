@@ -79,8 +79,8 @@ def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
     """Build the model in a folder and check its weights without reading them.
 
     The caller reads the weights later, by the names in the tensors' `targets`; until then they use
-    no memory. `targets` is empty if transformers converts the weights while it loads them; they are
-    then already loaded. Raises CheckpointError like `load`.
+    no memory. `targets` is empty if transformers converts the weights while it loads them. In this
+    case, the weights are already loaded. Raises CheckpointError like `load`.
     """
     tensors = PlannedTensors(folder)
     model = _built_for(tensors, folder, dropout=0.0)

@@ -187,7 +187,7 @@ class LoraParameters(nn.Module):
         self.lora_B[name] = nn.Parameter(torch.zeros(size.outputs, self.rank * size.stack))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module, for code that uses this module instead."""
+        """Return an attribute of the wrapped module, which this module replaces."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -403,7 +403,7 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 
 
 def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Set embedding and head from the rows in PEFT's adapter of a resized base, if it has any.
+    """Set embedding and head from an adapter's rows, which PEFT stores if the base was resized.
 
     Return the other tensors. PEFT stores the rows of a tied head twice; the copies are left out as
     well.

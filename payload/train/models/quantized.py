@@ -26,11 +26,12 @@ _Library = Any
 """The module bitsandbytes, which has no type hints."""
 
 _AT_ONCE = 2**18
-"""Weights to quantise at a time, in whole blocks: bitsandbytes makes fp32 copies of them."""
+"""Number of weights to quantise at a time, in whole blocks. bitsandbytes makes fp32 copies, which
+would otherwise need much memory."""
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear whose weight (O, I) is stored in 4 bits; `take` sets it."""
+    """A frozen linear whose weight (O, I) is stored in 4 bits; `take` sets the weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """Replace `linear`, whose bias is kept."""
@@ -147,7 +148,8 @@ def loading_targets(
 ) -> dict[str, Tensor | QuantizedLinear]:
     """Return the destinations of a checkpoint's tensors by name: the `tensors` of `module`.
 
-    A quantised linear is one destination instead of its packed weight and its scales.
+    A quantised linear is a single destination, although its packed weight and its scales are
+    several tensors.
     """
     found: dict[str, Tensor | QuantizedLinear] = dict(tensors)
     for path, each in module.named_modules():

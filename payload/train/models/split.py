@@ -60,7 +60,7 @@ class Split:
         return torch.cat(self.places(whole, index=index, size=size), self.dim)
 
     def part_shape(self, shape: tuple[int, ...], *, index: int, size: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor of this shape."""
+        """Return the shape of a rank's part of a tensor, from the tensor's own shape."""
         rows = 0
         for length in self.lengths(shape):
             start, end = bounds(length, index=index, size=size)
@@ -98,7 +98,7 @@ class Splits:
 
 
 def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
-    """Return the (begin, end) of a rank's part of `length`; the last ranks may have less."""
+    """Return the (begin, end) of a rank's part of `length` elements; last parts may be shorter."""
     each = -(-length // size)
     start = min(index * each, length)
     return start, min(start + each, length)
@@ -142,7 +142,8 @@ def embed(weight: Tensor, tokens: Tensor, ranks: TensorRanks, *, vocab_rows: int
 def own_masks(ranks: TensorRanks | None, *, dropout: float) -> Iterator[None]:
     """Draw different dropout masks on each rank inside the block, and equal masks after it.
 
-    Each rank draws masks for its own heads, but all ranks draw the same amount of numbers.
+    The ranks need different masks because each rank has its own heads. The generator's state is the
+    same on all ranks after the block.
     """
     if ranks is None or not dropout:
         yield

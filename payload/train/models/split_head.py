@@ -87,7 +87,10 @@ class _MeanLoss(torch.autograd.Function):
 def _chunk(
     rows: Tensor, weight: Tensor, targets: Tensor, ranks: TensorRanks, vocab_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses (N,) of rows (N, C), and their sum's gradient for the logits (N, W)."""
+    """Return the losses (N,) of rows (N, C), and the gradient of the losses' sum, (N, W).
+
+    The gradient is with respect to the logits.
+    """
     start, end = bounds(vocab_rows, index=ranks.index, size=ranks.size)
     logits = (rows @ weight.t()).float()
     if end > start:

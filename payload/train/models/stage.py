@@ -61,7 +61,7 @@ class Stage:
         self._begin(x.detach(), to=self.index + 1, tag=_FORWARD)
 
     def receive_back(self, x: Tensor) -> Tensor:
-        """Return the gradient of this stage's output from the next stage."""
+        """Receive the gradient of this stage's output from the next stage."""
         grad = torch.empty(x.shape, device=self.device)
         self._wait_for(grad, source=self.index + 1, tag=_BACKWARD)
         return grad

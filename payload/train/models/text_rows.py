@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRows:
-    """Texts one behind the other in rows."""
+    """Texts packed into rows, one behind the other."""
 
     tokens: Tensor
     """Shape (R, L), token ids."""
@@ -23,8 +23,8 @@ class TextRows:
     """Shape (R, L), as in `CausalLM.hidden`; each padding token is a separate document. None if
     each row has one text."""
     last: Tensor
-    """Shape (B,): index of each text's last token, in the order of the texts, in all R x L tokens.
-    """
+    """Shape (B,): index of each text's last token among all R x L tokens, in the order of the
+    texts."""
 
 
 def pack_texts(tokens: Tensor, lengths: Tensor, *, pad_token: int, width: int) -> TextRows:
@@ -58,10 +58,11 @@ def pack_texts(tokens: Tensor, lengths: Tensor, *, pad_token: int, width: int) -
 
 
 def cheapest_rows(lengths: Sequence[int], *, width: int) -> list[list[int]]:
-    """Return the numbers of the texts in each row, with the number of rows that costs least.
+    """Return the indices of the texts in each row, for the number of rows that costs least.
 
-    A row of L tokens costs about L x (2 `width` + L): the matmuls grow with L, plain attention with
-    its square. Kernels skip most of the attention between texts, but then its cost is small anyway.
+    A row of L tokens costs about L x (2 `width` + L): matmuls grow with L, and plain attention
+    grows with the square of L. Kernels skip most of the attention between texts, which this
+    estimate ignores. With kernels, attention costs little anyway.
     """
     powers = [2**power for power in range((len(lengths) - 1).bit_length())]
 
@@ -73,7 +74,7 @@ def cheapest_rows(lengths: Sequence[int], *, width: int) -> list[list[int]]:
 
 
 def balanced_rows(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Return the numbers of the texts in each of `count` rows of about equal length.
+    """Return the indices of the texts in each of `count` rows of about equal length.
 
     The longest remaining text goes into the shortest row (Graham's rule).
     """

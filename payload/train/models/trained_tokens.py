@@ -33,7 +33,7 @@ class TrainedTokens(nn.Module):
     ) -> None:
         """Start from the rows of `embedding`, and of `head` if a separate head is trained, too.
 
-        A head that `is_tied` has the rows of `embedding`.
+        If `is_tied`, the head uses the rows of `embedding`.
         """
         super().__init__()
         self._is_tied = is_tied

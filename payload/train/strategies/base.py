@@ -86,7 +86,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:
-        """Prepare for a step's last backward pass; `tokens` (B, T) are its micro-batch."""
+        """Prepare for a step's last backward pass; `tokens` (B, T) is its micro-batch."""
 
     @abstractmethod
     def finish(self) -> float:

@@ -46,7 +46,10 @@ class Bucket:
         return not self._missing
 
     def complete(self) -> None:
-        """Move the gradients of parameters that the last micro-batch did not use, or set zeros."""
+        """Move the gradients of parameters that the last micro-batch did not use into the bucket.
+
+        The gradient is zero for a parameter that no micro-batch used.
+        """
         for parameter in tuple(self._missing):
             if parameter.grad is None:
                 parameter.grad = self.gradient_view(parameter).zero_()
@@ -63,7 +66,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """Return buckets of all parameters, in the order in which a backward pass finishes them.
 
-    `first`, if given, gets a separate bucket before all others.
+    `first`, if given, has a separate bucket before all others.
     """
     others = [parameter for parameter in parameters if parameter is not first]
     buckets = [Bucket(group) for group in _groups(reversed(others))]

@@ -33,9 +33,9 @@ class Rows:
 class TokenExchange(TokenGradient):
     """Exchanges the two parts of a tied embedding's gradient separately in the last micro-batch.
 
-    The gradient of the weight (V, C) as output head is ready before the layers' backward pass, and
-    its exchange overlaps with that pass. The gradient as embedding has rows only for tokens that
-    were looked up; these few rows are exchanged last.
+    The weight (V, C) is used as output head and as embedding. The head's part of the gradient is
+    ready before the layers' backward pass, so its exchange overlaps with that pass. The embedding's
+    part has rows only for tokens that were looked up. These few rows are exchanged last.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class TokenExchange(TokenGradient):
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
     def head_gradient(self, weight: Tensor) -> Tensor:
-        """Return the exchange buffer for a step's first gradient; later ones are added to it.
+        """Return memory for the head's gradient: for a step's first gradient, the exchange buffer.
 
-        One micro-batch at a time uses the buffer. A loss without a backward pass keeps the buffer
-        reserved; in this case later gradients are copied.
+        Later gradients of the step are added to the first one. Only one micro-batch at a time uses
+        the buffer. After a loss without a backward pass, the buffer stays in use. Gradients are
+        then computed in other memory and copied.
         """
         if weight.grad is not None or self._place_is_taken:
             return super().head_gradient(weight)

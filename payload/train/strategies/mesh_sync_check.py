@@ -22,7 +22,8 @@ from payload.train.strategies.sync_check import (
 class _MeshState:
     """Digests of one rank's weights and optimizer state after a step.
 
-    The weights are those that the rank computes with; the optimizer state covers only its shard.
+    The weights are those that the rank computes with; the optimizer state covers only the rank's
+    shard.
     """
 
     own: RankState

@@ -94,7 +94,7 @@ class ModelParallel(Strategy):
             model.deferred_weights = None
 
     def _tensor_part(self, name: str, whole: Tensor, *, is_read: bool) -> Tensor:
-        """Return this tensor rank's part of a parameter, or uninitialised memory for it."""
+        """Return this tensor rank's part of a parameter, or uninitialised memory for that part."""
         split, index, size = self._splits.parts[name], self._tensor.index, self._tensor.size
         if is_read:
             return split.part(whole.detach(), index=index, size=size)
@@ -127,7 +127,7 @@ class ModelParallel(Strategy):
         return found
 
     def _is_on_stage(self, name: str, stages: Mapping[str, int]) -> bool:
-        """Return whether this rank's stage has a parameter; the last also has the tied weights."""
+        """Return whether this stage has a parameter; the last stage also has the tied weights."""
         if self._stage is None:
             return True
         is_head = name == self._tied and self._stage.is_last()
@@ -166,7 +166,7 @@ class ModelParallel(Strategy):
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the next backward pass; `tokens` (B, T) are its micro-batch."""
+        """Exchange the gradients of the next backward pass; `tokens` (B, T) is its micro-batch."""
         self._data.begin(tokens)
 
     def finish(self) -> float:
@@ -209,7 +209,8 @@ class ModelParallel(Strategy):
     def counts(self) -> Callable[[str], bool]:
         """Return a function of a parameter's name: True if its gradient counts on this rank.
 
-        Of the ranks in one copy of the model that hold the same part of a parameter, one counts it.
+        If several ranks in one copy of the model hold the same part of a parameter, only one counts
+        it.
         """
 
         def is_counted(name: str) -> bool:

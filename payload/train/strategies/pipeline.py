@@ -47,9 +47,9 @@ def run_schedule(
 ) -> None:
     """Run a step's forward and backward passes on this stage.
 
-    `forward` gets the number of a micro-batch and returns the stage's output; on the last stage,
-    this is the loss. `backward` gets this output and, unless the output is the loss, the output's
-    gradient. Gradients are accumulated in the order of the backward passes.
+    `forward` receives the index of a micro-batch and returns the stage's output; on the last stage,
+    the output is the loss. `backward` receives the output and, unless the output is the loss, the
+    output's gradient. Gradients are accumulated in the order of the backward passes.
     """
     results: deque[Tensor] = deque()
     for kind, number in passes:

@@ -34,7 +34,7 @@ class Replicate(Strategy):
         self._exchange.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the next backward pass; `tokens` (B, T) are its micro-batch."""
+        """Exchange the gradients of the next backward pass; `tokens` (B, T) is its micro-batch."""
         self._exchange.begin(tokens)
 
     def finish(self) -> float:

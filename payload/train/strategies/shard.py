@@ -1,9 +1,9 @@
 """Each rank holds a shard of every weight, gradient and optimizer state: FSDP2 over gloo.
 
-A layer's weights are gathered for its forward pass and again for its backward pass, and its
-gradients are summed right after that. Only one layer and the weights outside the layers
-(embeddings, last norm, head) are gathered at a time. Optimizers work on this rank's shards as plain
-tensors.
+A layer's weights are gathered for the layer's forward pass, and again for the backward pass. The
+layer's gradients are summed right after the backward pass. Only one layer and the weights outside
+the layers (embeddings, last norm, head) are gathered at a time. Optimizers work on this rank's
+shards as plain tensors.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _data_mesh(world: World, mesh: Mesh) -> DeviceMesh:
 
 
 def _as_part(value: Tensor, owner: DTensor) -> Tensor:
-    """Return the optimizer state of a shard of `owner` as a DTensor with the shape of `owner`."""
+    """Return a shard's optimizer state as a DTensor with the shape of the parameter `owner`."""
     if value.dim() == 0:
         return value
     return DTensor.from_local(

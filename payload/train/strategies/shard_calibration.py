@@ -36,7 +36,7 @@ class ShardingSetup:
     by_gloo: bool
     """True with DeepSpeed, which uses gloo's collectives instead of this project's."""
     blocks: tuple[int, ...]
-    """The number of elements of each matrix of a layer."""
+    """Number of elements in each matrix of a layer."""
     timeout_s: float
 
     @classmethod
@@ -56,7 +56,7 @@ class ShardingSetup:
 
 
 def layer_blocks(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the number of elements of each matrix of a layer, scaled down to a total limit."""
+    """Return the number of elements in each matrix of a layer, scaled down to a total limit."""
     linears = spec.linears()
     blocks = [
         each.inputs * each.outputs for each in linears[: len(linears) // max(1, spec.num_layers())]

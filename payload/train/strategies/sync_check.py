@@ -49,7 +49,7 @@ def require_one_model(
 ) -> None:
     """Compare the ranks' states in rank order; raise the errors of `require_equal_ranks`.
 
-    All ranks must have the same weights. Ranks whose numbers are equal modulo `shards` must also
+    All ranks must have the same weights. Ranks whose indices are equal modulo `shards` must also
     have the same optimizer state.
     """
     of_weights = [replace(each, optimizer="", not_finite=None) for each in states]
@@ -64,7 +64,7 @@ def require_one_model(
 def require_equal(
     states: Sequence[RankState], peers: Sequence[int], *, step: int, passed_step: int | None
 ) -> None:
-    """Raise RanksDifferError unless the ranks `peers` are equal; `states` covers all ranks."""
+    """Raise RanksDifferError unless the ranks in `peers` are equal; `states` covers all ranks."""
     of_peers = [states[rank] for rank in peers]
     if len(set(of_peers)) > 1:
         raise RanksDifferError(
@@ -94,7 +94,7 @@ def rank_state(optimizers: Optimizers, *, is_alone: bool = False) -> RankState:
 
 
 def inspect_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str | None]:
-    """Return the sha256 over names and contents, and the first name with a NaN or infinity.
+    """Return the sha256 over names and contents, and the name of the first non-finite tensor.
 
     Only one tensor at a time is in memory.
     """
@@ -103,7 +103,7 @@ def inspect_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str | None
 
 
 def digest_each(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, str], str | None]:
-    """Return each tensor's sha256 by name, and the first name with a NaN or infinity.
+    """Return each tensor's sha256 by name, and the name of the first non-finite tensor.
 
     Only one tensor at a time is in memory.
     """
@@ -127,7 +127,10 @@ def _difference(
     passed_step: int | None,
     ranks: Sequence[int] | None = None,
 ) -> str:
-    """Return a message: which ranks differ, in what, and the fix; `states` belong to `ranks`."""
+    """Return the message that names the differing ranks, what differs between them, and the fix.
+
+    `states` holds one state for each rank in `ranks`; by default, for ranks 0, 1 and so on.
+    """
     numbers = range(len(states)) if ranks is None else ranks
     common, votes = Counter(states).most_common(1)[0]
     if votes * 2 > len(states):
@@ -152,7 +155,10 @@ def _difference(
 
 
 def _resume(passed_step: int | None) -> str:
-    """Return the advice where to resume: each checkpoint was saved right after a passed check."""
+    """Return the advice from which checkpoint to resume.
+
+    Every checkpoint was saved right after a check that passed.
+    """
     if passed_step is None:
         return "Resume from the last checkpoint"
     return f"Resume from the last checkpoint, which is of step {passed_step} or earlier"
@@ -161,7 +167,7 @@ def _resume(passed_step: int | None) -> str:
 def _inspect(
     tensors: Mapping[str, Tensor], pool: ThreadPoolExecutor, *, hashes: bool
 ) -> tuple[str, str | None]:
-    """Return the sha256 over names and contents, and the first name with a NaN or infinity."""
+    """Return the sha256 over names and contents, and the name of the first non-finite tensor."""
     chunks = [
         (name, chunk)
         for name, tensor in tensors.items()

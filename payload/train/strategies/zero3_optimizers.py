@@ -63,7 +63,7 @@ class Zero3Optimizers(Optimizers):
         """Do nothing: state in flat tensors does not fragment memory."""
 
     def zero_grad(self) -> None:
-        """Drop all gradients, also the buffer that DeepSpeed would reuse without new gradients."""
+        """Drop all gradients, and the buffer that DeepSpeed would reuse without new gradients."""
         self._stage.zero_grad(set_to_none=True)
         self._stage.grad_partitions_flat_buffer.zero_()
 

@@ -61,7 +61,7 @@ class Samples(ABC):
         """Return the counts of a batch of these samples, without reading its tokens."""
 
     def weight(self, chosen: Indices) -> float:
-        """Return the weight of the loss of a batch of these samples."""
+        """Return the weight of a batch's loss, for a batch of these samples."""
         return self.loss.weight(self.counts(chosen))
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Task(ABC):
         """
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Prepare, before the first step, what the steps need from the initial model.
+        """Before the first step, prepare what the steps need from the initial model.
 
         Return False if a rank requested a stop before this was complete.
         """
@@ -130,4 +130,4 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: CausalLM, eval_pass: EvalPass) -> EvalMetrics | None:
-        """Evaluate the model on the validation set; None after a request to stop."""
+        """Evaluate the model on the validation set; return None after a request to stop."""

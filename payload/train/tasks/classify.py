@@ -244,7 +244,7 @@ def evaluate_texts(
 
 
 def _num_texts(texts: LabelledTexts, max_tokens: int | None) -> int:
-    """Return how many of the first texts hold `max_tokens` together; None = all texts."""
+    """Return how many texts, from the first on, together reach `max_tokens`; None = all texts."""
     if max_tokens is None:
         return texts.num_texts()
     before = int(np.searchsorted(np.cumsum(texts.lengths), max_tokens))

@@ -61,7 +61,7 @@ def answer_log_probs(
 def evaluate_pairs(
     model: CausalLM, pairs: Pairs, reference: Tensor, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Return the metrics over the first pairs that hold `eval_pass.max_tokens`, or over all.
+    """Return the metrics over the first pairs, up to `eval_pass.max_tokens` tokens, or over all.
 
     The result is bitwise equal on any number of ranks. Return None after a request to stop.
     """
@@ -74,7 +74,7 @@ def evaluate_pairs(
 
 
 def _num_pairs(pairs: Pairs, max_tokens: int | None) -> int:
-    """Return how many of the first pairs hold `max_tokens` together; None = all pairs."""
+    """Return how many pairs, from the first on, together reach `max_tokens`; None = all pairs."""
     if max_tokens is None:
         return pairs.num_pairs()
     before = int(np.searchsorted(np.cumsum(pairs.lengths.sum(axis=1)), max_tokens))

@@ -207,10 +207,10 @@ def reference_model(base: BaseModel) -> ReferenceModel:
 def stored_reference(
     folder: Path, meta: DataMeta, *, dtype: Dtype
 ) -> tuple[Reference, Dtype, Tensor]:
-    """Return the stored reference, a dtype in which it is stored, and its validation values.
+    """Return the stored reference, the dtype of its values, and the values for validation.
 
-    The dtype is `dtype` if values are stored in that dtype. Raises DataError if no reference is
-    stored.
+    Values can be stored in several dtypes; those in `dtype` are preferred. Raises DataError if no
+    reference is stored.
     """
     found = read_reference(folder, meta)
     others: tuple[Dtype, ...] = ("bf16", "fp32")

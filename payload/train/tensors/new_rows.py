@@ -14,13 +14,16 @@ _ROWS_AT_ONCE = 4096
 
 
 class TensorsWithNewRows(LazyTensors):
-    """The tensors of a folder, with new rows in those of the vocabulary.
+    """The tensors of a folder, with new rows in the embedding and the output head.
 
     A new row is the mean of the rows before the first one, as in `CausalLM.add_tokens`.
     """
 
     def __init__(self, path: Path, *, modules: Collection[str], first: int, rows: int) -> None:
-        """Set the rows from `first` to `rows` of the weights of `modules`, names without a path."""
+        """Set the new rows, from index `first` up to `rows`.
+
+        `modules` are the names, without a path, of the modules whose weights have new rows.
+        """
         super().__init__(path)
         self._first, self._end = first, rows
         ends = {f"{each}.weight" for each in modules}

@@ -42,9 +42,9 @@ def write_tensors(
 ) -> str:
     """Write the file and return its sha256; `progressed` is called after each chunk.
 
-    `whole` returns all elements of a tensor; it is called in the order of `in_file_order`.
-    Tensors that are not contiguous are copied, one at a time. For the text model of a multimodal
-    checkpoint, `copied` are the other parts, which the file gets as well. Raises OSError.
+    `whole` returns all elements of a tensor; it is called in the order of `in_file_order`. Tensors
+    that are not contiguous are copied, one at a time. For the text model of a multimodal
+    checkpoint, `copied` are the other parts, which are also written to the file. Raises OSError.
     """
     ordered = in_file_order(tensors)
     digest = hashlib.sha256()

@@ -37,10 +37,10 @@ def _is_missing(*_minimum_version: str) -> bool:
 
 
 def _scan_once(import_utils: ModuleType) -> Callable[[Any], Any]:
-    """Return transformers' scan of a package's files, without the second scan of all its models.
+    """Return transformers' function for scanning a package's files, changed to scan models once.
 
-    transformers scans them as a folder when it is imported, and later as that folder's __init__.py.
-    Its own cache treats these as two packages.
+    transformers scans its folder of models when it is imported. Later, it scans the folder again by
+    the path of __init__.py, which its own cache treats as a different package.
     """
     scan: Callable[[Any], Any] = import_utils.create_import_structure_from_path
     folder = Path(str(import_utils.__file__)).parents[1] / "models"

@@ -1,8 +1,8 @@
 """Computes Gemma 4's layers with the kernels, or lists why the kernels cannot be used.
 
-Heads that are too wide for the kernels' attention have torch's. Shapes: N tokens of all sequences,
-B batch, T tokens of one sequence, C width, H query heads, K key heads, D width of a head, L layers,
-P width of a layer's part of the second token embedding.
+For heads that are too wide for the kernels' attention, torch computes the attention. Shapes: N
+tokens of all sequences, B batch, T tokens of one sequence, C width, H query heads, K key heads, D
+width of a head, L layers, P width of a layer's part of the second token embedding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_layers(
     """Map the embedded tokens (B, T, C) fp32 to the final norm's output in the context's dtype.
 
     `parts` (B, T, L, P) are the layers' parts of the second embedding. `CausalLM.hidden` describes
-    `starts`, for which the tables in `ropes` are made. `run_layer` calls each layer.
+    `starts`. The tables in `ropes` are made for these starts. `run_layer` calls each layer.
     """
     batch, length = x.shape[:2]
 

@@ -70,8 +70,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Keys]:
         """Map (B, T, C) to (B, T, C); also return the keys and values.
 
-        A layer without its own gets `keys`. With `starts` (see `CausalLM.hidden`), `rope` has a row
-        for each of the B x T tokens.
+        A layer that computes no keys uses `keys`. With `starts` (see `CausalLM.hidden`), `rope` has
+        a row for each of the B x T tokens.
         """
         if starts is not None:
             cos, sin = (each.view(*starts.shape, -1).unsqueeze(1) for each in rope)

@@ -129,7 +129,8 @@ class Gemma4(CausalLM):
     def _parts(self, tokens: Tensor, x: Tensor) -> Tensor | None:
         """Return each layer's part of the second embedding, (B, T, L, P), or None without it.
 
-        The part is the mean of an embedding of the token and a projection of its first embedding.
+        A part is the sum of the token's second embedding and a projection of its first embedding.
+        The sum is divided by the root of 2.
         """
         width = self.spec.ple_width
         if not width:
@@ -146,8 +147,8 @@ class Gemma4(CausalLM):
     ) -> dict[tuple[Rope, int], Table]:
         """Return the cosines and sines of `length` positions from `start` on, by kind of layer.
 
-        With `starts` (B, T), a table has a row for each of the B x T tokens, by its position in its
-        document.
+        With `starts` (B, T), a table has a row for each of the B x T tokens, by the token's
+        position in its document.
         """
         device = self.model.norm.weight.device
         found = {
@@ -229,9 +230,9 @@ class Gemma4(CausalLM):
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Set all weights from a checkpoint's tensors with transformers' names.
 
-        Released files also have keys and values for layers that use those of an earlier layer; as
-        in transformers, they are not read. Raises CheckpointError, naming `where`, if tensors are
-        missing or do not have the model's shapes.
+        Released files also have key and value weights for layers that use the keys and values of an
+        earlier layer. As in transformers, these weights are not read. Raises CheckpointError,
+        naming `where`, if tensors are missing or do not have the model's shapes.
         """
         if self.lm_head is None:
             require_tied(tensors, head=_HEAD, embedding=_EMBEDDING, where=where)

@@ -69,10 +69,10 @@ def run_layers(
 ) -> Tensor:
     """Map the embedded tokens (B, T, C) fp32 to the final norm's output in the context's dtype.
 
-    `CausalLM.hidden` describes `starts`, for which the tables in `ropes` are made. `run_layer`
-    calls each layer. With `ranks`, each rank has some of the heads and a part of the MLP. On a
-    pipeline stage before the last one, return the residual stream after the stage's layers, in
-    fp32.
+    `CausalLM.hidden` describes `starts`. The tables in `ropes` are made for these starts.
+    `run_layer` calls each layer. With `ranks`, each rank has some of the heads and a part of the
+    MLP. On a pipeline stage before the last one, return the residual stream after the stage's
+    layers, in fp32.
     """
 
     def layer_of(
@@ -89,7 +89,10 @@ def run_layers(
         return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
 
     def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return the residual sum, and the normed sum (without a norm, the sum) in matmul dtype."""
+        """Return the residual sum, and the norm of the sum in the matmuls' dtype.
+
+        Without a norm, the second result is the sum itself in that dtype.
+        """
         if norm is None:
             total = total if added is None else total + added
             return total, total.to(context.dtype)

@@ -73,7 +73,7 @@ class Attention(SplitModule):
     def forward(
         self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
     ) -> Tensor:
-        """Map (B, T, C) to (B, T, C); a layer without positions gets no `rope`.
+        """Map (B, T, C) to (B, T, C); a layer without positions needs no `rope`.
 
         With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
         """

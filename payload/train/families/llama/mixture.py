@@ -31,7 +31,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(mixture.experts, spec.hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x (N, C) to scores of all experts (N, E); weights and numbers of K experts (N, K)."""
+        """Return the scores of all experts (N, E) for x (N, C).
+
+        Also return the weights and the indices of each token's K experts, (N, K) each.
+        """
         logits = functional.linear(x, self.weight.to(x.dtype))
         chances = functional.softmax(logits, dim=-1, dtype=torch.float32)
         weights, chosen = torch.topk(chances, self.active, dim=-1)
@@ -85,7 +88,7 @@ class MixtureMLP(nn.Module):
         return mixed.view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of each token's experts, (N, K), for x (N, C)."""
+        """Return the weights and the indices of each token's experts, (N, K), for x (N, C)."""
         scores, weights, chosen = self.gate(x)
         if self.keeps_scores:
             self._scores = scores
@@ -165,5 +168,5 @@ def _of_experts(path: str, part: str, stack: Tensor) -> Iterator[tuple[str, Tens
 
 
 def has_stacks(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a checkpoint has the experts as stacks, as transformers also reads them."""
+    """Return whether a checkpoint stores experts as stacks, which transformers also reads."""
     return any(_STACK.match(name) for name in tensors)

@@ -154,8 +154,8 @@ class Decoder(CausalLM):
     ) -> dict[Rope, Table]:
         """Return the cosines and sines of `length` positions from `start` on, by kind of rope.
 
-        With `starts` (B, T), a table has a row for each of the B x T tokens, by its position in its
-        document.
+        With `starts` (B, T), a table has a row for each of the B x T tokens, by the token's
+        position in its document.
         """
         device = next(self.parameters()).device
         places, end = None, start + length
@@ -330,8 +330,8 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> Tensor:
     """Return embedded tokens without gradient for the padding token's embedding.
 
-    transformers' models do the same. If the embedding is also the output head, it still gets the
-    head's gradient.
+    transformers' models do the same. If the embedding is also the output head, the padding token's
+    row still receives the head's gradient.
     """
     if padding is None or not x.requires_grad:
         return x

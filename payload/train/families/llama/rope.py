@@ -21,7 +21,7 @@ Table = tuple[Tensor, Tensor]
 def frequencies(rope: Rope, *, head_dim: int, is_long: bool = False) -> Tensor:
     """Return the angle per position of each pair of rotated elements, (R / 2,) fp32.
 
-    `is_long` is set for texts above the rope's original context.
+    `is_long` is True for texts longer than the rope's original context.
     """
     width = rope.rotated or head_dim
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width

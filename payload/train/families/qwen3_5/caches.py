@@ -16,7 +16,10 @@ class DeltaCache:
         self._tokens = 0
 
     def with_window(self, x: Tensor, *, before: int) -> Tensor:
-        """Append the new tokens' input x (B, T, C); return it behind that of `before` tokens."""
+        """Append the new tokens' input x (B, T, C).
+
+        Return x preceded by the input of the last `before` tokens.
+        """
         self._tokens += x.shape[1]
         window = x.new_zeros(len(x), before, x.shape[2]) if self._window is None else self._window
         joined = torch.cat((window, x), dim=1)

@@ -32,8 +32,8 @@ from payload.models.qwen3_5.spec import CHUNK
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
 _SMALLEST_LOG = -30.0
-"""A decay below exp(-30) = 1e-13 is 0, because rounding is larger. CPUs compute with numbers near
-the smallest ones of fp32 a hundred times slower."""
+"""A decay below exp(-30) = 1e-13 counts as 0, because rounding errors are larger. With numbers near
+fp32's smallest ones, CPUs compute a hundred times slower."""
 
 Grads = tuple[Tensor | None, ...]
 
@@ -88,13 +88,14 @@ def one_token(
 
 @dataclass(frozen=True, slots=True)
 class _Documents:
-    """Which tokens of a chunk belong together, with C tokens in each chunk."""
+    """Which tokens of a chunk are in the same document, with C tokens in each chunk."""
 
     within: Tensor
     """True if the column's token is in the row's document and not after it: (N, B, 1, C, C), or
     (C, C) for one document in each row."""
     continues: Tensor | None
-    """True if a token's document began before the chunk: (N, B, 1, C). None: for all tokens."""
+    """True if a token's document began before the chunk: (N, B, 1, C). None = True for all tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +198,16 @@ def _inverse(k: Tensor, scales: _Scales) -> Tensor:
 
 
 def _overlaps(k: Tensor, scales: _Scales) -> Tensor:
-    """Return the products of keys that the system has below its diagonal of ones."""
+    """Return the triangular system's entries below the diagonal: scaled products of keys."""
     found = _matmul(k, k.mT) * _rows(scales.write * scales.key)
     return found.mul_(_columns(scales.key)).mul_(scales.between).tril_(-1)
 
 
 def _attention(q: Tensor, k: Tensor, scales: _Scales) -> Tensor:
-    """Return what each token reads of the new values in its chunk, in the queries' dtype."""
+    """Return the weights with which each token reads its chunk's new values.
+
+    The result has the queries' dtype.
+    """
     found = _matmul(q, k.mT) * _rows(scales.query)
     return found.mul_(_columns(scales.key)).mul_(scales.between).to(q.dtype)
 
@@ -311,9 +315,10 @@ def _scan_backward(
     states: Tensor,
     scales: _Scales,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the new values and of each chunk's last state, and `log_ended`.
+    """Return the gradients of the new values and of each chunk's last state.
 
-    `grad_new` and `grad_states` are the parts that come from the outputs.
+    The third result is the gradient of the logarithm of the state's decay over each chunk.
+    `grad_new` and `grad_states` are the parts of the gradients that come from the outputs.
     """
     shape = grad_new.shape
     parts = (grad_new, grad_states, k, readers, states)
@@ -336,8 +341,8 @@ def _product_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradient of a product whose rows and columns are scaled, and of the scales.
 
-    The gradients are those of the logarithms of the rows' scales and of the columns' scales. Both
-    lack the part of the diagonal, which is the last result.
+    The second result is the gradient of the logarithm of each row's scale. The third result is the
+    same for columns. Both leave out the diagonal, whose part is the last result.
     """
     scaled = grad * _rows(row)
     scaled *= _columns(scales.key)

@@ -68,7 +68,8 @@ def run_layers(
 ) -> Tensor:
     """Map the embedded tokens (B, T, C) fp32 to the final norm's output in the context's dtype.
 
-    `CausalLM.hidden` describes `starts`, for which `rope` is made. `run_layer` calls each layer.
+    `CausalLM.hidden` describes `starts`. The tables in `rope` are made for these starts.
+    `run_layer` calls each layer.
     """
     batch, length = x.shape[:2]
     cos, sin = rope

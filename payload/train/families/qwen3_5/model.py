@@ -115,8 +115,8 @@ class Qwen35(CausalLM):
     def _rope_table(self, *, start: int, length: int, starts: Tensor | None) -> Table:
         """Return the cosines and sines of `length` positions from `start` on.
 
-        With `starts` (B, T), the table has a row for each of the B x T tokens, by its position in
-        its document.
+        With `starts` (B, T), the table has a row for each of the B x T tokens, by the token's
+        position in its document.
         """
         device = self.model.norm.weight.device
         cos, sin = table(self._angles.to(device), start=start, length=length)

@@ -1,8 +1,8 @@
 """A causal convolution over the last few tokens, each channel by itself, with SiLU after it.
 
 oneDNN computes the convolution fast if a token's channels are adjacent in memory, but its gradients
-are slow. So the input's gradient is a convolution, too, and the weight's a sum for each tap.
-Shapes: B batch, T tokens, C channels, W taps.
+are slow. So the gradient of the input is computed as a convolution, too, and the gradient of the
+weight as one sum for each tap. Shapes: B batch, T tokens, C channels, W taps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def short_convolution(x: Tensor, weight: Tensor, *, starts: Tensor | None = None
 
 
 def _places(starts: Tensor | None, *, batch: int, length: int, before: int) -> Tensor:
-    """Return each token's row, if `before` rows of zeros precede each document: (B x T,)."""
+    """Return the row of each token, (B x T,), if `before` rows of zeros precede each document."""
     numbers = torch.arange(batch * length)
     if starts is None:
         return numbers + before * (1 + numbers // length)
@@ -63,7 +63,7 @@ class _ShortConvolution(torch.autograd.Function):
 
 
 def _spread(x: Tensor, places: Tensor, *, after: int = 0) -> Tensor:
-    """Return x (N, C) with its rows at `places`, and `after` rows behind them, among zeros."""
+    """Return zeros with the rows of x (N, C) at `places`, and with `after` more rows at the end."""
     found = x.new_zeros(int(places[-1]) + 1 + after, x.shape[1])
     return found.index_copy_(0, places, x)
 

@@ -75,7 +75,7 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a value of config.json with NaN and infinity instead of their tags."""
+    """Return a value of config.json in which floats replace the tags for NaN and infinity."""
     if isinstance(value, Mapping):
         if set(value) == {FLOAT_TAG} and value[FLOAT_TAG] in _TAGGED:
             return float(value[FLOAT_TAG])

@@ -31,7 +31,7 @@ def why_not_plain(module: _Module) -> str | None:
     """Return why the logits are not a linear layer of the last hidden state, or None.
 
     The probe replaces the hidden state and the logits by known numbers, and detects any change to
-    them. It does not depend on the weights, so all ranks get the same result.
+    them. The result does not depend on the weights, so it is the same on all ranks.
     """
     head = module.get_output_embeddings()
     body = module.base_model
@@ -129,8 +129,9 @@ def draws_in_training(module: _Module) -> bool:
 def require_causal(module: _Module, *, without_head: bool = False) -> None:
     """Raise CheckpointError if a token's logits depend on later tokens.
 
-    `without_head` skips a plain head, which cannot mix tokens: to run it, torch would copy its
-    whole weight into a different layout. 4-bit weights stay quantised, which also saves memory.
+    `without_head` skips a plain head, which cannot mix tokens. To run the head, torch would copy
+    the head's whole weight into a different layout. 4-bit weights stay quantised, which also saves
+    memory.
     """
     pairs = (torch.tensor([[0, other]]) for other in (1, 2))
     with _weightless(module):

@@ -36,8 +36,8 @@ def read_scales(
 ) -> Tensor:
     """Return rows of a weight's scales in fp32.
 
-    A scale in a byte is 2 ** (byte - 127), and 255 is NaN. Zero is the scale of a block of zeros.
-    Raises CheckpointError for a scale that is infinite or NaN.
+    A scale that is stored as a byte is 2 ** (byte - 127); the byte 255 is NaN. A block of zeros has
+    the scale zero. Raises CheckpointError for a scale that is infinite or NaN.
     """
     value = read(weight.parts[role], first, count)
     if value.dtype in (torch.uint8, torch.float8_e8m0fnu):
@@ -53,7 +53,10 @@ def read_scales(
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """Return 2 ** (byte - 127) in fp32, exact also below the smallest normal number."""
+    """Return 2 ** (exponent - 127) in fp32 for each of the `exponents`, which are bytes.
+
+    Subnormal results are exact, too.
+    """
     shifted = exponents.to(torch.int32) - _EXPONENT_BIAS
     return torch.ldexp(torch.ones(exponents.shape), shifted)
 
