@@ -124,7 +124,8 @@ class ClusterNetwork(ComponentResource):
         )
 
     def _restricted_apis(self, network: compute.Network) -> None:
-        """Resolve all names of Google's APIs to RESTRICTED, as Google's documentation describes."""
+        """Resolve all names of Google's APIs to the range RESTRICTED, as Google's documentation
+        says."""
         zone = dns.ManagedZone(
             f"{self._args.cluster}-googleapis",
             name=f"{self._args.cluster}-googleapis",

@@ -155,7 +155,7 @@ def _price_and_lifetime(need: CloudRequirements, *, budget_usd: float) -> tuple[
 
 
 def _settle_name(folder: Path) -> str:
-    """Return the name of a new rehearsal, recorded first because the process can be killed."""
+    """Return the name of a new rehearsal. It is recorded first, in case the process is killed."""
     identity = new_cluster_identity()
     name = _NAME.format(identity[:_NAME_DIGITS])
     resolve_cluster_identity(folder, name, told=[identity])

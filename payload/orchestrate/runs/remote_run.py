@@ -99,7 +99,7 @@ class RemoteRun:
         key: Path,
         connect: Callable[[], Cluster],
     ) -> None:
-        """`connect` opens connections to the nodes, also after a failure."""
+        """`connect` opens connections to the nodes; it is called again after a failure."""
         self.paths = paths
         self.inventory = inventory
         self.run_dir = run_dir
@@ -306,7 +306,7 @@ class RemoteRun:
         return sorted((folder / name for name in names), key=checkpoint_step)
 
     def adopt(self) -> None:
-        """Create atomically a local copy of a run that another machine started.
+        """Atomically create a local copy of a run that another machine started.
 
         The settings are read from the head. The nodes and their host keys come from the operator's
         inventory.

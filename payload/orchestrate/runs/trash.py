@@ -49,7 +49,8 @@ def trashed_runs(runs_dir: Path) -> list[TrashedRun]:
 
 
 def _holders(runs_dir: Path) -> list[TrashedRun]:
-    """Return each folder in the trash with a record; after an interruption it may have no run."""
+    """Return each folder in the trash with a record; an interruption may have left it without a
+    run."""
     trash, found = runs_dir / TRASH_NAME, []
     if trash.is_symlink() or not trash.is_dir():
         return []
