@@ -184,8 +184,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
 def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
-    """Remove all checkpoints except `keep`, including incomplete ones; manifests are removed first.
-    """
+    """Remove all checkpoints except `keep`, complete or not; their manifests are removed first."""
     for name, objects in _checkpoint_objects(store).items():
         if name in keep:
             continue

@@ -223,12 +223,12 @@ class RemoteRun:
         grace_period = None if at_once else self._grace_period()
         left = ask(self.inventory.nodes)
         if grace_period is not None and self.inventory.head in left:
-            say("the run's supervisor has ended: waiting until the ranks have saved")
+            say("the run's supervisor has ended: waiting until the ranks have saved a checkpoint")
             while self.inventory.head in left and not grace_period.is_over():
                 if interrupted():
                     raise RankLostError(
-                        f"ranks of run {self.paths.run_id} may still be saving. Try again in a "
-                        "minute."
+                        f"ranks of run {self.paths.run_id} may still be saving a checkpoint. Try "
+                        "again in a minute."
                     )
                 time.sleep(0.5)
                 self.refresh()

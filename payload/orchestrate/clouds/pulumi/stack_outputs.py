@@ -83,7 +83,10 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
 
 
 def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
-    """Return the outputs; None if the stack was never fully built. Raises like `read_outputs`."""
+    """Return the outputs, or None if the stack was never fully built.
+
+    Raises PulumiError and ConfigError.
+    """
     try:
         return read_outputs(pulumi)
     except PulumiError as error:
