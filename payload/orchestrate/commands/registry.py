@@ -148,7 +148,7 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "up": OrchestrateCommand(
         summary="build the cluster with Pulumi",
         description="Show `pulumi preview` with the price, and after confirmation build the "
-        "cluster. Before a machine is replaced or removed, results that exist nowhere else are "
+        "cluster. Before a machine is replaced or removed, results without another copy are "
         "collected from it. Nothing is built while a run is active, or if results cannot be "
         "collected. If the first build fails, the resources that it created are removed. Exit "
         "codes: 11 quota; 12 no capacity; 13 credentials or permission; 60 resources of the "
