@@ -66,8 +66,7 @@ class Catalog:
 
     read_unix: float = checked(low=0, high=1e11)
     rates: Mapping[str, float] = checked(low=0, high=1e4)
-    """Dollars by `rate_key`: per hour for a vCPU and a GiB of memory, per month for a GiB of disk.
-    """
+    """Dollars by `rate_key`: per hour for a vCPU or GiB of memory, per month for a GiB of disk."""
 
     def machine(self, name: str, *, region: str, spot: bool) -> float | None:
         """Return a machine's price in dollars an hour, or None if a rate is missing."""

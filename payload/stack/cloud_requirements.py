@@ -139,8 +139,7 @@ class CloudRequirements:
         return ("compute", "iam", *iap, *bucket, *dns, *file, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Return for each quota the scope, the metrics in order of preference, and the required
-        amount."""
+        """Return for each quota the scope, the metrics by preference, and the required amount."""
         vcpus = float(self.node_count * vcpus_per_node)
         family = self.family_quota()
         # If a project has no quota for preemptible CPUs, spot machines use the on-demand quota.

@@ -116,10 +116,11 @@ def failures(
     launcher: Launcher,
     on_gpus: bool = False,
 ) -> list[Finding]:
-    """Return the findings of one source: the first of ssh, ranks, launcher, silent nodes with any.
+    """Return the findings of the first source that has any.
 
-    `hostnames` maps hostnames, which begin the output lines of mpirun's helpers, to node names.
-    With `on_gpus`, the ranks communicated over NCCL.
+    The sources are, in this order: ssh, the ranks, the launcher, and silent nodes. `hostnames` maps
+    hostnames, which begin the output lines of mpirun's helpers, to node names. With `on_gpus`, the
+    ranks communicated over NCCL.
     """
     if outcome.status == 0 and outcome.result() is not None:
         return []
@@ -298,8 +299,7 @@ class Measured:
 
     @classmethod
     def from_result(cls, result: Result, *, on_gpus: bool = False) -> Measured:
-        """Return rank 0's measurements, summed over the ranks of each node
-        (payload/train/fabric.py)."""
+        """Return rank 0's result, summed over each node's ranks; see payload/train/fabric.py."""
         exchange = result.exchange
         names = [rank.node for rank in result.ranks]
         received = exchange.received_bytes_per_s if exchange else None

@@ -95,7 +95,7 @@ class LocalAccess:
         return f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` by the measured speed; if it is unknown, by whether this CPU has bf16."""
+        """Resolve `auto` by the measured speed; if unknown, to bf16 unless this CPU lacks bf16."""
         if choice != "auto":
             return choice
         if self._speed is not None:

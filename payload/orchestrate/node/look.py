@@ -404,7 +404,7 @@ def running(runs: Path) -> str | None:
 
 
 def results(runs: Path) -> list[dict[str, Any]]:
-    """Return, by run, the newest complete checkpoint (or empty) and the SHA-256 of state.json.
+    """Return for each run the newest complete checkpoint (or empty) and the SHA-256 of state.json.
 
     Folders whose names are not run IDs are ignored; people can have added them.
     """

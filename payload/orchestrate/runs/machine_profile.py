@@ -38,8 +38,7 @@ class MachineProfile(Protocol):
         """Return the speed of a rank with `threads` threads; None if it was not measured."""
 
     def speed_source(self) -> str:
-        """Return where the speeds come from: a measurement, or a row of the table of typical
-        speeds."""
+        """Return the source of the speeds: a measurement, or a row of the typical speeds."""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that the trainer is expected to choose."""

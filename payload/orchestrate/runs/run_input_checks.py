@@ -191,8 +191,7 @@ def rate_warning(config: RunConfig) -> str | None:
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return how much GPU memory the ranks of a node have together: the least of all nodes, in
-    bytes.
+    """Return the total GPU memory of a node's ranks, in bytes, for the node with the least.
 
     Each node has `ranks` ranks, and each rank has one GPU. Returns None if the ranks compute on
     CPUs, or if the GPU memory of a node is unknown.

@@ -62,7 +62,7 @@ class Endpoints:
         return self.template.replace(_SERVICE, service)
 
     def is_loopback(self) -> bool:
-        """Return whether the endpoint is on this machine; no credentials are sent to it."""
+        """Return whether the endpoint is on this machine, so that it receives no credentials."""
         return self.template is not None and _is_loopback(urlsplit(self.template).hostname or "")
 
 

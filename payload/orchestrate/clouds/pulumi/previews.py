@@ -75,7 +75,7 @@ def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
 
 
 def _at(inputs: Any, path: str) -> Any:
-    """Return the value at a path; of a URL, which a refresh stores, return the name in the URL."""
+    """Return the value at a path; a URL, as stored by a refresh, is reduced to a name."""
     for key in path.split("."):
         if isinstance(inputs, list):
             inputs = inputs[int(key)] if len(inputs) > int(key) else None
