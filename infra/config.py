@@ -58,7 +58,7 @@ class ClusterConfig(StackSettings):
         return self.has_placement() and self.node_count > 1
 
     def has_placement(self) -> bool:
-        """Return whether a compact placement policy is created, which even a single node gets."""
+        """Return whether a compact placement policy is created, even for a single node."""
         return self.compact_placement == "true" or (
             self.compact_placement == "auto" and self.machine().compact
         )

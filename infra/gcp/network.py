@@ -124,7 +124,7 @@ class ClusterNetwork(ComponentResource):
         )
 
     def _restricted_apis(self, network: compute.Network) -> None:
-        """Resolve all names of Google's APIs to RESTRICTED, as Google's documentation describes."""
+        """Resolve all names of Google's APIs to addresses in RESTRICTED, as Google documents."""
         zone = dns.ManagedZone(
             f"{self._args.cluster}-googleapis",
             name=f"{self._args.cluster}-googleapis",

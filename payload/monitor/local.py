@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None:
     """Print the addresses and wait until Ctrl-C. `show` prints the first address, `say` the others.
 
-    `pages` have the loopback address; browsers get random host names instead.
+    The addresses in `pages` have the host 127.0.0.1. Browsers are given random host names instead.
     """
     named = with_random_hosts(pages)
     show(named[0])

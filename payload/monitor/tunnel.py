@@ -44,7 +44,7 @@ class Connection(Protocol):
 def forwarded(connection: Connection, ports: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Listen on a local port for each port of the node; yield the local ports in the same order.
 
-    A local port gets the number of the node's port if this number is free.
+    A local port has the same number as the node's port if this number is free.
     """
     closing = threading.Event()
     with contextlib.ExitStack() as stack:

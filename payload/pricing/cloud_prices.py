@@ -1,10 +1,11 @@
 """Google's list prices. A price that is not listed is unknown, and never estimated.
 
-Prices come from Google's billing catalog if it was read within the last week (a Catalog), otherwise
-from the packaged tables.
+Prices come from Google's billing catalog if the catalog was read within the last week. Otherwise
+they come from the packaged tables.
 
-prices/*.csv has the facts of pricing.yml in Cyclenerd/google-cloud-pricing-cost-calculator
-(Apache-2.0) at commit fd66b26. pricing.yml was generated from Google's billing catalog on READ_ON.
+The tables, prices/*.csv, have the facts of pricing.yml in
+Cyclenerd/google-cloud-pricing-cost-calculator (Apache-2.0) at commit fd66b26. READ_ON is the date
+on which pricing.yml was generated from Google's billing catalog.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ class Catalog:
 
     read_unix: float = checked(low=0, high=1e11)
     rates: Mapping[str, float] = checked(low=0, high=1e4)
-    """Dollars by `rate_key`: for an hour of a vCPU or of a GiB of memory, and for a month of a GiB
-    of disk."""
+    """Dollars by `rate_key`: per hour for a vCPU or GiB of memory, per month for a GiB of disk."""
 
     def machine(self, name: str, *, region: str, spot: bool) -> float | None:
         """Return a machine's price in dollars an hour, or None if a rate is missing."""
@@ -113,7 +113,7 @@ def source(catalog: Catalog | None, now_unix: float) -> str:
 def machine_price(
     name: str, *, region: str, spot: bool, catalog: Catalog | None = None
 ) -> float | None:
-    """Return one machine's price in dollars an hour without its disk, or None if unknown."""
+    """Return the dollars per hour for one machine without its disk, or None if unknown."""
     found = catalog.machine(name, region=region, spot=spot) if catalog is not None else None
     if found is not None:
         return found
@@ -138,27 +138,27 @@ def disk_price(
 
 
 def nat_price(*, nodes: int, region: str) -> float | None:
-    """Return the price of Cloud NAT and its address in dollars an hour, without traffic.
+    """Return the dollars per hour for Cloud NAT and its address, without traffic.
 
-    Returns None if unknown.
+    Returns None if a price is unknown.
     """
     address = external_address_price(region=region)
     return None if address is None else min(nodes * _NAT_PER_NODE, _NAT_MOST) + address
 
 
 def filestore_price(*, gib: int, region: str) -> float | None:
-    """Return the price of a zonal Filestore instance in dollars an hour, or None if unknown."""
+    """Return the dollars per hour for a zonal Filestore instance, or None if unknown."""
     per_month = _FILESTORE_GIB_MONTH.get(region)
     return None if per_month is None else gib * per_month / HOURS_A_MONTH
 
 
 def bucket_price(*, region: str) -> float | None:
-    """Return the price of a GiB in a Standard bucket in dollars a month, or None if unknown."""
+    """Return the dollars per month for a GiB in a Standard bucket, or None if unknown."""
     return _others().get(("bucket standard", region))
 
 
 def external_address_price(*, region: str) -> float | None:
-    """Return the price of an external address in use in dollars an hour, or None if unknown."""
+    """Return the dollars per hour for an external address in use, or None if unknown."""
     return _others().get(("external address vm", region))
 
 

@@ -26,7 +26,7 @@ _CONTINENTS = {
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
 UNLISTED = {"tier1": "Tier_1 bandwidth", "confidential": "confidential computing"}
-"""Billed settings of a stack whose prices are not in the tables."""
+"""Settings of a stack that cost money, but whose prices are not in the tables."""
 
 # The compute quotas also count pd-balanced as SSD.
 _DISK_QUOTAS = {
@@ -139,7 +139,7 @@ class CloudRequirements:
         return ("compute", "iam", *iap, *bucket, *dns, *file, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Return each quota's scope, its metrics by preference, and the required amount."""
+        """Return for each quota the scope, the metrics by preference, and the required amount."""
         vcpus = float(self.node_count * vcpus_per_node)
         family = self.family_quota()
         # If a project has no quota for preemptible CPUs, spot machines use the on-demand quota.

@@ -65,7 +65,7 @@ def known_cluster_identity(folder: Path, cluster: str) -> str | None:
 def recorded_cluster_identity(folder: Path, cluster: str) -> tuple[str | None, bool]:
     """Return the identity in the folder's file, and True if it has this user's signature.
 
-    Without a file, the identity is missing. Raises ConfigError if the file is damaged.
+    Without a file, there is no identity. Raises ConfigError if the file is damaged.
     """
     found = _read(_path(folder, cluster))
     if found is None:

@@ -40,8 +40,8 @@ _WRITE_ID = "tileforge-write"
 """Metadata key for a random id of each write, by which a writer recognises its own object."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _STAND_IN = "STORAGE_EMULATOR_HOST"
-"""Environment variable of the client with the address of an emulator. An emulator gets no
-credentials."""
+"""Environment variable in which Google's client finds the address of an emulator. No credentials
+are sent to an emulator."""
 _REFUSED = "invalid_grant"
 """Error code of Google's token server for an invalid login or key."""
 

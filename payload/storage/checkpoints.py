@@ -184,7 +184,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
 def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
-    """Remove all checkpoints except `keep`, also incomplete ones; remove their manifests first."""
+    """Remove all checkpoints except `keep`, complete or not; their manifests are removed first."""
     for name, objects in _checkpoint_objects(store).items():
         if name in keep:
             continue
@@ -208,7 +208,7 @@ def fetch_newest(
 
     Checkpoints must belong to `run`, and their manifests must match the hashes in `known`, which
     the head recorded. `passed_over` is called with each rejected checkpoint and the reason; `say`
-    gets a line before each download. Returns None if the store has no valid checkpoint after
+    receives a line before each download. Returns None if the store has no valid checkpoint after
     `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):

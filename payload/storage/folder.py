@@ -219,7 +219,11 @@ class FolderStore:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the store's lock file, because file systems have no conditional writes."""
+        """Hold the lock on the store's lock file during the block.
+
+        A bucket itself refuses a write if another process has changed the object. A file system
+        does not, so writers need the lock.
+        """
         with self._folder("", make=True) as descriptor:
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -57,7 +57,7 @@ def watched_store(
 ) -> Iterator[StoreReader]:
     """Yield a store for reading, which raises StoreError after `most_s` without an answer.
 
-    After `note_s` without an answer, `say` gets a line. By default, `most_s` is a minute for a
+    After `note_s` without an answer, `say` receives a line. By default, `most_s` is a minute for a
     folder; for a bucket, it is longer than the timeout of Google's client. `env` is the helper's
     environment.
     """
@@ -112,7 +112,7 @@ class _WatchedStore:
         return [StoredObject(**each) for each in self._request("entries", prefix)]
 
     def groups(self) -> list[str]:
-        """List the first-level folders: the first parts of all names with several parts."""
+        """List the first-level folders."""
         return list(self._request("groups"))
 
     def siblings(self) -> list[str]:

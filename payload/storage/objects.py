@@ -58,7 +58,7 @@ class StoreReader(Protocol):
         """List the objects whose names begin with `prefix`."""
 
     def groups(self) -> list[str]:
-        """List the first-level folders (first parts of names with several parts): the run ids."""
+        """List the first-level folders, whose names are the run ids."""
 
     def siblings(self) -> list[str]:
         """List the first-level folders of the parent address."""

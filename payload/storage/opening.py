@@ -1,4 +1,4 @@
-"""Open the store at an address, a bucket or a folder, and test that it can be used."""
+"""Opens the bucket or folder at a store's address, and tests that the store can be used."""
 
 from __future__ import annotations
 

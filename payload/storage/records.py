@@ -38,7 +38,7 @@ class Records:
     """Uploads a run's settings, metrics and logs when they have changed."""
 
     def __init__(self, paths: RunPaths, *, say: Callable[[str], None] = lambda line: None) -> None:
-        """`say` gets log lines."""
+        """`say` receives log lines."""
         self.too_large: set[str] = set()
         """Names of files that are too large, so that they are not uploaded."""
         self._paths = paths
@@ -111,8 +111,8 @@ def fetch_records(
     """Download the run's records, or only `names`, to the folder `root`; return their names.
 
     Logs and profiles can use half of the free disk space, at most 4 GiB: a manipulated store could
-    list huge files. `say` gets a line about skipped files. Raises PreflightError if a file cannot
-    be written.
+    list huge files. `say` receives a line about skipped files. Raises PreflightError if a file
+    cannot be written.
     """
     chosen = set(names)
     found = [
@@ -159,7 +159,7 @@ def _download(
     most_bytes: int,
     say: Callable[[str], None],
 ) -> bool:
-    """Download one file and return True; `say` gets a line about a file that is too large."""
+    """Download one file and return True; `say` receives a line about a file that is too large."""
     name, path = entry.name, root / entry.name
     try:
         if entry.bytes <= _MOST_BYTES:

@@ -63,12 +63,12 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
     """Download the store's newest checkpoint if it is newer than the local ones; return its path.
 
-    Also downloads the run's records to the folder `restored`, and takes the metrics if they have a
-    later step. Returns None if a local checkpoint is at least as new, or if there is no checkpoint
-    yet. The last line that `say` gets states the result.
+    Also downloads the run's records to the folder `restored`. The stored metrics replace the local
+    metrics if the stored ones have a later step. Returns None if a local checkpoint is at least as
+    new, or if there is no checkpoint yet. The last line that `say` receives states the result.
 
-    Raises ConfigError if the store has a different run with this name. Raises StoreError also if
-    the run would lose its progress and start from scratch.
+    Raises ConfigError if the store has a different run with this name. Raises StoreError if the
+    store fails, and if the run would lose its progress and start from scratch.
     """
     run = known_identity(paths)
     require_own_store(store, run, place=str(paths.root))

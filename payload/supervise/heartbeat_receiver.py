@@ -62,7 +62,7 @@ class NodeStream:
         env: Mapping[str, str],
         folders: Sequence[str] = (),
     ) -> None:
-        """The node ends the run's processes if it gets no message for `lifeline_s`.
+        """The node ends the run's processes if it receives no message for `lifeline_s`.
 
         The node monitors the `folders` that are on a network file system.
         """

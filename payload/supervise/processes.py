@@ -26,7 +26,7 @@ _POLL_S = 0.2
 _KILL_S = 10.0
 _EXEC_S = 1.0
 _MEMORY, _VARIABLES_END = 23 - 3, 51 - 3
-"""Indices into `_fields`; the memory size of kernel threads is 0."""
+"""Indices into the result of `_fields`. The memory size of a kernel thread is 0."""
 
 
 def adopt_orphans() -> None:

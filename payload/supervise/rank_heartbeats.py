@@ -152,8 +152,8 @@ class RankHeartbeats:
     def _poll_local(self, rank: int) -> None:
         """Read the records of a rank on the head.
 
-        If this machine is not the head, the folder is shared, and it shows progress even without
-        the stream. An exit record is read only from the stream, which corrects the clocks.
+        If this machine is not the head, the folder is shared and shows progress even without the
+        stream. An exit record is read only from the stream, because the stream corrects the clocks.
         """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:

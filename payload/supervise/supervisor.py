@@ -201,7 +201,8 @@ class Supervisor:
         """Wait until the ranks of a killed supervisor have ended; return a verdict on a failure."""
         if processes_of(self._paths.root):
             note = (
-                "an earlier supervisor of this run was killed; waiting until its ranks have saved"
+                "an earlier supervisor of this run was killed; waiting until its ranks have saved "
+                "a checkpoint"
             )
             self._state = replace(self._state, note=note)
             self._write_state("starting")

@@ -52,9 +52,9 @@ class Uploader:
     ) -> RunState | None:
         """Fetch files that are only in the store; return the stored state of the run.
 
-        `pause` sleeps and returns False to stop waiting; `note` gets one-line progress messages.
-        Raises PreflightError if the store cannot be read, because the run might otherwise start
-        from scratch or from an older checkpoint.
+        `pause` sleeps and returns False to stop waiting; `note` receives one-line progress
+        messages. Raises PreflightError if the store cannot be read, because the run might otherwise
+        start from scratch or from an older checkpoint.
         """
         if not self._has_store or not self._plan.resumes:
             return None

@@ -232,7 +232,7 @@ def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engi
         engine.pulumi("stack", "--show-name").stdout.strip() == "dev"
     )  # the selected stack is unchanged
     asked = engine.orchestrate(*rehearse)
-    (name,) = re.findall("(rehearsal-[0-9a-f]{8}) was not destroyed", asked.stderr)
+    (name,) = re.findall("(rehearsal-[0-9a-f]{8}) is still active", asked.stderr)
     done = engine.orchestrate("down", "--yes", "--without-collect", "--stack", name)
     assert done.returncode == 0, done.stderr
     assert engine.left() == {}

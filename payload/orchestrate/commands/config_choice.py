@@ -25,8 +25,8 @@ def load_config(
 ) -> RunConfig:
     """Return the settings of the config file, the resumed run or the defaults, with --set on top.
 
-    In a resumed run, a micro-batch of `auto` resolves to the size that the run recorded. If that
-    run's settings gave a number, `auto` is resolved again. Raises ConfigError.
+    If the plan of a resumed run chose the micro-batch, `auto` resolves to the size that was chosen.
+    If the run's settings had a number instead, `auto` is resolved again. Raises ConfigError.
     """
     if options.config_path is not None:
         config = load_run_config(options.config_path, overrides=options.overrides)
@@ -46,7 +46,8 @@ def load_config(
 def require_choice(options: ConfigOptions, config: RunConfig, *, resumed: bool = False) -> None:
     """Raise DataError if the command line names neither a config nor data.
 
-    The default data, OpenWebText, takes 40 GB, so a new user must not be sent to its download.
+    The default data, OpenWebText, takes 40 GB, so a new user must not start this download by
+    accident.
     """
     is_named = any(each.strip().startswith("data.dir") for each in options.overrides)
     if resumed or is_named or options.config_path is not None or config.data.folder().exists():

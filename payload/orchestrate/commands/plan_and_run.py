@@ -138,7 +138,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 
 
 def _job_text(options: PlanOptions, planned: ResolvedPlan, access: LocalAccess) -> str | None:
-    """Return what Slurm will run; None without --site."""
+    """Return the job's batch script and the commands that submit it; None without --site."""
     if options.site is None:
         return None
     from payload.orchestrate.sites.slurm import job_text

@@ -148,10 +148,11 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "up": OrchestrateCommand(
         summary="build the cluster with Pulumi",
         description="Show `pulumi preview` with the price, and after confirmation build the "
-        "cluster. Before machines are replaced or removed, results that only they have are "
-        "collected. Nothing is built if a run cannot be collected or is still running. Exit "
-        "codes: 11 quota; 12 no capacity; 13 credentials or permission. If the first build "
-        "fails, its resources are removed; exit code 60: some remain.",
+        "cluster. Before a machine is replaced or removed, results without another copy are "
+        "collected from it. Nothing is built while a run is active, or if results cannot be "
+        "collected. If the first build fails, the resources that it created are removed. Exit "
+        "codes: 11 quota; 12 no capacity; 13 credentials or permission; 60 resources of the "
+        "failed build could not be removed.",
         example="--stack dev --next-zone",
         options=cloud.UpOptions,
         program="up:up",
@@ -160,9 +161,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "sweep": OrchestrateCommand(
         summary="list and delete leftover cloud resources",
         description="List a cluster's resources in all zones and regions of the project, except "
-        "results buckets that Pulumi keeps on purpose. Without --cluster: resources of "
-        "clusters whose lifetime has ended. If any remain, the exit code is 60, and "
-        "the commands that delete them are printed.",
+        "results buckets that Pulumi keeps on purpose. Without --cluster, list "
+        "the resources of all clusters whose lifetime has ended. If there are any resources, the "
+        "exit code is 60, and the commands that delete these resources are printed.",
         example="--json",
         options=cloud.SweepOptions,
         program="sweep:sweep",
@@ -171,11 +172,11 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "down": OrchestrateCommand(
         summary="collect results and destroy the cluster",
         description="Collect results that only the cluster has, destroy the cluster with Pulumi, "
-        "and verify that no resource remains. Nothing is destroyed if a run cannot be "
-        "collected or is still running. If the head is stopped, it is started first, after "
-        "confirmation. The results bucket is kept unless --delete-bucket is given. A "
-        "Filestore instance is deleted only with --delete-filestore, or after its name is "
-        "typed. Exit code 60: some resources remain.",
+        "and verify that no resource remains. Nothing is destroyed while a run is "
+        "active, or if results cannot be collected. If the head is stopped, it is started "
+        "first, after confirmation. The results bucket is kept unless --delete-bucket is given. "
+        "A Filestore instance is deleted only with --delete-filestore, or after its name is "
+        "typed. If some resources remain, the exit code is 60.",
         example="--stack dev",
         options=cloud.DownOptions,
         program="down:down",

@@ -54,7 +54,10 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     Pulumi(env, folder=folder).ask("whoami")
     Google(project, endpoints=Endpoints.from_env(env)).check_credentials()
     for name in _leftover_rehearsals(env, folder=folder):
-        talk.print(f"{name} was not destroyed, or is still running. {_how_to_take_down(name)}")
+        talk.print(
+            f"{name} is still active, or was interrupted before its cluster was destroyed. "
+            f"{_how_to_take_down(name)}"
+        )
     most = f"${usd * minutes / 60:.2f}"
     print_message(
         talk,
@@ -125,7 +128,7 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
     for each in given:
         key, equals, value = each.partition("=")
         if key == "cluster":
-            raise ConfigError(f"--set {each}: a rehearsal names its cluster itself. Remove it.")
+            raise ConfigError(f"--set {each}: rehearse names the cluster. Remove this option.")
         if key == "project":
             raise ConfigError(f"--set {each}: choose the project with --project.")
         if not equals or not key.isalnum():
@@ -155,7 +158,7 @@ def _price_and_lifetime(need: CloudRequirements, *, budget_usd: float) -> tuple[
 
 
 def _settle_name(folder: Path) -> str:
-    """Return the name of a new rehearsal, recorded first because the process can be killed."""
+    """Return the name of a new rehearsal. It is recorded first, in case the process is killed."""
     identity = new_cluster_identity()
     name = _NAME.format(identity[:_NAME_DIGITS])
     resolve_cluster_identity(folder, name, told=[identity])

@@ -174,8 +174,8 @@ def _copies(
 def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: NodeRun | None) -> bool:
     """Return True if an ended run is complete locally; `on_head` lists the run's files on the head.
 
-    The head's files are compared, because another operator can have resumed the collected run. In
-    the local copy, the checkpoint that was collected is enough, because a failed run can lack a
+    The head's files are compared, because another operator can have resumed the collected run. The
+    local copy needs only the checkpoint that was collected, because a failed run can lack a
     checkpoint of its last step.
     """
     if mirrored.alive:

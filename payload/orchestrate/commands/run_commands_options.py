@@ -146,9 +146,10 @@ class PlanOptions(NewRunOptions):
     """Options of `plan`."""
 
     val_tokens: int | None = option(SUPPRESS)  # payload.finetune sets this
-    """Expected number of validation tokens of data that do not exist yet."""
+    """Expected number of validation tokens, for data that do not exist yet."""
     mean_tokens: float | None = option(SUPPRESS)  # payload.finetune sets this
-    """Mean tokens of a text of data that do not exist yet; None if all sequences are full."""
+    """Mean number of tokens in a text, for data that do not exist yet; None if all sequences are
+    full."""
     json: bool = option("print the plan as JSON")
     strategies: bool = option(
         "only compare the parallel strategies by memory and predicted step time"

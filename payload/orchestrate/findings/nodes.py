@@ -255,7 +255,7 @@ def payload_findings(
 
 
 def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield findings if cores, NUMA domains differ from the inventory, or matmuls are slow."""
+    """Yield findings if cores or NUMA domains differ from the inventory, or if matmuls are slow."""
     for name, planned, found in (
         ("physical core(s)", node.physical_cores, facts.physical_cores),
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
@@ -464,7 +464,7 @@ def exposure_finding(head: Node, *, port: int) -> Finding:
 def mesh_findings(
     nodes: Sequence[Node], answers: Mapping[str, MeshAnswer], *, mtus: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """Yield findings about pairs of nodes with a closed port or lost large packets."""
+    """Yield findings about pairs of nodes if ports are closed or large packets are lost."""
     by_name = {node.name: node for node in nodes}
     deaf = {name for name, answer in answers.items() if answer.bind_error}
     for name in sorted(deaf):

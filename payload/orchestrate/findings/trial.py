@@ -26,7 +26,7 @@ from payload.orchestrate.findings.nodes import GPU, NCCL, Finding
 from payload.stack.cluster_files import cluster_path
 
 MARK = "tileforge-trial "
-"""Prefix of the lines of payload/train/fabric.py that this module parses."""
+"""Prefix of the output lines of payload/train/fabric.py that this module parses."""
 
 MAX_RANKS = 100_000
 _OUTPUT_CHARS = 2**19
@@ -116,10 +116,11 @@ def failures(
     launcher: Launcher,
     on_gpus: bool = False,
 ) -> list[Finding]:
-    """Return the findings of the first source with findings: ssh, ranks, launcher, silent nodes.
+    """Return the findings of the first source that has any.
 
-    `hostnames` maps hostnames, which begin the output lines of mpirun's helpers, to node names.
-    With `on_gpus`, the ranks communicated over NCCL.
+    The sources are, in this order: ssh, the ranks, the launcher, and silent nodes. `hostnames` maps
+    hostnames, which begin the output lines of mpirun's helpers, to node names. With `on_gpus`, the
+    ranks communicated over NCCL.
     """
     if outcome.status == 0 and outcome.result() is not None:
         return []
@@ -298,7 +299,7 @@ class Measured:
 
     @classmethod
     def from_result(cls, result: Result, *, on_gpus: bool = False) -> Measured:
-        """Return the result of rank 0 summed by node; see payload/train/fabric.py."""
+        """Return rank 0's result, summed over each node's ranks; see payload/train/fabric.py."""
         exchange = result.exchange
         names = [rank.node for rank in result.ranks]
         received = exchange.received_bytes_per_s if exchange else None

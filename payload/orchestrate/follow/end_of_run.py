@@ -59,7 +59,7 @@ def next_lines(paths: RunPaths, config: RunConfig) -> list[str]:
 
 
 def model_name(paths: RunPaths) -> str:
-    """Return the model's name in commands: the run's id; outside the default folder, its path."""
+    """Return the model's name in commands: the run's id, or its path outside the default folder."""
     default = Path(DEFAULT_RUNS_DIR)
     is_default = not default.is_symlink() and paths.root.parent.resolve() == default.resolve()
     return paths.run_id if is_default else str(paths.root)

@@ -128,7 +128,7 @@ class StopWait:
         self._ends_s = self._began_s + grace_s + _MARGIN_S
 
     def is_over(self) -> bool:
-        """Return whether the timeout is over; call it often, so that progress is detected."""
+        """Return whether the timeout is over; call this often, so that progress is detected."""
         now = time.monotonic()
         if self._watch.is_progressing():
             self._ends_s = max(self._ends_s, now + _MARGIN_S)
@@ -391,7 +391,7 @@ def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None
 
 
 def final_error(paths: RunPaths) -> str:
-    """Return the error with which the run will be reported; empty if unknown."""
+    """Return the error that will be reported for the run; empty if unknown."""
     try:
         state = read_json(RunState, paths.state)
     except ConfigError:

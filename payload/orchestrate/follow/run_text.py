@@ -181,7 +181,10 @@ def has_measured_speed(planned: ResolvedPlan, *, earlier: Sequence[RunPaths]) ->
 
 
 def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
-    """Return the speed of typical cores, even for nodes with GPUs, whose speed is unknown."""
+    """Return the speed of typical CPU cores and its source.
+
+    Nodes with GPUs count as CPUs here, because the speed of the GPUs is unknown.
+    """
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
     device = replace(planned.predicted.device, kind="cpu")
     predicted = replace(planned.predicted, device=device)

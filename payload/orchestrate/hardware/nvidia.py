@@ -211,7 +211,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def torch_here() -> tuple[str, str]:
-    """Return where version.py of the installed torch is: a folder, and the path in it."""
+    """Return where the installed torch's version.py is: a folder, and the path in this folder."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
     return str(folder), "version.py"

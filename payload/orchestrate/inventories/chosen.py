@@ -92,7 +92,7 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInv
     """Resolve `--inventory`; the default is the selected stack, or this machine if none is up.
 
     If the inventory is a stack, the host keys of its machines are fetched. Raises ConfigError, and
-    raises as `load_stack` does.
+    the errors of `load_stack`.
     """
     if argument == "local":
         return _this_machine("--inventory local", env)

@@ -27,7 +27,7 @@ def machines_like(
 
 
 def machines_of_type(name: str, *, nodes: int) -> ResolvedInventory:
-    """Return `nodes` machines of a type of Google's in the default region, with their price.
+    """Return `nodes` machines of a Google machine type, with their price in the default region.
 
     Raises ConfigError for an unknown type, and UsageError.
     """

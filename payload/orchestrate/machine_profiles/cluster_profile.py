@@ -63,7 +63,7 @@ class ClusterAccess:
     """Profile of a whole cluster."""
 
     interface_of: Mapping[str, str | None]
-    """Interfaces by node: to the head for a worker, and to the first worker for the head."""
+    """Network interface of each node: towards the head, or on the head towards the first worker."""
     memory_bytes: int | None
     """Memory of the node with the least memory."""
     head: str
@@ -99,7 +99,7 @@ class ClusterAccess:
         return None
 
     def speed_source(self) -> str:
-        """Return what measured the nodes, or the row of the table."""
+        """Return what measured the nodes, or which row of the table of typical speeds is used."""
         return "measured on these nodes by preflight" if self.measured else table_source(None)
 
     def dtype(self, choice: DtypeChoice) -> Dtype:

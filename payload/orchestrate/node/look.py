@@ -348,7 +348,10 @@ def code_folder(root: Path, digest: str, *, complete: bool) -> Path:
 
 
 def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] | None:
-    """Return the files to send, or None if the code is complete; copy files from other versions."""
+    """Return the files that must be sent, or None if the code is complete.
+
+    Files that another version on this node already has are copied.
+    """
     if code_folder(root, digest, complete=True).is_dir():
         return None
     partial = code_folder(root, digest, complete=False)
@@ -401,7 +404,7 @@ def running(runs: Path) -> str | None:
 
 
 def results(runs: Path) -> list[dict[str, Any]]:
-    """Return each run's newest complete checkpoint (or empty) and the SHA-256 of its state.json.
+    """Return for each run the newest complete checkpoint (or empty) and the SHA-256 of state.json.
 
     Folders whose names are not run IDs are ignored; people can have added them.
     """

@@ -173,8 +173,8 @@ def try_cluster(
 ) -> Trial:
     """Run the trial on nodes that have passed the other checks.
 
-    The head gets a key for the other nodes; the key is always removed after the trial. `placement`
-    is the placement of the run's ranks, if it is already known.
+    The head receives a key for the other nodes; the key is always removed after the trial.
+    `placement` is the placement of the run's ranks, if it is already known.
     """
     architectures = {each.architecture for each in facts.values()}
     try:

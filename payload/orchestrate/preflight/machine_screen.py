@@ -113,7 +113,7 @@ def _cores_text(facts: MachineFacts, report: Report) -> str:
 
 
 def _kernels_text(facts: MachineFacts, report: Report, config: RunConfig) -> str:
-    """Return what the project's kernels compute on this machine, and the reason if not all."""
+    """Return what the project's kernels compute on this machine, and why some do not run."""
     alone = "PyTorch alone, without the project's kernels: "
     if not config.used_engine().wants_kernels():
         return f"{alone}a setting of [engine] turns them off"

@@ -38,7 +38,7 @@ class MachineProfile(Protocol):
         """Return the speed of a rank with `threads` threads; None if it was not measured."""
 
     def speed_source(self) -> str:
-        """Return where the speeds come from: a measurement, or a row of the table."""
+        """Return the source of the speeds: a measurement, or a row of the typical speeds."""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that the trainer is expected to choose."""
@@ -62,7 +62,7 @@ class MachineProfile(Protocol):
         """Return the payload package's parent folder; None if the package is installed."""
 
     def tcmalloc(self) -> str:
-        """Return the path of tcmalloc. Raises PreflightError with its install command."""
+        """Return the path of tcmalloc. Raises PreflightError with the command that installs it."""
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory of the node with the least memory; None if it is unknown."""

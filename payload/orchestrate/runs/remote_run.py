@@ -99,7 +99,7 @@ class RemoteRun:
         key: Path,
         connect: Callable[[], Cluster],
     ) -> None:
-        """`connect` opens connections to the nodes, also after a failure."""
+        """`connect` opens connections to the nodes; it is called again after a failure."""
         self.paths = paths
         self.inventory = inventory
         self.run_dir = run_dir
@@ -223,12 +223,12 @@ class RemoteRun:
         grace_period = None if at_once else self._grace_period()
         left = ask(self.inventory.nodes)
         if grace_period is not None and self.inventory.head in left:
-            say("the run's supervisor has ended: waiting until the ranks have saved")
+            say("the run's supervisor has ended: waiting until the ranks have saved a checkpoint")
             while self.inventory.head in left and not grace_period.is_over():
                 if interrupted():
                     raise RankLostError(
-                        f"ranks of run {self.paths.run_id} may still be saving. Try again in a "
-                        "minute."
+                        f"ranks of run {self.paths.run_id} may still be saving a checkpoint. Try "
+                        "again in a minute."
                     )
                 time.sleep(0.5)
                 self.refresh()
@@ -306,7 +306,7 @@ class RemoteRun:
         return sorted((folder / name for name in names), key=checkpoint_step)
 
     def adopt(self) -> None:
-        """Create atomically a local copy of a run that another machine started.
+        """Atomically create a local copy of a run that another machine started.
 
         The settings are read from the head. The nodes and their host keys come from the operator's
         inventory.

@@ -70,7 +70,8 @@ def refuse_to_remove(
         raise UsageError(f"run {paths.run_id} is running. Stop it first.")
     if _may_be_saving(paths):
         raise UsageError(
-            f"run {paths.run_id}: its ranks may still be saving. Try again in a minute."
+            f"run {paths.run_id}: its ranks may still be saving a checkpoint. Try again in a "
+            "minute."
         )
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):

@@ -338,10 +338,10 @@ def resumable_run(
 ) -> tuple[RunPaths, Sequence[str]]:
     """Return the run that `--resume` names; if it is not local, fetch it from its store.
 
-    Also returns overrides. For a fetched run, they add its store and the path of its data. If
-    the command line has a config file (`has_config`), this file gives the path of the data.
-    `settings` returns the settings of the command, not of the run. Raises UsageError and
-    ConfigError.
+    Also returns `overrides` with additions: the store of a fetched run, and the path of the run's
+    data. The path is not added if the command line has a config file (`has_config`), because that
+    file sets it. `settings` returns the settings of the command, not of the run. Raises UsageError
+    and ConfigError.
     """
     if is_address(named):
         address = run_address(named)

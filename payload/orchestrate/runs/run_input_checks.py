@@ -66,8 +66,8 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
     """Return the sizes of the model before it is loaded, and a note if they are incomplete.
 
-    `vocab_size` is the vocabulary size of the data, which a model from scratch gets; None selects
-    the size in the preset.
+    `vocab_size` is the vocabulary size of the data, for a model from scratch. With None, the size
+    in the preset is used.
     """
     sequence_length, init = config.data.sequence_length, config.model.init
     configured = config.model.spec(sequence_length=sequence_length, vocab_size=vocab_size)
@@ -98,10 +98,9 @@ def settle_initial(
     """Return the config with `model.init` resolved, for example to a run's newest checkpoint.
 
     The weights must exist, be complete, and match the settings and the data. `meta` is the data's
-    meta.json, or None if the data is missing or damaged. With `download`,
-    config.json is fetched, and the name of a hub model is pinned to the model's current commit for
-    the whole run. `say` gets messages about damaged checkpoints and about quantised weights. Raises
-    ConfigError.
+    meta.json, or None if the data is missing or damaged. With `download`, config.json is fetched,
+    and the name of a hub model is pinned to the model's current commit for the whole run. `say`
+    receives messages about damaged checkpoints and about quantised weights. Raises ConfigError.
     """
     source = find_source(
         config.model.init,
@@ -192,10 +191,10 @@ def rate_warning(config: RunConfig) -> str | None:
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return the GPU memory, in bytes, of all ranks on the node with the least GPU memory.
+    """Return the total GPU memory of a node's ranks, in bytes, for the node with the least.
 
-    Each of the `ranks` of a node has one GPU. Returns None if the ranks compute on CPUs, or if the
-    GPU memory of a node is unknown.
+    Each node has `ranks` ranks, and each rank has one GPU. Returns None if the ranks compute on
+    CPUs, or if the GPU memory of a node is unknown.
     """
     sizes = [node.gpu_memory_gib for node in nodes if node.gpus and node.gpu_memory_gib]
     if device.kind == "cpu" or not nodes or len(sizes) < len(nodes):
@@ -232,10 +231,10 @@ def memory_warning(
 
 
 def tokens_of_data(config: RunConfig, *, expected_mean: float | None = None) -> int | None:
-    """Return the mean number of tokens of a step if the data has shorter samples than sequences.
+    """Return the mean number of tokens in a step, for data whose samples do not fill a sequence.
 
-    Return None for data with full sequences. `expected_mean` is the mean number of tokens of a
-    sample if the data cannot be read; None = the sequences are full.
+    Returns None if all sequences are full. If the data cannot be read, `expected_mean` replaces the
+    mean number of tokens in a sample; None means that all sequences are full.
     """
     try:
         mean = load_meta(config.data.folder()).mean_sample_tokens()

@@ -39,7 +39,8 @@ class PlanRequest:
     kept_dtype: Dtype | None = None
     """The dtype of the newest checkpoint, which a resume keeps under `auto`."""
     mean_tokens: float | None = None
-    """Mean tokens of a sample of data that do not exist yet; None if all sequences are full."""
+    """Mean number of tokens in a sample, for data that do not exist yet; None if all sequences are
+    full."""
 
     @classmethod
     def of_run(

@@ -49,7 +49,10 @@ def trashed_runs(runs_dir: Path) -> list[TrashedRun]:
 
 
 def _holders(runs_dir: Path) -> list[TrashedRun]:
-    """Return each folder in the trash with a record; after an interruption it may have no run."""
+    """Return the folders in the trash that have a record.
+
+    After an interruption, such a folder may have no run.
+    """
     trash, found = runs_dir / TRASH_NAME, []
     if trash.is_symlink() or not trash.is_dir():
         return []

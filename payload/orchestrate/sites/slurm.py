@@ -85,7 +85,7 @@ class Slurm(NamedSite):
         require_program("sbatch", env)
 
     def start(self, request: RunRequest) -> SlurmRun:
-        """Submit a job whose program plans the run on the nodes that the job gets."""
+        """Submit a job whose program plans the run on the nodes that the job receives."""
         access = LocalAccess(request.env)
         if not request.resumes:
             require_new_in_store(
@@ -210,7 +210,7 @@ def _refusal(text: str, config: RunConfig, env: Mapping[str, str]) -> str:
         return f"slurm.partition = {slurm.partition!r}: {message}.{listed}"
     for key in ("account", "qos", "time"):
         if key in lowered and getattr(slurm, key) is not None:
-            return f"slurm.{key} = {getattr(slurm, key)!r}: {message}. Correct it, or remove it."
+            return f"slurm.{key} = {getattr(slurm, key)!r}: {message}. Correct or remove this key."
     if "node" in lowered or "cpu" in lowered:
         return (
             f"slurm.nodes = {slurm.nodes}, slurm.cpus_per_node = {slurm.cpus_per_node or 'none'}: "

@@ -222,7 +222,7 @@ def run_of_copy(
 
 
 def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -> RemoteRun:
-    """Return the access over SSH to the run with a copy at `paths`. Raises ConfigError."""
+    """Return the run with a copy at `paths`, for access over SSH. Raises ConfigError."""
     inventory = ClusterInventory.load(paths.inventory)
     if inventory.access.shares_folder:
         raise ConfigError(

@@ -107,7 +107,10 @@ class Connection:
         return done
 
     def check_run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> bytes:
-        """Run a command and return its stdout. Raises PreflightError if it fails, or like `run`."""
+        """Run a command and return its stdout.
+
+        Raises PreflightError if the command fails, and the errors of `run`.
+        """
         done = self.run(argv, timeout_s=timeout_s, stdin=stdin)
         if done.status != 0:
             message = printable(done.stderr.decode(errors="replace")).strip().rpartition("\n")[2]

@@ -96,7 +96,7 @@ def get(
     most_bytes: int = MAX_FILE_BYTES,
     timeout_s: float,
 ) -> None:
-    """Copy the node's file `source` to the local path `target`; raises as `put` does.
+    """Copy the node's file `source` to the local path `target`. Raises the errors of `put`.
 
     `sha256` is the checksum that the manifest lists for the file; raises CheckpointError if the
     copied file has a different checksum. Without `sha256`, the node computes the checksum. Never
@@ -128,7 +128,7 @@ def get(
 def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPaths) -> Path:
     """Download a checkpoint and return its local folder.
 
-    Existing files are kept only if they match the node's manifest. Raises as `get` does, and raises
+    Existing files are kept only if they match the node's manifest. Raises the errors of `get`, and
     CheckpointError for an invalid manifest.
     """
     target = path_in_copy(paths, f"{CHECKPOINTS_NAME}/{source.name}")

@@ -363,7 +363,7 @@ def ask(
 ) -> _T:
     """Run a program of `node/` on a node and return its response.
 
-    Raises AnswerError for an invalid response, and as `check_run` does.
+    Raises AnswerError for an invalid response, and the errors of `check_run`.
     """
     text = connection.check_run(
         remote_argv(program), stdin=remote_stdin(program, arguments), timeout_s=timeout_s

@@ -363,7 +363,11 @@ class View:
 
 
 def _fit(parts: Sequence[Part], width: int) -> str:
-    """Join one form of each part: drop optional parts, shorten the rest, then drop more."""
+    """Join one form of each part.
+
+    If the line is too long, optional parts are dropped first, then parts are shortened, and then
+    more parts are dropped.
+    """
     form = {part.priority: 0 for part in parts}
     by_importance = sorted(parts, key=lambda part: -part.priority)
     moves = [(part, len(part.forms)) for part in by_importance if part.priority >= _OPTIONAL]

@@ -139,7 +139,7 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
             "a rehearsal needs 45 minutes. Allow $0.60",
         ),
         (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no known price for 2 x c9-x-4"),
-        (("--set", "cluster=prod"), ExitCode.CONFIG, "names its cluster itself. Remove it"),
+        (("--set", "cluster=prod"), ExitCode.CONFIG, "rehearse names the cluster. Remove this"),
         (("--set", "project=a"), ExitCode.CONFIG, "choose the project with --project"),
         (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
         (("--config", "none.toml"), ExitCode.CONFIG, "none.toml"),
@@ -178,7 +178,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
     capsys.readouterr()
     assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
     err = capsys.readouterr().err
-    assert f"{one} was not destroyed, or is still running. Destroy it: " in err
+    assert f"{one} is still active, or was interrupted before its cluster" in err
     assert f"orchestrate down --stack {one}; then: pulumi stack rm {one}" in err
     assert two not in err
 

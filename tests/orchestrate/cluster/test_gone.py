@@ -143,7 +143,7 @@ def test_a_rank_that_saves_after_its_supervisors_death_is_left_to_it(
 
     with pytest.raises(NodesError):
         run.end_leftovers(say=save)
-    assert saved.exists() and "waiting until the ranks have saved" in said[0]
+    assert saved.exists() and "waiting until the ranks have saved a checkpoint" in said[0]
     saved.unlink()
     trained.on_head("saving").unlink()
     start_saving(trained, paths)

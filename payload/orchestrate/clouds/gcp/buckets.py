@@ -25,7 +25,7 @@ from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET
 
 
 def buckets(google: Google) -> Iterator[Resource]:
-    """Yield the project's buckets. Raises as Google.call does."""
+    """Yield the project's buckets. Raises the errors of Google.call."""
     client = google.storage()
     token: str | None = None
 
@@ -64,7 +64,7 @@ def bucket_in(google: Google, name: str, *, what: str) -> FoundBucket | None:
     """Return the bucket of this name in the project, or None.
 
     A bucket of this name in another project is ignored, because any project can reuse the name of a
-    deleted bucket. Raises as Google.call does.
+    deleted bucket. Raises the errors of Google.call.
     """
     path = f"/storage/v1/b?project={google.project}&prefix={quote(name)}&maxResults=100"
     pages = google.get_pages("storage", path, what=what, shape=_BucketPage)

@@ -30,8 +30,7 @@ def wait_for_operation(
 ) -> None:
     """Wait until a Compute Engine operation is done, or until `ends` (monotonic, seconds).
 
-    Raises CloudError if the operation fails or exceeds the deadline, and raises as Google.call
-    does.
+    Raises CloudError if the operation fails or exceeds the deadline, and the errors of Google.call.
     """
     # Not client.delete(): the operation it returns polls the public address and ignores
     # api_endpoint (google-cloud-compute 1.48, _zone_operations_client).

@@ -65,7 +65,10 @@ def dns_zones(google: Google) -> Iterator[Resource]:
 
 
 def remove_dns_zone(google: Google, name: str) -> None:
-    """Remove a DNS zone and its records; return when it is gone. Raises as Google.call does."""
+    """Remove a DNS zone and its records; return when the zone is gone.
+
+    Raises the errors of Google.call.
+    """
     what = f"removing {DNS_ZONE} {name}"
     zone = f"/dns/v1/projects/{google.project}/managedZones/{quote(name)}"
     pages = google.get_pages("dns", f"{zone}/rrsets?maxResults=100", what=what, shape=_RecordPage)

@@ -14,8 +14,8 @@ from payload.storage.google_environment_login import GoogleLogin
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
-"""Environment variable that names a log file. The file gets a line of JSON for each request, with
-its seconds and failure."""
+"""Environment variable that names a log file. For each request, a line of JSON with the request's
+duration and its error, if any, is added to the file."""
 _SERVICE = "{service}"
 
 Service = Literal[
@@ -62,7 +62,7 @@ class Endpoints:
         return self.template.replace(_SERVICE, service)
 
     def is_loopback(self) -> bool:
-        """Return whether the endpoint is on this machine; such an endpoint gets no credentials."""
+        """Return whether the endpoint is on this machine, so that it receives no credentials."""
         return self.template is not None and _is_loopback(urlsplit(self.template).hostname or "")
 
 

@@ -69,7 +69,7 @@ class Refusal:
 
     error: type[TileforgeError]
     advice: str
-    """The fix, after the cause if Google's message does not state the cause."""
+    """The fix. If Google's message does not state the cause, the cause comes before the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +368,7 @@ def _first(
 
 
 def _group(pattern: re.Pattern[str], text: str) -> str:
-    """Return the first group of the pattern that matched; empty if that group did not match."""
+    """Return the first group that matched; empty if no group matched."""
     found = pattern.search(text)
     return next((each for each in found.groups() if each), "") if found else ""
 

@@ -101,7 +101,10 @@ def _filestore(found: _Filestore) -> Resource:
 
 
 def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[], None]:
-    """Request the removal; return a function that waits for it. Raises as Google.call does."""
+    """Request the removal of the instance; return a function that waits until it is gone.
+
+    Raises the errors of Google.call.
+    """
     what = f"removing {FILESTORE} {resource.name}"
     path = f"/v1/projects/{google.project}/locations/{resource.location}/instances/{resource.name}"
     begun = google.begin_to_delete("file", path, what=what, shape=_Operation)

@@ -150,8 +150,8 @@ def pin_host_keys(
     """Return the inventory with every node's host keys and instance ID, read in parallel.
 
     Keys pinned earlier for the same machine are read from `cache`. Raises NodesError that names
-    each failed node: the machine is gone (exit code 41), has no keys after `deadline_s` (30), or
-    the request was refused (13).
+    each failed node. Its exit code is 41 if a machine is gone, 30 if a machine has no keys after
+    `deadline_s`, and 13 if a request was refused.
     """
     _check(inventory.nodes)
     google.compute("Instances")  # create the client before the threads start

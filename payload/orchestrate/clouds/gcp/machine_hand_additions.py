@@ -99,7 +99,7 @@ def kept_metadata(added: Sequence[Additions]) -> str:
 
 
 def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[str]:
-    """Yield a line for each machine with additions, which are kept, or lost with the machine.
+    """Yield a line for each machine with additions; it states whether the additions are kept.
 
     `going` are the machines to replace. Raises ConfigError for a disk that Google would delete with
     its machine.

@@ -151,7 +151,7 @@ def start_head(
     """Report stopped machines; start the head, which has the results, after confirmation.
 
     Return the inventory with the head's new external address, or None if the head was not started.
-    Raises ConfigError if the user declines, and as `start` does.
+    Raises ConfigError if the user declines, and the errors of `start`.
     """
     try:
         places = {(node.name, node.zone or "") for node in inventory.nodes}

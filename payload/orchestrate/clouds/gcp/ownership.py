@@ -104,7 +104,7 @@ def matches_id(resource: Resource, known: str, *, project: str) -> bool:
 
 
 def describe_others(resources: Sequence[Resource]) -> list[str]:
-    """Return a line per foreign identity: its resources and the oldest creation time."""
+    """Return a line for each foreign identity, with its resources and the oldest creation time."""
     groups: dict[str, list[Resource]] = {}
     for each in in_order(resources):
         groups.setdefault(identity_in(each.labels) or NO_IDENTITY, []).append(each)

@@ -24,8 +24,8 @@ def project_of(
         if found := env.get(name):
             if known is not None and known.project != found:
                 text_console(stderr=True).print(
-                    f"note: using project {found} from {name}, but this folder has {cluster} in "
-                    f"{known.project}. Choose the project with --project"
+                    f"note: using project {found}, the value of {name}, but cluster {cluster} of "
+                    f"this folder is in {known.project}. Choose the project with --project"
                 )
             return found
     if known is not None:

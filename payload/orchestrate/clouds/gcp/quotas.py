@@ -105,7 +105,7 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
 
 
 def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: str) -> Check:
-    """Check the machine family's limit in a quota with dimensions, whose usage is not listed."""
+    """Check the machine family's limit. Google lists no usage for quotas with dimensions."""
     name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
     path = (
         f"/v1/projects/{google.project}/locations/global/services/compute.googleapis.com/"

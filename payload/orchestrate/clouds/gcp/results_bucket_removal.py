@@ -64,7 +64,7 @@ def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> B
     """Return the cluster's results bucket of this name, with its size.
 
     A bucket created by an older version has no identity and is recognized by its labels. Raises
-    ConfigError for a bucket that does not belong to the cluster, and raises as Google.call does.
+    ConfigError for a bucket that does not belong to the cluster, and the errors of Google.call.
     """
     what = f"bucket {shown(name)}"
     if not CLOUD_NAME.fullmatch(name):

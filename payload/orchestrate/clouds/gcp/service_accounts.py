@@ -48,6 +48,6 @@ def service_accounts(google: Google) -> Iterator[Resource]:
 
 
 def remove_service_account(google: Google, email: str) -> None:
-    """Remove a service account; return when it is gone. Raises as Google.call does."""
+    """Remove a service account; return when it is gone. Raises the errors of Google.call."""
     path = f"/v1/projects/{google.project}/serviceAccounts/{quote(email)}"
     google.delete("iam", path, what=f"removing {SERVICE_ACCOUNT} {email}")

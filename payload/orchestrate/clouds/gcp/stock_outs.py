@@ -43,7 +43,7 @@ class StockOut:
 
     machine_type: str | None
     full: Sequence[str]
-    """Zones without capacity, in the order of the output."""
+    """Zones without capacity, in the order in which Pulumi's output names them."""
     free: Sequence[str]
     """Zones that Google's message suggests."""
     reason: Reason = "full"

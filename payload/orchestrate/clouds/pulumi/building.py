@@ -190,7 +190,7 @@ class Builder:
         self._rebuilt |= {step.urn for step in drifted}
 
     def _clear(self) -> bool:
-        """Remove resources missing in the stack's state; return False if none was removed."""
+        """Remove own resources that the stack's state lacks; return False if none was removed."""
         operations = self.operations
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)

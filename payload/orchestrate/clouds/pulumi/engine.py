@@ -36,7 +36,7 @@ def _wait(
     on_event: Callable[[Event], None],
     say: Callable[[str], None],
 ) -> None:
-    """Read events until the process ends; pass each interrupt on to it."""
+    """Read events until the process ends; pass each interrupt on to the process."""
     handled, ended = 0, False
     while True:
         for event in events.read():

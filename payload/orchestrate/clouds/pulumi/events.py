@@ -85,7 +85,7 @@ class PolicyEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The summary event: numbers of resources that an operation created, updated, deleted, etc."""
+    """The summary event: how many resources an operation created, updated, deleted and so on."""
 
     changes: Mapping[str, int] | None = checked(None, key="resourceChanges")
     """Number of resources by operation."""
@@ -98,7 +98,7 @@ class _Wrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A line of the event log; an event of a kind that is not used here sets no field."""
+    """A line of the event log. If its kind of event is not used here, no field is set."""
 
     time_unix: float
     diagnostic: Diagnostic | None = None

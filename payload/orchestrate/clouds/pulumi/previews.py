@@ -58,7 +58,7 @@ _URL = re.compile(r"^https://[^/]+/compute/[^/]+/")
 
 
 def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each machine of `going`: removed, or replaced and why."""
+    """Yield a line for each machine of `going`: whether it is removed, or why it is replaced."""
     for name in going:
         why = ""
         for step in preview.steps:
@@ -75,7 +75,7 @@ def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
 
 
 def _at(inputs: Any, path: str) -> Any:
-    """Return the value at a path. A refresh stores URLs instead of names: reduce them to names."""
+    """Return the value at a path; a URL, as stored by a refresh, is reduced to a name."""
     for key in path.split("."):
         if isinstance(inputs, list):
             inputs = inputs[int(key)] if len(inputs) > int(key) else None

@@ -83,7 +83,10 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
 
 
 def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
-    """Return the outputs; None if the stack was never fully built. Raises like `read_outputs`."""
+    """Return the outputs, or None if the stack was never fully built.
+
+    Raises PulumiError and ConfigError.
+    """
     try:
         return read_outputs(pulumi)
     except PulumiError as error:
@@ -158,7 +161,7 @@ def load_stack(
 
 
 def record_outputs(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
-    """Record the outputs for a `sweep` after the stack is gone, and the bucket it created."""
+    """Record the outputs and the new bucket, so that `sweep` works after the stack is gone."""
     before = load_cluster_record(folder, outputs.inventory.cluster)
     kept = before.bucket if before is not None and before.project == outputs.project else None
     known = ClusterRecord(

@@ -38,10 +38,11 @@ def destroy_and_verify(
 ) -> None:
     """Destroy the stack and verify that nothing is left.
 
-    The two are reported as the last two of `steps` steps. The verification also runs after a failed
-    destroy. Leftovers that belong to the cluster, according to its identity or to `state` (read
-    before the destroy), are removed after confirmation. A Filestore instance is removed only if
-    `may_go` allows it. Raises TeardownError if resources are left or cannot be listed.
+    The destroy and the verification are reported as the last two of `steps` steps. The verification
+    also runs after a failed destroy. Leftovers that belong to the cluster, according to its
+    identity or to `state` (read before the destroy), are removed after confirmation. A Filestore
+    instance is removed only if `may_go` allows it. Raises TeardownError if resources are left or
+    cannot be listed.
     """
     talk = operations.talk
     identity = known_cluster_identity(operations.folder, operations.cluster)
