@@ -54,6 +54,8 @@ sys.argv = [{forked!r}, "-m", "tests.engine.fake_pulumi", *sys.argv[1:]]
 runpy.run_path({forked!r}, run_name="__main__")
 """
 _MOST_S = 600.0
+STARTED_LOG = "started.log"
+"""Output of the commands that `start` started."""
 Done = subprocess.CompletedProcess[str]
 
 
@@ -192,8 +194,8 @@ class Engine:
             cwd=self.folder,
             env={**self.env, forked.GROUP: "1"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=(self.folder / STARTED_LOG).open("ab"),
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         self._started.append(process)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from payload.core.errors import INTERRUPTED
-from tests.engine.engine import Engine
+from tests.engine.engine import STARTED_LOG, Engine
 from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn, Fault
 from tests.support.data_folders import make_data_folder
@@ -216,7 +216,8 @@ def test_after_ctrl_c_down_leaves_nothing(
     for _ in range(presses):
         engine.interrupt(process)
         engine.wait_for_requests(len(cloud.requests) + 2, process)
-    assert process.wait(timeout=DEADLINE_S) in (INTERRUPTED, 0)
+    code = process.wait(timeout=DEADLINE_S)
+    assert code in (INTERRUPTED, 0), (engine.folder / STARTED_LOG).read_text()
     engine.down()
     assert engine.left() == {}
 
