@@ -333,7 +333,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _show_rows(args: argparse.Namespace) -> int:
-    """Print what is recognised in raw data, and one row as it is trained."""
+    """Print the detected format of raw data, and one row as training will read it."""
     from payload.data.detect import DataOptions, detect_data
     from payload.data.rendered_rows import RenderedRows
 
