@@ -15,7 +15,7 @@ from payload.data.tasks.arguments import RENDERING_FLAGS
 from payload.formats.data_folder import Dedup
 
 AddFlag = Callable[..., Any]
-"""`add_argument` of a parser's group."""
+"""The method `add_argument` of an argument group."""
 _FORWARDED = (
     *("--glob", "--skip-bad", "--columns", "--ignore-key", "--config", "--revision", "--split"),
     *("--val-fraction", "--dedup", "--allow-odd-tokenizer", "--add-special-tokens"),
@@ -60,7 +60,7 @@ def add_hub_flags(more: AddFlag) -> None:
 
 
 def add_tokenizer_check_flag(more: AddFlag) -> None:
-    """Declare the option that accepts a tokenizer that does not seem to represent the text."""
+    """Declare the option to continue although the tokens do not seem to represent the text."""
     more(
         "--allow-odd-tokenizer",
         action="store_true",
