@@ -80,8 +80,7 @@ class FileSplit:
 
     @classmethod
     def of(cls, *, first_val: int, documents: int) -> FileSplit:
-        """Return the split of `documents` documents, of which `first_val` and later ones are for
-        validation.
+        """Return a split with the documents from `first_val` on for validation.
 
         Raises DataError if one of the two parts is empty.
         """

@@ -55,7 +55,8 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _set_pipeline(path: Path, values: Mapping[str, Value], *, where: str) -> None:
-    """Set the tokenization steps of llama.cpp; transformers' reader sets its own defaults.
+    """Set the same tokenization steps as llama.cpp. The reader of transformers sets its own
+    defaults.
 
     Raises CheckpointError for an unsupported tokenizer.
     """
