@@ -1,5 +1,7 @@
-"""Interface of a tokenizer: its properties, a reference encoder, and a fast encoder that uses the
-package gigatoken."""
+"""Interface of a tokenizer: its properties, a reference encoder and a fast encoder.
+
+The fast encoder uses the package gigatoken.
+"""
 
 from __future__ import annotations
 

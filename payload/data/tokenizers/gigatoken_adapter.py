@@ -5,7 +5,7 @@ and 3.5, OLMo 3, DeepSeek 3, Nemotron and Kimi, and SentencePiece BPE with byte 
 Gemma, Mistral). Two kinds of file need a change that keeps the tokens:
 
 - A vocabulary that lacks some of the 256 bytes. The missing bytes get ids after the vocabulary;
-  texts with such a byte go to the reference.
+  the reference encodes texts with such a byte.
 - Digits split before GPT-2's pattern (SmolLM, StarCoder). Each digit becomes an added token,
   which splits a text at the same positions.
 """

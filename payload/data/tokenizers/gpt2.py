@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer from the packaged ranks, without a download or cache folder."""
+"""GPT-2's tokenizer, from a packaged file with the rank of each token."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ class HfTokenizer(TextTokenizer):
 
 @contextmanager
 def convert_errors(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
-    """Convert failures of the package to `error`: its plain exceptions, and panics of its Rust
-    code."""
+    """Convert failures of the package to `error`: exceptions, and panics of its Rust code."""
     try:
         yield
     except BaseException as problem:
@@ -284,10 +283,10 @@ def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
 
 
 def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
-    """Return how many token ids the model has, from the folder's config.json.
+    """Return the vocab_size in the folder's config.json plus the number of added tokens.
 
-    This is vocab_size plus the number of added tokens at or above it, which some models have for
-    images. Returns None without a config.json. Raises DataError.
+    Added tokens count because some models have tokens for images above vocab_size. Returns None
+    without a config.json. Raises DataError.
     """
     path = folder / CONFIG_FILE
     content = _read(path)

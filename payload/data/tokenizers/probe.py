@@ -136,8 +136,7 @@ def same_tokens(one: Encode, other: Encode) -> bool:
 
 
 def _characters() -> list[str]:
-    """Return texts with characters of each Unicode block, next to each other and between
-    letters."""
+    """Return texts with characters of each Unicode block, side by side and between letters."""
     found = []
     for first, end, step in _BLOCKS:
         characters = [chr(code) for code in range(first, end, step)]

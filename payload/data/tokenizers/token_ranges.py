@@ -25,8 +25,7 @@ _SPACE = "\u0120"
 
 
 class TokenRanges:
-    """For each token of a vocabulary: how many bytes it has, and how many spaces at its ends do not
-    count.
+    """For each token, how many bytes it has, and how many spaces at its ends do not count.
 
     Some tokenizers leave out such spaces from a token's range of characters.
     """

@@ -123,7 +123,7 @@ class GigatokenEncoder:
         return self._splice(texts, encoded, exact) if exact else encoded
 
     def check(self, texts: Sequence[bytes]) -> None:
-        """Compare the tokens of every text. Raises EncoderMismatchError."""
+        """Compare the tokens of every text with the reference. Raises EncoderMismatchError."""
         fast, exact = self.encode(texts), _join(self._reference.encode_texts(texts))
         if not np.array_equal(fast.offsets, exact.offsets):
             raise EncoderMismatchError("different number of tokens")
