@@ -31,7 +31,7 @@ def repeated_row_lines(
     rare = [shown(label) for label, count in counts.items() if count == 1]
     if rare:
         more = f" and {len(rare) - _NAMES_SHOWN} more" if len(rare) > _NAMES_SHOWN else ""
-        lines.append(f"labels of only one row: {', '.join(rare[:_NAMES_SHOWN])}{more}")
+        lines.append(f"labels that only one row has: {', '.join(rare[:_NAMES_SHOWN])}{more}")
     return lines
 
 

@@ -160,7 +160,10 @@ class ClassifyRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Contents of a folder of preference pairs: two conversations each, the preferred one first."""
+    """Contents of a folder of preference pairs.
+
+    Each pair has two conversations, the preferred one first.
+    """
 
     sequence_length: int = checked(low=2, high=2**20)
     """Highest number of tokens of a conversation; training must use the same length."""
@@ -332,8 +335,8 @@ def describe_new_rows(meta: DataMeta, rows: int) -> str:
     grown = max(0, meta.vocab_size - rows)
     free = f", {len(ids) - grown} rows were free" if grown < len(ids) else ""
     return (
-        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}; each starts "
-        f"as the mean of rows 0 to {ids[0] - 1}"
+        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}. Each token's "
+        f"row starts as the mean of rows 0 to {ids[0] - 1}"
     )
 
 
@@ -371,8 +374,7 @@ def load_meta(folder: Path) -> DataMeta:
 
 
 def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
-    """Raise DataError for contradictory values, because these determine how much is read from
-    files."""
+    """Raise DataError for contradictory values, because these determine the sizes of reads."""
     expected = _FILES[meta.task]
     if set(meta.files) != expected:
         raise DataError(f"{path}: files must be {' and '.join(sorted(expected))}. {remedy}")

@@ -1,5 +1,4 @@
-"""Reads the headers of a model's safetensors files. It needs no package, and does not read the
-tensors' data.
+"""Reads the headers of a model's safetensors files, without the package safetensors.
 
 A folder has one file, or shards and an index that maps tensors to shards. The folder may be
 untrusted, so every name, size and offset is checked against the files before use. Format:

@@ -33,7 +33,10 @@ _TEXT = "A"
 
 
 def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the canonical form of each part of a parsed tokenizer.json, by the part's name."""
+    """Return the canonical form of each part of a parsed tokenizer.json.
+
+    The keys are the names of the parts.
+    """
     normalizer = flat_steps(tokenizer.get("normalizer"), inner="normalizers")
     pre_tokenizer = flat_steps(tokenizer.get("pre_tokenizer"), inner="pretokenizers")
     added = _added_tokens(tokenizer.get("added_tokens"), is_normalized=bool(normalizer))

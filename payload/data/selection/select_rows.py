@@ -70,10 +70,10 @@ class RowSelection:
         """Return a note about rows that are in both files, or no note."""
         if not self.left_in_both:
             return []
-        why = "" if self.dedup == "none" else " because more than half of the training rows are"
+        why = "" if self.dedup == "none" else ", because more than half of the training rows are"
         return [
-            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file also in "
-            f"the validation file, kept{why}. To keep each content once, use --dedup exact."
+            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file kept although "
+            f"also in the validation file{why}. To keep each content once, use --dedup exact."
         ]
 
     def notes(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class RowSelection:
         found = self.notes_on_both()
         if self.repeated and self.dedup is None:
             found.append(
-                f"note: {self.repeated:,} {_rows(self.repeated)} with the content of an earlier "
+                f"note: {self.repeated:,} {_rows(self.repeated)} with the same content as an earlier "
                 "row. To remove duplicates, use --dedup exact or --dedup near."
             )
         return tuple(found)
@@ -176,7 +176,7 @@ def describe_selection(record: SelectionRecord) -> list[str]:
         removed = [
             *([f"{each.duplicates:,} duplicates"] if record.dedup in ("exact", "near") else []),
             *(
-                [f"{each.also_in_validation:,} training rows that also stand in validation"]
+                [f"{each.also_in_validation:,} training rows that are also validation rows"]
                 if each.also_in_validation
                 else []
             ),

@@ -159,7 +159,7 @@ class ChatReader:
         if cursor["tokens"] != self.template.tokens_sha256():
             raise DataError(
                 f"{self.settings.out}: the special tokens of {self.settings.tokenizer.name} have "
-                "changed since the interrupted run, whose tokens were removed. Run the same "
+                "changed since the interrupted run. Its tokens were removed. Run the same "
                 "command again."
             )
         self._continue(cursor)

@@ -65,8 +65,8 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     tokenizer, template = load_tokenizer_and_template(args)
     if tokenizer.added is not None:
         raise UsageError(
-            "--add-special-tokens does not run with --task preference. Train the tokens with "
-            "--task chat first, then prepare the pairs with --model and that run."
+            "--add-special-tokens is not supported with --task preference. Train the tokens with "
+            "--task chat first. Then prepare the pairs with that run as --model."
         )
     length = args.sequence_length or SEQUENCE_LENGTH
     group = args.group_column

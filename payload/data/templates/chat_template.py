@@ -73,8 +73,8 @@ class ChatTemplate:
     def how_trained(self) -> str:
         """Return a line that says which text the model is trained on."""
         if self.process.is_marked:
-            return "trained text: the template's {% generation %} blocks"
-        return "trained text: the text that each answer adds"
+            return "trained on: the template's {% generation %} blocks"
+        return "trained on: the text that each answer adds to its prompt"
 
     def render(
         self,

@@ -233,10 +233,11 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
             _require_same_special_tokens(meta, settings)
             return meta
         raise DataError(
-            f"{out}: holds data made from another source or with other settings ({meta.source}, "
-            f"tokenizer {meta.tokenizer}, {meta.train_documents + meta.val_documents:,} documents, "
+            f"{out}: holds data made from another source or with other settings. Made from "
+            f"{meta.source} with tokenizer {meta.tokenizer}, "
+            f"{meta.train_documents + meta.val_documents:,} documents, "
             f"--val-fraction {meta.split.val_fraction:g}, --seed {meta.split.seed}"
-            f"{', --skip-bad' if meta.skipped_documents else ''}). Choose another --out, or "
+            f"{', --skip-bad' if meta.skipped_documents else ''}. Choose another --out, or "
             "replace the data with --force."
         )
     for name in (TRAIN_NAME, VAL_NAME):

@@ -141,7 +141,7 @@ class ResumableTokenFiles:
                 if file.describe(with_ranges=False) != entry:
                     raise DataError(
                         f"{partial_path(self.folder, name)}: its SHA-256 differs from the one in "
-                        "the journal. Start again with --force."
+                        f"{JOURNAL_NAME}. Start again with --force."
                     )
         self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
         return True
@@ -223,7 +223,9 @@ class GrowingFile:
     def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
         path = partial_path(folder, name)
         if keep_bytes and not path.exists():
-            raise DataError(f"{path}: missing, but the journal lists it. Start again with --force.")
+            raise DataError(
+                f"{path}: missing, but {JOURNAL_NAME} lists it. Start again with --force."
+            )
         self._hash, self._ranges = hashlib.sha256(), RangeHasher()
         self.size = keep_bytes
         self._file = _open(path, "r+b" if keep_bytes else "wb")
@@ -234,7 +236,7 @@ class GrowingFile:
         # Checked first, because `truncate` fills a shorter file with zeros.
         if (size := path.stat().st_size) < keep_bytes:
             raise DataError(
-                f"{path}: has {size:,} bytes, but the journal records {keep_bytes:,}. Start again "
+                f"{path}: has {size:,} bytes, but {JOURNAL_NAME} lists {keep_bytes:,}. Start again "
                 "with --force."
             )
         self._file.truncate(keep_bytes)

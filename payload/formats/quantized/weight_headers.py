@@ -101,8 +101,9 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_format(folder: Path) -> str | None:
-    """Describe how a folder's weights are quantised, and their dtype in memory; None if they are
-    not.
+    """Describe the quantisation of a folder's weights, and their dtype in memory.
+
+    Returns None if the weights are not quantised.
 
     Raises CheckpointError.
     """
