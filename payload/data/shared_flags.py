@@ -54,8 +54,8 @@ def add_hub_flags(more: AddFlag) -> None:
     more(
         "--split",
         metavar="NAME",
-        help=f"hf: split (default: {DEFAULT_SPLIT}, and the validation split for validation, except "
-        "for --task text)",
+        help=f"hf: split (default: {DEFAULT_SPLIT}, and the validation split for validation, "
+        "except for --task text)",
     )
 
 
@@ -99,8 +99,8 @@ def add_dedup_flag(more: AddFlag) -> None:
         choices=get_args(Dedup),
         metavar="HOW",
         help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
-        "also with about 80 %% of the words equal and in the same order; none: keep all rows (default: "
-        "only remove training rows that are also validation rows; text: none)",
+        "also with about 80 %% of the words equal and in the same order; none: keep all rows "
+        "(default: only remove training rows that are also validation rows; text: none)",
     )
 
 

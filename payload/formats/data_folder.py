@@ -335,7 +335,7 @@ def describe_new_rows(meta: DataMeta, rows: int) -> str:
     grown = max(0, meta.vocab_size - rows)
     free = f", {len(ids) - grown} rows were free" if grown < len(ids) else ""
     return (
-        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}. Each token's "
+        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}. Each new "
         f"row starts as the mean of rows 0 to {ids[0] - 1}"
     )
 

@@ -72,8 +72,8 @@ class RowSelection:
             return []
         why = "" if self.dedup == "none" else ", because more than half of the training rows are"
         return [
-            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file kept although "
-            f"also in the validation file{why}. To keep each content once, use --dedup exact."
+            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file kept "
+            f"although also in the validation file{why}. To keep each content once, use --dedup exact."
         ]
 
     def notes(self) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ class RowSelection:
         found = self.notes_on_both()
         if self.repeated and self.dedup is None:
             found.append(
-                f"note: {self.repeated:,} {_rows(self.repeated)} with the same content as an earlier "
-                "row. To remove duplicates, use --dedup exact or --dedup near."
+                f"note: {self.repeated:,} {_rows(self.repeated)} with the same content as an "
+                "earlier row. To remove duplicates, use --dedup exact or --dedup near."
             )
         return tuple(found)
 

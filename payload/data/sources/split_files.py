@@ -55,8 +55,8 @@ class SplitFiles:
         """Return a line about the splits; None if no file name declares a split."""
         if self.has_ignored_names:
             return (
-                "splits by file name: no name declares training data, so all files are for training. "
-                "To keep a file for validation, name another file train"
+                "splits by file name: no name declares training data, so all files are for "
+                "training. To keep a file for validation, name another file train"
             )
         if not self.valid and not self.test:
             return None

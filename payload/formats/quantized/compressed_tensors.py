@@ -245,8 +245,8 @@ class CompressedTensors(Format):
         refuse(
             values,
             f"{name}{_PACKED}",
-            f"has the shape {list(values.shape)}, which does not fit {name}_shape and the number of "
-            "bits in config.json",
+            f"has the shape {list(values.shape)}, which does not fit {name}_shape and the "
+            "number of bits in config.json",
         )
 
     def _floats(
