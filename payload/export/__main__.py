@@ -104,7 +104,8 @@ def _export(arguments: argparse.Namespace) -> Path:
     if arguments.dtype != "fp32" and checkpoint_dtype(folder) and weights_at == folder:
         print(
             f"note: the fp32 weights of the run were rounded to {arguments.dtype}. If the loss "
-            "is now higher, rounding has removed small updates of the weights; --dtype fp32 keeps them",
+            "is now higher, rounding has removed small updates of the weights; --dtype fp32 keeps "
+            "them",
             file=sys.stderr,
         )
     if note := rounding.note(arguments.dtype):

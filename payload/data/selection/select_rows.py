@@ -73,7 +73,8 @@ class RowSelection:
         why = "" if self.dedup == "none" else ", because more than half of the training rows are"
         return [
             f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file kept "
-            f"although also in the validation file{why}. To keep each content once, use --dedup exact."
+            f"although also in the validation file{why}. To keep each content once, use "
+            "--dedup exact."
         ]
 
     def notes(self) -> tuple[str, ...]:
