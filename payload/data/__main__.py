@@ -148,8 +148,8 @@ def parser() -> CommandParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add hashes to the meta.json of an older release: one hash for each range of a file, "
-        "which training verifies when it reads the range",
+        help="add hashes to the meta.json of an older release: one hash for each range of a file. "
+        "Training verifies a range when it reads the range",
     )
     _add_show_flags(
         commands.add_parser(
@@ -213,8 +213,8 @@ def _add_source_flags(parser: CommandParser) -> None:
         action="extend",
         default=[],
         metavar="PATH[:WEIGHT]",
-        help="files or folders; hf: a folder or the name of a dataset; a row of a.jsonl:3 is three "
-        "times in an epoch",
+        help="files or folders; hf: a folder or the name of a dataset; with a.jsonl:3, each "
+        "row of a.jsonl is trained three times in an epoch",
     )
     add_reading_flags(more)
     add(
@@ -237,9 +237,9 @@ def _add_output_flags(parser: CommandParser) -> None:
         "--model",
         default=TOKENIZER,
         metavar="NAME",
-        help="model to train, whose tokenizer is used: gpt2, a run id or folder, latest, a folder "
-        "with tokenizer.json, a GGUF file, or a hub name such as HuggingFaceTB/SmolLM2-135M@main "
-        "(default: %(default)s)",
+        help="tokenizer of the model to train. NAME is gpt2, latest, the id or folder of a run, a "
+        "folder with tokenizer.json, a GGUF file, or a hub name such as "
+        "HuggingFaceTB/SmolLM2-135M@main (default: %(default)s)",
     )
     add_tokenizer_check_flag(more)
     add_special_tokens_flag(more)
@@ -263,7 +263,7 @@ def _add_output_flags(parser: CommandParser) -> None:
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="output between two saves of the progress (default: %(default)s)",
+        help="MiB of output after which the progress is saved (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="print the estimated output; write nothing")
     # `finetune` passes it if the run has task.class_weights.
@@ -333,7 +333,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _show_rows(args: argparse.Namespace) -> int:
-    """Print what is recognised in raw data, and one row as it is trained."""
+    """Print the detected format of raw data, and one row as training will read it."""
     from payload.data.detect import DataOptions, detect_data
     from payload.data.rendered_rows import RenderedRows
 

@@ -228,7 +228,7 @@ def _likely_columns(rows: Sequence[Row], text: str | None) -> tuple[str | None, 
 
 
 def _has_labels(columns: Sequence[str]) -> bool:
-    """Return whether the columns include a text and a label; other columns do not matter."""
+    """Return True if the columns include a text and a label. Other columns do not matter."""
     return bool(first_of(LABEL_COLUMNS, columns) and first_of(TEXT_COLUMNS, columns))
 
 

@@ -1,8 +1,7 @@
 """Stored log-probabilities of the answers in a preference folder, computed before training.
 
-They are stored in the data folder. reference.json names the model. A file for each matmul dtype
-holds two float64 numbers for each pair, the training pairs first. A folder holds the values of one
-model.
+They are stored in the data folder, for one model, which reference.json names. There is one file for
+each matmul dtype. It holds two float64 numbers for each pair; the training pairs come first.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SCHEMA_VERSION = 1
 _DTYPE = np.dtype("<f8")
 
 LogProbs = npt.NDArray[np.float64]
-"""Shape (pairs, 2): log-probability of the chosen and of the rejected answer."""
+"""Shape (pairs, 2): the log-probabilities of the chosen and the rejected answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,8 @@ class ReferenceModel:
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     """SHA-256 over the weight files."""
     config_sha256: str | None = checked(None, pattern=SHA256, wanted="64 hexadecimal digits")
-    """SHA-256 over the settings of config.json that change results; None in older records."""
+    """SHA-256 over the settings of config.json that change results; None if an older release wrote
+    the file."""
     quantize: Literal["none", "nf4"] = "none"
 
     def name(self) -> str:
@@ -58,7 +58,7 @@ class ReferenceModel:
         return f"{self.source}@{self.revision}" if self.revision else self.source
 
     def is_same(self, other: ReferenceModel) -> bool:
-        """Return True if both models give the same results, even with files in different places."""
+        """Return True if both models give the same results, wherever their files are."""
         configs = {self.config_sha256, other.config_sha256} - {None}
         same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
         return same_weights and len(configs) <= 1
@@ -93,7 +93,7 @@ def reference_command(
 
 
 def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
-    """Return the stored record, or None if there is no record for this data.
+    """Return the contents of reference.json; None if it is missing or is for other data.
 
     Raises DataError for a damaged file.
     """
@@ -111,7 +111,7 @@ def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
 
 
 def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) -> LogProbs | None:
-    """Return the stored log-probabilities in this dtype; None if they are not stored.
+    """Return the log-probabilities that were stored for this dtype, or None.
 
     Raises DataError for a damaged file.
     """
@@ -144,7 +144,7 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
 def write_reference(
     folder: Path, meta: DataMeta, *, model: ReferenceModel, dtype: Dtype, values: LogProbs
 ) -> None:
-    """Store log-probabilities, and delete stored values of a different model or different data.
+    """Store log-probabilities. Delete values that belong to another model or to other data.
 
     Raises DataError.
     """

@@ -1,4 +1,4 @@
-"""Renders the first rows of detected data, to count their tokens and to show a trained row."""
+"""Renders the first rows of detected data, to count tokens and to show a row as it is trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from payload.data.templates.turns import RenderedSample, render_samples
 
 
 class RenderedRows:
-    """The samples of the first rows of conversations or pairs."""
+    """Renders the first rows of a file of conversations or pairs to training samples."""
 
     def __init__(self, found: DetectedData, args: argparse.Namespace) -> None:
         """Render with the options in `args`: tokenizer, chat_template and the sample options.
@@ -42,7 +42,7 @@ class RenderedRows:
         self._options = sample_options(args)
 
     def fault_lines(self) -> list[str]:
-        """Return lines about faults in the tool calls of the rows."""
+        """Return lines about faulty tool calls in the rows."""
         found = []
         for row in self._found.rows:
             with suppress(UntrainedRowError, BadConversationError):
@@ -51,7 +51,7 @@ class RenderedRows:
         return fault_lines(found)
 
     def template_lines(self) -> list[str]:
-        """Return a line with the system message that the template adds to a row, if it does."""
+        """Return a line with the system message that the template adds to rows, or no line."""
         if self._found.task == "chat" and all(map(_has_system, self._found.rows)):
             return []
         return default_system_lines(self._template, self._options.variables)
@@ -66,7 +66,7 @@ class RenderedRows:
         return tuple(len(each.ids) for each in self._tokenizer.encodings(texts))
 
     def example(self, number: int = 0) -> list[Sample]:
-        """Return the samples of row `number`, or of the first trained row after it.
+        """Return the samples of row `number`. If that row has none, use the next row with samples.
 
         Raises DataError.
         """
@@ -134,7 +134,7 @@ def _has_system(row: Row) -> bool:
 
 
 def text_lengths(found: DetectedData, *, tokenizer: str) -> tuple[int, ...]:
-    """Return the number of tokens of the first labelled texts. Raises DataError."""
+    """Return how many tokens each of the first labelled texts has. Raises DataError."""
     from payload.data.tasks.classify_job import tokenize
     from payload.data.tokenizers import load_tokenizer
 

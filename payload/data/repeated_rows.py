@@ -18,7 +18,10 @@ _NAMES_SHOWN = 3
 def repeated_row_lines(
     rows: Sequence[Row], task: TaskKind, *, text_column: str | None, label_column: str | None
 ) -> list[str]:
-    """Return lines about rows with equal trained columns, and about labels that one row has."""
+    """Return lines about rows that are equal in the trained columns, and about rare labels.
+
+    A label is rare if only one row has it.
+    """
     repeated = len(rows) - len({_content(row, task, text_column) for row in rows})
     lines = []
     if repeated:
@@ -28,7 +31,7 @@ def repeated_row_lines(
     rare = [shown(label) for label, count in counts.items() if count == 1]
     if rare:
         more = f" and {len(rare) - _NAMES_SHOWN} more" if len(rare) > _NAMES_SHOWN else ""
-        lines.append(f"labels of only one row: {', '.join(rare[:_NAMES_SHOWN])}{more}")
+        lines.append(f"labels that only one row has: {', '.join(rare[:_NAMES_SHOWN])}{more}")
     return lines
 
 

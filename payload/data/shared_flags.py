@@ -15,7 +15,7 @@ from payload.data.tasks.arguments import RENDERING_FLAGS
 from payload.formats.data_folder import Dedup
 
 AddFlag = Callable[..., Any]
-"""`add_argument` of a parser's group."""
+"""The method `add_argument` of an argument group."""
 _FORWARDED = (
     *("--glob", "--skip-bad", "--columns", "--ignore-key", "--config", "--revision", "--split"),
     *("--val-fraction", "--dedup", "--allow-odd-tokenizer", "--add-special-tokens"),
@@ -36,14 +36,14 @@ def add_reading_flags(more: AddFlag) -> None:
         "--columns",
         type=_columns,
         metavar="COLUMN=NAME,...",
-        help="other names for columns: roles, as in question=user,answer=assistant, or known "
-        "columns, as in dialog=messages; texts with the same new name are joined",
+        help="read columns under other names: a role, as in question=user,answer=assistant, or a "
+        "known column, as in dialog=messages; columns with the same new name are joined",
     )
     more(
         "--ignore-key",
         action="append",
         metavar="NAME",
-        help="a column, or a key of messages, whose values training may lose; can be repeated",
+        help="ignore this column of rows, or this key of messages; can be repeated",
     )
 
 
@@ -54,13 +54,13 @@ def add_hub_flags(more: AddFlag) -> None:
     more(
         "--split",
         metavar="NAME",
-        help=f"hf: split (default: {DEFAULT_SPLIT}; except for "
-        "--task text, the validation split is then for validation)",
+        help=f"hf: split (default: {DEFAULT_SPLIT}, and the validation split for validation, "
+        "except for --task text)",
     )
 
 
 def add_tokenizer_check_flag(more: AddFlag) -> None:
-    """Declare the option that accepts a tokenizer that does not seem to represent the text."""
+    """Declare the option to continue although the tokens do not seem to represent the text."""
     more(
         "--allow-odd-tokenizer",
         action="store_true",
@@ -99,8 +99,8 @@ def add_dedup_flag(more: AddFlag) -> None:
         choices=get_args(Dedup),
         metavar="HOW",
         help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
-        "also with about 80 %% of the same words in the same order; none: keep all rows (default: "
-        "only remove training rows that also stand in validation; text: none)",
+        "also with about 80 %% of the words equal and in the same order; none: keep all rows "
+        "(default: only remove training rows that are also validation rows; text: none)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Decodes a prepared sample for `data show`, with its trained text marked."""
+"""Decodes a prepared sample for `data show`, and marks the text that the model is trained on."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Sample:
     name: str
     """Heading of the sample, as in `conversation 3 of 120 in train, block 1`."""
     parts: list[tuple[str, bool]]
-    """Pieces of the sample's text, each with a flag: True if the loss covers the piece. The flags
-    alternate."""
+    """Pieces of the sample's text, each with a flag that is True if the loss covers the piece. The
+    flags alternate."""
     num_tokens: int
     num_trained: int
 
     def render(self, *, colour: bool) -> str:
-        """Return the text with trained pieces in colour, or in brackets without colour."""
+        """Return the text with the trained pieces in colour, or in brackets without `colour`."""
         opening, closing = (_TRAINED_COLOUR, _PLAIN) if colour else _TRAINED_MARKS
         return "".join(
             f"{opening}{printable(text)}{closing}" if trained else printable(text)
@@ -56,7 +56,10 @@ def has_colours(environment: Mapping[str, str]) -> bool:
 
 
 def parts_of(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
-    """Return the pieces of a text, each with True if it is in one of the trained spans."""
+    """Return the pieces of a text, each with a flag.
+
+    The flag is True if the piece is in one of the spans.
+    """
     parts, place = [], 0
     for start, end in spans:
         parts += [(text[place:start], False), (text[start:end], True)]
@@ -127,7 +130,7 @@ def _conversation(
 
 
 def _locate(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int, int]:
-    """Return a conversation's block, and its first token and end (exclusive) in the block."""
+    """Return the block of a conversation, and where in the block it begins and ends (exclusive)."""
     for row in range(blocks.num_blocks()):
         marks = blocks.marks_of(np.array([row], dtype=np.int64))[0]
         firsts = np.flatnonzero((marks & (FIRST | PADDING)) == FIRST)
@@ -142,7 +145,7 @@ def _locate(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int, 
 
 
 def _decoded(folder: Path, tokens: list[int], trained: list[bool]) -> list[tuple[str, bool]]:
-    """Return the decoded text of each run of trained or untrained tokens."""
+    """Return the decoded text in pieces: one for each run of trained or of other tokens."""
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER_FILE

@@ -1,7 +1,7 @@
-"""The tokenizer files of a checkpoint, so that it loads in transformers without changes.
+"""The tokenizer files of a checkpoint, with which transformers can load the checkpoint.
 
-A model with a tokenizer keeps its files. Other models get the files of the data folder; for data
-with GPT-2's tokenizer, which is packaged, the files are generated here.
+If the initial model has a tokenizer, its files are kept. Otherwise, the files of the data folder
+are used. For data with GPT-2's tokenizer, which is packaged, the files are generated here.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from payload.formats.prepare_hints import prepare_again_hint
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-"""Hash of OpenAI's vocab.bpe, the value that tiktoken pins."""
+"""Hash of OpenAI's vocab.bpe. tiktoken checks for the same value."""
 
 
 def tokenizer_files(
     meta: DataMeta, *, data: Path, source: Path | None, context: int
 ) -> Mapping[str, bytes]:
-    """Return the tokenizer files of a checkpoint by name; empty for an unknown vocabulary.
+    """Return the tokenizer files of a checkpoint by name, or no files for an unknown vocabulary.
 
-    Returns the first of these that applies: the files in `source`, the folder of the initial model;
-    the files in the data folder `data`; generated files of GPT-2. `source` applies only if it has a
-    tokenizer.json with the same tokens as the data, and has the special tokens that the task needs.
-    `context` is the maximum context of the model in tokens.
+    The files come from `source`, the folder of the initial model, if its tokenizer.json makes the
+    same tokens as the data and has the special tokens that the task needs. Otherwise, they come
+    from the data folder `data`, or are generated for GPT-2. `context` is the maximum context of the
+    model in tokens.
 
     Raises CheckpointError and DataError for files that cannot be read.
     """
@@ -68,7 +68,7 @@ def tokenizer_files(
 
 
 def _has_trained_special_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) -> bool:
-    """Return True if the model has the special tokens with which the data was made.
+    """Return True if the model has the special tokens with which the data was prepared.
 
     For data with a chat template, all special tokens are compared, because a template can use any
     of them. The other tasks need only the tokens for ends and padding. GPT-2 has only one special
@@ -84,7 +84,7 @@ def _has_trained_special_tokens(own: Mapping[str, str], meta: DataMeta, data: Pa
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
-    """Return the chat template that the conversations were rendered with.
+    """Return the chat template with which the conversations were rendered.
 
     In folders of older versions, the template is in tokenizer_config.json. Raises DataError if the
     folder has no template.
@@ -107,7 +107,7 @@ def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
 
 
 def _data_files(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
-    """Return the tokenizer files of the data folder, after comparing them with meta.json."""
+    """Return the tokenizer files of the data folder, after checking their hashes."""
     return {name: verified_file(meta, data, name) for name in meta.tokenizer_files}
 
 
@@ -162,10 +162,10 @@ def gpt2_files(*, context: int) -> Mapping[str, bytes]:
 
 
 def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """Return the token numbers and the merges, in GPT-2's byte alphabet.
+    """Return the vocabulary and the merges of GPT-2, in its byte alphabet.
 
-    A token's number is its index: 256 bytes, then the result of each merge, then the end of text.
-    Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    The vocabulary has an id for each token: first 256 bytes, then the result of each merge, then
+    the end of text. Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
     """
     try:
         content = MERGES_PATH.read_bytes()

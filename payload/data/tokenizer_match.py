@@ -1,6 +1,6 @@
-"""Compares a model's tokenizer with the one that a data folder was prepared with.
+"""Compares a model's tokenizer with the tokenizer with which a data folder was prepared.
 
-Compares their hashes first (payload.formats.tokenizer_identity), then their tokens for a packaged
+The hashes are compared first (payload.formats.tokenizer_identity), then the tokens of a packaged
 text.
 """
 
@@ -31,7 +31,7 @@ from payload.formats.tokenizer_identity import (
 
 
 def verified_file(meta: DataMeta, data: Path, name: str) -> bytes:
-    """Return one tokenizer file of the data folder, after comparing it with meta.json.
+    """Return one tokenizer file of the data folder, after checking the file's hash.
 
     Raises DataError.
     """
@@ -63,7 +63,7 @@ def is_same_tokenizer(
 def makes_declared_tokens(
     files: Mapping[str, bytes], *, folder: Path, error: type[TileforgeError] = DataError
 ) -> bool:
-    """Return True if tokenizer.json produces each token that the files of `folder` declare.
+    """Return True if tokenizer.json produces every token that the files of `folder` declare.
 
     Raises `error` for a tokenizer.json that cannot be loaded.
     """
@@ -132,7 +132,7 @@ def _produce_same_tokens(
 def backend_encode(
     content: bytes, path: Path, *, error: type[TileforgeError] = DataError
 ) -> Encode:
-    """Return a function that encodes texts with a tokenizer.json, and adds special tokens."""
+    """Return a function that encodes texts with a tokenizer.json, including special tokens."""
     backend = build_backend(content, path, error=error)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The command that trains a data folder that `prepare` wrote."""
+"""The command that trains a model on a data folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOLDER = Path(__file__).parents[1] / "configs"
 
 
 def training_command(folder: Path, meta: DataMeta, *, model: str) -> str:
-    """Return the command that trains `model` on the folder, with the config of its task."""
+    """Return the command that trains `model` on the folder, with a config for the data's task."""
     config = _FOLDER / _CONFIGS[meta.task]
     if config.is_relative_to(Path.cwd()):
         config = config.relative_to(Path.cwd())

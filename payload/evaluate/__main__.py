@@ -162,9 +162,11 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
 
 
 def _default_length(folder: Path, *, trained: int | None, context: int) -> int:
-    """Return the length that the data was packed for, or data.sequence_length of the model's run.
+    """Return the default block length.
 
-    A model without a run gets a default that fits the context.
+    It is the length for which the data was packed, or else data.sequence_length of the model's run.
+
+    For a model without a run, the length is a constant, or the model's context if that is shorter.
     """
     from payload.formats.data_folder import load_meta
 
@@ -276,9 +278,9 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
 
 
 def _num_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
-    """Return the number of blocks to evaluate: all, also a shorter last one as in a run.
+    """Return how many blocks to evaluate. By default all, with a shorter last block as in a run.
 
-    Raises DataError, ConfigError if it is 0.
+    Raises DataError or ConfigError if there is no block to evaluate.
     """
     length, count = blocks.sequence_length, blocks.num_blocks()
     if blocks.num_full_blocks() < 1:

@@ -20,13 +20,13 @@ from payload.train.tasks.classify import evaluate_texts
 from payload.train.tasks.evaluate import EvalPass
 
 _BATCH_TEXTS = 32
-"""Texts in a batch; fixed, so that the result does not depend on the number of ranks."""
+"""Texts in a batch. The number is fixed, so that results do not depend on the number of ranks."""
 
 
 def open_texts(
     folder: Path, meta: DataMeta, model: Classifier, *, sequence_length: int | None
 ) -> LabelledTexts:
-    """Return the validation texts. Raises DataError, and ConfigError for too long a length."""
+    """Return the validation texts. Raises DataError, and ConfigError if the length is too large."""
     if meta.classify is None:
         raise DataError(
             f"{folder}: prepared with --task {meta.task}, but the model is a classifier. Prepare "

@@ -26,7 +26,7 @@ from payload.train.tasks.pair_evaluation import evaluate_pairs
 from payload.train.tasks.preference import stored_reference
 
 _BATCH_PAIRS = 8
-"""Pairs in a batch; fixed, so that the result does not depend on the number of ranks."""
+"""Pairs in a batch. The number is fixed, so that results do not depend on the number of ranks."""
 
 
 def open_both(

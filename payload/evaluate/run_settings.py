@@ -20,7 +20,7 @@ def trained_length(checkpoint: Path) -> int | None:
 
 
 def different_settings(checkpoint: Path, *, dtype: Dtype, length: int | None = None) -> list[str]:
-    """Return a line with the run's own evaluation options that differ from these; [] if none do.
+    """Return a line with the options of the run's own evaluations if these differ, otherwise [].
 
     Classifiers and pairs have no `length`: they are not split into blocks.
     """
@@ -32,4 +32,4 @@ def different_settings(checkpoint: Path, *, dtype: Dtype, length: int | None = N
         options.append(f"--dtype {run_dtype}")
     if not options:
         return []
-    return [f"note        the run's own evaluations: {' '.join(options)}"]
+    return [f"note        the run's own evaluations used: {' '.join(options)}"]

@@ -103,8 +103,9 @@ def _export(arguments: argparse.Namespace) -> Path:
             )
     if arguments.dtype != "fp32" and checkpoint_dtype(folder) and weights_at == folder:
         print(
-            f"note: rounded to {arguments.dtype} from the fp32 weights of training. A higher loss "
-            "than before means that small changes were lost; --dtype fp32 keeps them",
+            f"note: the fp32 weights of the run were rounded to {arguments.dtype}. If the loss "
+            "is now higher, rounding has removed small updates of the weights; --dtype fp32 keeps "
+            "them",
             file=sys.stderr,
         )
     if note := rounding.note(arguments.dtype):
@@ -115,15 +116,15 @@ def _export(arguments: argparse.Namespace) -> Path:
 
 
 def _generation_file(folder: Path, weights: WeightFiles) -> Mapping[str, bytes]:
-    """Return the model's generation_config.json; empty for a classifier, which generates nothing.
+    """Return the model's generation_config.json; nothing for a classifier, which does not generate.
 
-    An adapter's is in the folder of its base.
+    For an adapter, the file is in the folder of the base model.
     """
     return {} if "id2label" in weights.labels else read_generation_file(config_folder(folder))
 
 
 def _weights_folder(folder: Path, *, merges: bool) -> Path:
-    """Return the folder with the complete weights: an adapter's base, otherwise `folder`."""
+    """Return the folder with the complete weights. For an adapter, this is the base's folder."""
     if not has_adapter(folder):
         if merges:
             raise CheckpointError(

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 _POSITIONS = "position_embd.weight"
 _ROUTER = ".ffn_gate_inp.weight"
 _PHI = re.compile(r"(phi)-?(3)", re.IGNORECASE)
-"""In a model with such a name, llama.cpp strips the space after special tokens, and it cannot load
-the file if the vocabulary lacks Phi-3's tokens. Source: llama.cpp, src/llama-vocab.cpp."""
+"""Matches "phi3" in a model's name. For such a name, llama.cpp strips the space after special
+tokens, and cannot load the file if the vocabulary lacks Phi-3's tokens. Source: llama.cpp,
+src/llama-vocab.cpp."""
 _FILE_TYPES: Mapping[Dtype, str] = {
     "bf16": "MOSTLY_BF16",
     "f16": "MOSTLY_F16",
@@ -44,10 +45,11 @@ def write_gguf(
     dtype: Dtype,
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the file atomically; `progressed` receives the bytes of each tensor written.
+    """Write the file atomically. `progressed` receives the size of each written tensor, in bytes.
 
-    Matrices are in `dtype`, or in f16 if q8_0's block size of 32 does not divide their rows. Norms,
-    biases, positions and routers are in fp32, as in llama.cpp's converter. Raises CheckpointError.
+    Matrices are in `dtype`. With q8_0, a matrix whose row length is not a multiple of 32 is in f16.
+    Norms, biases, positions and routers are in fp32, as in llama.cpp's converter. Raises
+    CheckpointError.
     """
     import gguf
 
@@ -134,9 +136,9 @@ def _data(
 
 
 def _interleave_pairs(value: Tensor, *, heads: int) -> Tensor:
-    """Reorder rows so that the two rows of each rotary pair are adjacent.
+    """Reorder the rows so that the two rows of each rotary pair are adjacent.
 
-    The Hugging Face layout has the first rows of all pairs of a head, then the second rows.
+    For each head, the Hugging Face layout has the first rows of all pairs, then the second rows.
     llama.cpp rotates adjacent rows, as in Meta's original checkpoints.
     """
     rows = value.shape[0] // heads // 2

@@ -1,4 +1,4 @@
-"""Writes a model in the Hugging Face layout; 16-bit weights take half the space of a checkpoint."""
+"""Writes a model in the Hugging Face layout, in 16 or 32 bits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def write_hf(
     copied: CopiedParts | None = None,
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a folder that transformers loads, atomically.
+    """Atomically write a folder that transformers can load.
 
     The tokenizer files are copied from `source`. `generation` maps generation_config.json to its
-    content; it is empty for a model without the file. `copied` are the parts of a multimodal model
+    content; it is empty for a model without the file. `copied` has the parts of a multimodal model
     that are written unchanged. Raises CheckpointError.
     """
     from payload.train.tensors.tensor_file import write_tensors

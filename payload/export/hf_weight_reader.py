@@ -26,15 +26,15 @@ class WeightFiles:
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """Entries that config.json needs for a merged classifier, and that the base's config.json
-        lacks."""
+        """Entries that a merged classifier needs in config.json, because the config.json of the
+        base lacks them."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, without reading it."""
         return {name: self._tensors.shape(name) for name in self._tensors.targets}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor as stored. Raises CheckpointError unless it is finite."""
+        """Return one tensor as it is stored. Raises CheckpointError for NaN or infinity."""
         return _require_finite(self._tensors[name], name, folder=self._folder)
 
 
@@ -58,7 +58,7 @@ class InMemoryWeights(WeightFiles):
         return {name: tuple(value.shape) for name, value in self._held.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor in fp32. Raises CheckpointError unless it is finite."""
+        """Return one tensor in fp32. Raises CheckpointError for NaN or infinity."""
         return _require_finite(self._held[name], name, folder=self._folder)
 
 
@@ -101,10 +101,11 @@ def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> 
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path in a new private folder, and rename it to `path` if the block succeeds.
+    """Yield a temporary path. If the block succeeds, rename the temporary path to `path`.
 
-    The folder is next to `path`. Its name is random and only this user can write to it, so no link
-    can be planted there. Raises CheckpointError if `path` exists, or if writing fails.
+    The temporary path is in a new folder next to `path`. This folder has a random name, and only
+    this user can write to it, so nobody can plant a link there. Raises CheckpointError if `path`
+    exists, or if writing fails.
     """
     import os
     import shutil

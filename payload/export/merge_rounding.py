@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _BOUND = 0.1
 _Q8_BLOCK = 32
 _KEEPING: tuple[Dtype, ...] = ("f16", "fp32")
-"""The dtypes that the note can offer."""
+"""The dtypes that the note can recommend."""
 
 
 class MergeRounding:
@@ -24,7 +24,7 @@ class MergeRounding:
     """
 
     def __init__(self) -> None:
-        """Start without tensors."""
+        """Create the object without any tensors."""
         self._update = 0.0
         self._errors: dict[Dtype, float] = {"bf16": 0.0, "f16": 0.0, "q8_0": 0.0, "fp32": 0.0}
 
@@ -38,9 +38,10 @@ class MergeRounding:
             self._errors[dtype] += float(error.square().sum(dtype=torch.float64))
 
     def error(self, dtype: Dtype) -> float:
-        """Return the norm of the rounding error over the norm of the update; 0 without a merge.
+        """Return the norm of the rounding error over the norm of the update; 0 if nothing is
+        merged.
 
-        Infinite if a value overflows in `dtype`.
+        The result is infinite if a value overflows in `dtype`.
         """
         return math.sqrt(self._errors[dtype] / self._update) if self._update else 0.0
 
@@ -59,7 +60,7 @@ class MergeRounding:
 
 
 def _rounded(value: Tensor, dtype: Dtype) -> Tensor:
-    """Return the values as a file in `dtype` stores them, in fp32."""
+    """Return the values after rounding to `dtype`, as fp32."""
     import torch
 
     if dtype == "fp32":

@@ -38,11 +38,11 @@ def merged_weights(base: Path, adapter: Path, *, rounding: MergeRounding) -> Wei
 
 
 def dequantized_weights(adapter: Path, *, rounding: MergeRounding) -> WeightFiles:
-    """Return the merged weights of an adapter with trained tokens, or with a quantised base.
+    """Return the merged weights of an adapter that has trained tokens or a quantised base.
 
-    Such an adapter was trained on the quantised weights, so the base is dequantised, then merged.
-    The complete model is in memory, in fp32. Raises CheckpointError, and ConfigError without
-    bitsandbytes.
+    An adapter of a quantised base was trained on the quantised weights, so the base is dequantised
+    before the merge. The complete model is in memory, in fp32. Raises CheckpointError, and
+    ConfigError without bitsandbytes.
     """
     from payload.train.models.loading import load_unmerged
     from payload.train.models.lora import merge_adapter
@@ -74,16 +74,17 @@ class MergedWeights(WeightFiles):
         self._rounding = rounding
         self._is_transposed = model.transposes_linears()
         self._whole = model.trained_beside_adapter()
-        """Parameters that are trained in full beside the adapter: the head of a classifier."""
+        """Parameters that are trained in full in addition to the adapter: the head of a
+        classifier."""
         self._linears = {
             self._base_name(f"{model.hf_name(path)}.weight"): linear
             for path, linear in model.named_modules()
             if isinstance(linear, LoraLinear)
         }
-        """Linears with an adapter, by the name of the base's tensor."""
+        """The linears that have an adapter, by the name of the tensor in the base."""
 
     def _base_name(self, name: str) -> str:
-        """Return a tensor's name in the base; old files omit the model's prefix."""
+        """Return the name that a tensor has in the base. Old files omit the model's prefix."""
         return name if name in super().shapes() else name.partition(".")[2]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -115,7 +116,7 @@ class MergedWeights(WeightFiles):
 
 
 def _labels(model: CausalLM) -> Mapping[str, Any]:
-    """Return the labels of a classifier for config.json; empty for a language model."""
+    """Return the entries for config.json with a classifier's labels; empty for a language model."""
     from payload.train.models.classifier import Classifier
 
     return model.hf_labels() if isinstance(model, Classifier) else {}

@@ -1,7 +1,7 @@
 """Converts a tokenizer.json to the vocabulary of a GGUF file.
 
-A GGUF file has only the name of a pre-tokenizer; the regular expressions are in llama.cpp's code.
-So only tokenizers with one of these expressions can be written.
+A GGUF file has only the name of a pre-tokenizer. Its regular expression is in llama.cpp's code. So
+a tokenizer can only be written if llama.cpp has its regular expression.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Vocabulary:
     kinds: Sequence[TokenKind]
     merges: Sequence[str] = ()
     scores: Sequence[float] = ()
-    """Scores of a `llama` vocabulary; the merge with the highest score comes first."""
+    """Scores of the tokens in a `llama` vocabulary. The merge with the highest score is applied
+    first."""
     special: Mapping[str, int] = field(default_factory=dict)
     """Token ids of bos, eos, unk and pad."""
     adds_bos: bool = False
@@ -188,7 +189,7 @@ def _parsed(raw: Any, path: Path) -> tuple[_Model, Sequence[_AddedToken]]:
 def _tokens(
     model: _Model, added: Sequence[_AddedToken], *, rows: int, path: Path
 ) -> tuple[list[str], list[TokenKind]]:
-    """Return the text and type of every row; unused rows are `[PAD<row>]`."""
+    """Return the text and type of the token in every row. Unused rows are called `[PAD<row>]`."""
     texts = [f"[PAD{row}]" for row in range(rows)]
     kinds = [TokenKind.UNUSED] * rows
     largest = max([*model.vocab.values(), *(token.id for token in added)], default=0)
@@ -228,7 +229,7 @@ def _scores(model: _Model, texts: Sequence[str]) -> list[float]:
 
 
 def _split_merge(pair: Any) -> tuple[str, str]:
-    """Return the two tokens of a merge, which older files store as one string."""
+    """Return the two tokens of a merge. Older files store the two as one string."""
     halves = pair.split(" ") if isinstance(pair, str) else pair
     if not (isinstance(halves, list | tuple) and len(halves) == 2):
         raise CheckpointError(f"{_TOKENIZER}: {shown(pair)} is not a merge of two tokens. {_FIX}")
@@ -278,7 +279,8 @@ def _pre_tokenizer(parts: Mapping[str, Any], model: _Model, path: Path) -> str:
 def _adds_space(parts: Mapping[str, Any], path: Path) -> bool:
     """Return True if the steps of a SentencePiece vocabulary put a space before a text.
 
-    llama.cpp's own steps only replace spaces and add one. Raises CheckpointError for other steps.
+    llama.cpp itself can only replace spaces and add a space at the start. Raises CheckpointError
+    for other steps.
     """
     normalizer, words = parts["normalizer"], parts["pre-tokenizer"]
     if normalizer and words in ([], [_NO_SPACES_LEFT]):
@@ -349,7 +351,7 @@ def _adds_special_tokens(
 def _chat_template(
     folder: Path, config: Mapping[str, Any]
 ) -> str | Sequence[Mapping[str, str]] | None:
-    """Return the chat template; tokenizer_config.json can have several named ones.
+    """Return the chat template, or several named templates if tokenizer_config.json has these.
 
     Raises CheckpointError.
     """

@@ -58,7 +58,7 @@ from payload.weights.model_option import MODEL_HELP
 from payload.weights.run_names import path_of_run
 
 _ANY_WIDTH = 1_000_000
-"""Width of lines that go to a pipe, so that a program reads one line for each decision."""
+"""Maximum width of lines that go to a pipe, with which each decision is on one line."""
 _HEADLINE_COLUMN = 8
 """Width of the column with the names of the decisions."""
 
@@ -103,7 +103,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     if not arguments.skip_bad and _skipped_rows(out / "data"):
         arguments.skip_bad = True
         print(
-            f"note: {out / 'data'} was prepared with --skip-bad, which is applied again",
+            f"note: {out / 'data'} was prepared with --skip-bad, so bad rows are skipped again",
             file=sys.stderr,
         )
     request = FinetuneRequest(
@@ -186,7 +186,7 @@ def _next_commands(arguments: argparse.Namespace, config: Path, run: str) -> lis
         lines.append(f"as a Slurm job: {command('orchestrate', *words)}")
         lines.append(
             "note: the method is chosen for the memory of this machine. If the job's nodes have "
-            "more, or less: --set adapter.kind=none, or lora"
+            "more memory, use --set adapter.kind=none; if less, --set adapter.kind=lora"
         )
     return lines
 
@@ -194,8 +194,8 @@ def _next_commands(arguments: argparse.Namespace, config: Path, run: str) -> lis
 def _out_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder for data and run.toml.
 
-    Raises ConfigError if a link that the user has not named leads out of the folder. With such a
-    link, the author of the current folder could make the command write to any folder.
+    Raises ConfigError if a link leads out of --out, or out of the current folder without --out.
+    With such a link, the author of that folder could make the command write to any folder.
     """
     out: Path | None = arguments.out
     home = out or Path()
@@ -212,7 +212,10 @@ def _out_folder(arguments: argparse.Namespace) -> Path:
 
 
 def _require_unprepared(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a folder that `prepare` wrote, with the command that trains it."""
+    """Raise ConfigError if the data is a folder that `prepare` wrote.
+
+    The message has the command that trains on this folder.
+    """
     from payload.data.training_command import training_command
     from payload.formats.data_folder import META_NAME, load_meta
 
@@ -220,7 +223,7 @@ def _require_unprepared(arguments: argparse.Namespace) -> None:
     if (folder / META_NAME).is_file():
         train = training_command(folder, load_meta(folder), model=arguments.model)
         raise ConfigError(
-            f"--data {arguments.data}: prepared data, and finetune reads raw data. Train the "
+            f"--data {arguments.data}: already prepared, but finetune reads raw data. Train on the "
             f"folder with: {train}"
         )
 
@@ -248,7 +251,7 @@ def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _require_unedited(config: Path, text: str, *, force: bool) -> None:
-    """Raise ConfigError if a run.toml with different contents would be replaced."""
+    """Raise ConfigError if this would replace a run.toml that has other contents."""
     if force or not config.exists():
         return
     if _without_schema(config.read_text(encoding="utf-8")) == _without_schema(text):
@@ -266,9 +269,10 @@ def _without_schema(text: str) -> str:
 
 
 def _run_on_measured_cores(arguments: Sequence[str]) -> Any:
-    """Do as `_run_for_json`, but before a plan, measure this machine's speed if unknown.
+    """Call `_run_for_json`. Before a plan, first measure this machine's speed if it is unknown.
 
-    A plan also measures an unknown speed, but its messages are hidden, and measuring takes seconds.
+    A plan would also measure an unknown speed. That takes seconds, and the plan's messages are
+    hidden.
     """
     if "plan" in arguments[:2]:
         _measure_once()

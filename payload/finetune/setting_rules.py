@@ -1,4 +1,4 @@
-"""Chooses every setting of a fine-tuning run from numbers, and gives the reason."""
+"""Chooses every setting of a fine-tuning run by rules, and gives the reason."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from payload.models.spec import ModelSpec
 Method = Literal["full", "lora", "nf4"]
 
 MAX_TOKENS = 8192
-"""Longest sequence length that is chosen; `--set data.sequence_length` can set a longer one."""
+"""Highest sequence length that is chosen. `--set data.sequence_length` can set a higher one."""
 _UNTRUNCATED_SHARE = 0.99
-"""Share of the texts that the chosen sequence length must hold without truncation."""
+"""Fraction of the texts that must fit into the chosen sequence length without truncation."""
 _MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
-"""Highest number of tokens per step; common for LoRA and full fine-tuning of small models."""
+"""Highest number of tokens per step. It is common for LoRA and full fine-tuning of small models."""
 _TARGET_STEPS = 100
 _MIN_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
 """Minimum number of epochs by task. Two annealed epochs at 1e-4 reached 81.8 % on 8,000 labelled
@@ -63,8 +63,8 @@ def sequence_length(
 ) -> tuple[int, str]:
     """Return data.sequence_length and the reason.
 
-    `lengths` are the tokens of the first texts or conversations; `tokens` is the total for plain
-    text.
+    `lengths` are the token counts of the first texts or conversations. `tokens` is the total token
+    count of plain text.
     """
     limit = min(context, MAX_TOKENS)
     if not lengths:
@@ -114,7 +114,7 @@ def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice
 
 
 def steps(task: TaskKind, found: DataSize, *, batch_size: int, requested: int | None) -> Choice:
-    """Return train.steps: the fewest epochs (one to three) that give at least a hundred steps.
+    """Return train.steps, from the fewest epochs (one to three) that give at least a hundred steps.
 
     With labelled texts, the run has at least two epochs.
     """

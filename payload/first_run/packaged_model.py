@@ -32,11 +32,11 @@ _NAME = "smollm2-135m-instruct"
 _RECIPE = "1"
 """Version of the converted folder; increase it when the conversion changes."""
 _NEEDED_BYTES = 1_300_000_000
-"""Free disk space that the conversion needs. For a moment, the package, the GGUF file, and the fp32
-and bf16 weights exist together: 1.1 GB."""
+"""Free disk space that the conversion needs. For a moment, the package, the GGUF file, the fp32
+weights and the bf16 weights exist at the same time, which takes 1.1 GB."""
 
 Working = Callable[[str], AbstractContextManager[object]]
-"""Takes a description of some work, and shows during the context that this work is in progress."""
+"""Takes a description of some work. During the context, shows that the work is in progress."""
 
 
 class PackageError(ConfigError):

@@ -18,8 +18,8 @@ MIN_STEPS = 12
 """Minimum number of steps. In one run, the training loss was 2.33 before the first step, and 1.16
 after 10 steps."""
 _SHORT_SEQUENCES = 2.0
-"""Factor on the predicted time, because the prediction is fitted to long sequences, whose matmuls
-are larger."""
+"""Factor on the predicted time. It is needed because the prediction is fitted to long sequences,
+which have larger matmuls."""
 
 
 def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any]) -> float:
@@ -47,6 +47,8 @@ def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any
 
 
 def steps_within_budget(step_s: float, *, most: int) -> int:
-    """Return how many steps of `step_s` seconds fit into two minutes, from `MIN_STEPS` to
-    `most`."""
+    """Return how many steps of `step_s` seconds fit into two minutes.
+
+    The result is at least `MIN_STEPS` and at most `most`.
+    """
     return max(MIN_STEPS, min(most, int(TRAINING_S / step_s)))

@@ -1,4 +1,4 @@
-"""Read the manifest of a checkpoint on a node or in a store, and download it to a local folder."""
+"""Read the manifest of a checkpoint on a node or in a store, and download the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)"
 
 
 def load_foreign_manifest(folder: Path, *, where: str) -> Manifest:
-    """Read the manifest of a checkpoint on a node or in a store, which messages call `where`.
+    """Read the manifest of a checkpoint on a node or in a store.
 
-    Raises CheckpointError as `load_manifest` does, and for files of types that checkpoints do not
-    have. Such files could run code when they are loaded, or just by being in a folder.
+    `where` names the place in messages.
+
+    Raises CheckpointError as `load_manifest` does. Also raises the error if the manifest lists a
+    file of a type that checkpoints do not have. Such a file could run code when it is loaded, or
+    just by being in a folder.
     """
     manifest = load_manifest(folder)
     odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]

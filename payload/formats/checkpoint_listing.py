@@ -29,7 +29,7 @@ TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""Files of a checkpoint with an adapter; they replace `MODEL_FILES`."""
+"""Weight files of a checkpoint with an adapter, which has these instead of `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
 """Files that a resume needs in addition to the weights. A resume needs no tokenizer files."""
 CHECKPOINTS_NAME = "checkpoints"
@@ -97,7 +97,7 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
 
 
 def _named_folders(checkpoints: Path) -> list[Path]:
-    """List paths with a checkpoint's name; empty if `checkpoints` is a link out of the run."""
+    """List the paths with a checkpoint's name; none if `checkpoints` is a link out of the run."""
     try:
         require_own(checkpoints)
     except CheckpointError:
@@ -109,7 +109,7 @@ def _named_folders(checkpoints: Path) -> list[Path]:
 
 
 def require_own(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint or folder of checkpoints is a link out of its run.
+    """Raise CheckpointError if a checkpoint or a folder of checkpoints is a link out of its run.
 
     The link `best` must lead to a checkpoint in the same folder. Links at other paths are accepted,
     as the user named them.
@@ -148,8 +148,9 @@ def newest_valid(
 def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
     """Return the checkpoints that may have the lowest validation loss; the first is the best.
 
-    `val_losses` is by step. A checkpoint without a known loss is not a candidate, except the target
-    of the link `best`: that checkpoint was evaluated, but its loss is no longer known.
+    `val_losses` has the loss at each step. A checkpoint without a known loss is not a candidate,
+    except the target of the link `best`: that checkpoint was evaluated, although the loss is no
+    longer known.
     """
     folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
     lowest = best_step(folders, val_losses)
@@ -167,8 +168,8 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
 def best_step(steps: Iterable[int], val_losses: Mapping[int, float]) -> int | None:
     """Return the step with the lowest validation loss; of equal losses, the last step.
 
-    `val_losses` is by step. Steps without a finite loss are left out; returns None if no step
-    remains.
+    `val_losses` has the loss at each step. Steps without a finite loss are left out. Returns None
+    if no step remains.
     """
     rated = [step for step in steps if math.isfinite(val_losses.get(step, math.nan))]
     return min(rated, key=lambda step: (val_losses[step], -step), default=None)
@@ -180,7 +181,7 @@ def partial_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest. Raises CheckpointError, also for a manifest without files."""
+    """Read a checkpoint's manifest. Raises CheckpointError for a damaged or empty manifest."""
     path, fix = folder / MANIFEST_FILE, "Use another checkpoint."
     try:
         raw = parse_json(read_bytes(path), where=str(path), error=CheckpointError, fix=fix)

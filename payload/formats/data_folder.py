@@ -30,26 +30,25 @@ VAL_NAME = "val.bin"
 TRAIN_MARKS_NAME = "train.marks.bin"
 VAL_MARKS_NAME = "val.marks.bin"
 EXAMPLES_NAMES = {TRAIN_NAME: "train.examples.bin", VAL_NAME: "val.examples.bin"}
-"""For each token file of labelled texts, the file with their offsets and labels."""
+"""For each token file of labelled texts, the file with the texts' offsets and labels."""
 EXAMPLE_BYTES = 16
 PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
-"""For each token file of preference pairs, the file with their offsets."""
+"""For each token file of preference pairs, the file with the conversations' offsets."""
 PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
 """Limit on the tokens of one label name in meta.json."""
 FOLDER_WORD = "folder"
-"""Prefix in `source` for a folder whose name could also be a dataset on the hub."""
+"""Prefix in `source` for a folder that has the same form of name as a dataset on the hub."""
 SCHEMA_VERSION = 1
 IGNORED_TARGET = -100
-"""Target of a position that the loss ignores; PyTorch's default for cross entropy."""
+"""Target of a position that the loss ignores. It is PyTorch's default for cross entropy."""
 
 RANGE_BYTES = 256 * 1024
-"""Size of a range with its own hash. Hashing a range takes 0.2 ms, training on 1,024 tokens (2 kB)
-200 ms."""
+"""Size of the ranges of a file that are hashed separately. Hashing a range takes 0.2 ms. Training
+on 1,024 tokens (2 kB) takes 200 ms."""
 HASH_DIGITS = 32
-"""Number of digits of a range's SHA-256 that meta.json stores. 128 bits are secure, and halve the
-size of meta.json.
-"""
+"""Number of hexadecimal digits of a range's SHA-256 that meta.json stores. These 128 bits are
+secure, and make meta.json half as large as whole hashes would."""
 
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
@@ -59,11 +58,12 @@ Dedup = Literal["none", "exact", "near"]
 """Duplicates that are removed. By default, only training rows that are also in the validation data
 are removed; with `none`, no row is removed."""
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
-"""Treatment of the assistant's thoughts.
+"""How the assistant's thoughts are trained.
 
-`keep`: as in the row. `drop`: without thoughts. `empty` and `refuse` differ from `keep` only if the
-prompt opens a block of thoughts and the row has no thoughts. `empty` then trains the end of the
-block with the answer, `refuse` rejects the row, and `keep` and `drop` train only the answer.
+`keep` trains the thoughts that are in the row. `drop` removes all thoughts. `empty` and `refuse`
+differ from `keep` only if the prompt opens a block of thoughts and the row has no thoughts. In this
+case, `empty` trains the end of the block with the answer, `refuse` rejects the row, and `keep` and
+`drop` train only the answer.
 """
 
 _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
@@ -75,7 +75,7 @@ _FILES: dict[TaskKind, frozenset[str]] = {
     | {TRAIN_MARKS_NAME, VAL_MARKS_NAME}
     | frozenset(PAIRS_NAMES.values()),
 }
-"""Files of each task's folder, without the tokenizer files."""
+"""For each task, the files of a data folder except the tokenizer files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +85,18 @@ class DataFile:
     bytes: int = checked(low=0)
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
-    """The first digits of the SHA-256 of each range of RANGE_BYTES. Training verifies a range when
-    it reads the range. Empty in folders of older releases."""
+    """For each range of RANGE_BYTES, the first digits of its SHA-256. Training verifies a range
+    when it reads the range. Empty in folders of older releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRecord:
-    """The selection of documents for validation."""
+    """How the documents for validation are selected."""
 
     method: Literal["permutation", "hash", "stratified", "files"]
-    """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
-    the document's number, if the number of documents was not known in advance. `stratified`: the
-    same share of each label's texts. `files`: the
-    documents of the validation files."""
+    """`permutation`: the documents that train_test_split of the library `datasets` selects. `hash`:
+    by a keyed hash of the document's number, if the total was not known in advance. `stratified`:
+    the same fraction of each label's texts. `files`: the documents of the validation files."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 
@@ -118,24 +117,24 @@ class ChatRecord:
     train_padding_tokens: int = checked(low=0)
     val_padding_tokens: int = checked(low=0)
     truncated_conversations: int = checked(low=0)
-    """Conversations longer than a block, which were truncated."""
+    """Number of conversations that were longer than a block and were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Conversations that were dropped because they had no trained token, or none after
+    """Number of conversations that were dropped because they had no trained token, or none after
     truncation."""
     on_long: OnLong = "truncate"
-    """Treatment of conversations longer than a block, as in --on-long."""
+    """The value of --on-long: what happens to conversations that are longer than a block."""
     long_dropped_conversations: int = checked(0, low=0)
-    """Conversations longer than a block, which were left out."""
+    """Number of conversations that were longer than a block and were left out."""
     split_conversations: int = checked(0, low=0)
-    """Conversations longer than a block, which continue in further blocks."""
+    """Number of conversations that were longer than a block and were split into several blocks."""
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
-    """Number of samples beyond one per conversation. If a template renders a turn differently once
-    other turns follow, the conversation needs several samples."""
+    """How many samples there are in addition to one per conversation. If a template renders a turn
+    differently once other turns follow, the conversation needs several samples."""
     added_tokens: int = checked(0, low=0)
-    """Tokens of the added samples."""
+    """Number of tokens in the added samples."""
     literal_samples: int = checked(0, low=0)
     """Number of samples in which a special token in the row's text is encoded as plain text."""
     unescaped_samples: int = checked(0, low=0)
@@ -148,21 +147,23 @@ class ClassifyRecord:
     """Labels and counts of a folder for classification."""
 
     labels: tuple[str, ...]
-    """Names of the labels; a label's number is its index."""
+    """Names of the labels. A label's number is the index of its name."""
     train_counts: tuple[int, ...] = checked(low=1)
     """Number of training texts with each label."""
     val_counts: tuple[int, ...] = checked(low=1)
     pad_token: int = checked(low=0)
     """Token that pads the shorter texts of a batch."""
     label_tokens: tuple[tuple[int, ...], ...] = ()
-    """For each label, the tokens of its name after a space. Empty in folders of older releases, and
-    if the tokenizer returns no tokens for a name.
-    """
+    """For each label, the tokens of a space and its name. Empty in folders of older releases, and
+    if the tokenizer returns no tokens for a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceRecord:
-    """Contents of a folder of preference pairs: two conversations each, the preferred one first."""
+    """Contents of a folder of preference pairs.
+
+    Each pair has two conversations, the preferred one first.
+    """
 
     sequence_length: int = checked(low=2, high=2**20)
     """Highest number of tokens of a conversation; training must use the same length."""
@@ -194,16 +195,16 @@ class InputRecord:
     weight: float = checked(low=0)
     """Number of times that each training row is in an epoch."""
     rows: int = checked(low=0)
-    """Rows with trained content, before duplicates were removed."""
+    """Number of rows with trained content, before duplicates were removed."""
     duplicates: int = checked(low=0)
-    """Rows that --dedup removed."""
+    """Number of rows that --dedup removed."""
     also_in_validation: int = checked(low=0)
-    """Training rows that were removed because they are also in the validation data."""
+    """Number of training rows that were removed because they are also in the validation data."""
     val_rows: int = checked(low=0)
     train_rows: int = checked(low=0)
-    """Training rows after all removals, each counted once."""
+    """Number of training rows after all removals. Each row counts once."""
     rows_an_epoch: int = checked(low=0)
-    """`train_rows` times `weight`, rounded."""
+    """Number of rows in an epoch: `train_rows` times `weight`, rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,17 +252,17 @@ class DataMeta:
     skipped_documents: int = checked(low=0)
     """Number of unreadable documents that --skip-bad left out."""
     skipped_examples: list[str] = field(default_factory=list)
-    """Location and problem of the first skipped documents."""
+    """Messages about the first skipped documents, with the location and the problem."""
     text_bytes: int = checked(low=0)
-    """UTF-8 bytes that were tokenized."""
+    """Size of the tokenized text in bytes of UTF-8."""
     source: str = checked(pattern=PLAIN_TEXT, wanted="one line without control characters")
     """Kind and location of the source, as in `jsonl: corpus/part-*.jsonl`."""
     revision: str | None
     """The commit of a dataset on the hub, or the Python version for `stdlib`; None for other
     sources."""
     fingerprint: str
-    """SHA-256 over the names, sizes and times of the source's files, and the settings that affect
-    the output."""
+    """SHA-256 over the names, sizes and times of the source's files, and over the settings that
+    affect the output."""
     split: SplitRecord
     encoder: str
     """The program that produced the tokens, as in `gigatoken 0.10.0`."""
@@ -274,7 +275,7 @@ class DataMeta:
     preference: PreferenceRecord | None = None
     """Record of the task `preference`; None for other tasks."""
     selection: SelectionRecord | None = None
-    """Duplicates and weights of the inputs; None if every row is in its file exactly once."""
+    """Record of duplicates and weights; None if every row is in its file exactly once."""
     schema_version: int = SCHEMA_VERSION
 
     def hashes(self) -> dict[str, str]:
@@ -328,14 +329,14 @@ def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: in
 
 
 def describe_new_rows(meta: DataMeta, rows: int) -> str:
-    """Return which special tokens are new, and how many rows a model with `rows` rows gets."""
+    """Return text about the new special tokens, and the rows that a model of `rows` rows gains."""
     ids = meta.added_ids()
     span = f"id {ids[0]}" if len(ids) == 1 else f"ids {ids[0]} to {ids[-1]}"
     grown = max(0, meta.vocab_size - rows)
     free = f", {len(ids) - grown} rows were free" if grown < len(ids) else ""
     return (
-        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}; each starts "
-        f"as the mean of rows 0 to {ids[0] - 1}"
+        f"{len(ids)} new special tokens, {span}: {grown} rows added to {rows:,}{free}. Each new "
+        f"row starts as the mean of rows 0 to {ids[0] - 1}"
     )
 
 
@@ -353,7 +354,7 @@ def load_meta(folder: Path) -> DataMeta:
     """Read a prepared folder's meta.json, and check the sizes of the files.
 
     If the folder is missing or damaged, raises DataError with the command that prepares it. Links
-    out of the folder are refused: they could lead training to any file of the right size.
+    out of the folder are refused, because training could then read any file of the right size.
     """
     path = folder / META_NAME
     remedy = prepare_again_hint(folder, source=None)
@@ -373,7 +374,7 @@ def load_meta(folder: Path) -> DataMeta:
 
 
 def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
-    """Raise DataError for contradictory numbers, because these determine the sizes of reads."""
+    """Raise DataError for contradictory values, because these determine the sizes of reads."""
     expected = _FILES[meta.task]
     if set(meta.files) != expected:
         raise DataError(f"{path}: files must be {' and '.join(sorted(expected))}. {remedy}")

@@ -19,8 +19,9 @@ from payload.core.validation.json_text import parse_json
 
 CONFIG_FILE = "config.json"
 CLASSIFIER_CONFIG_FILE = "classifier_config.json"
-"""The config.json of a classifier's adapter: transformers takes an adapter's folder with a file
-named config.json for a complete model. Adapters of older versions use that name."""
+"""Name of the config.json of a classifier's adapter. If the file were called config.json,
+transformers would read the adapter's folder as a complete model. Adapters of older versions have
+config.json."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -33,7 +34,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""All files that a tokenizer can consist of; a folder has only some of them."""
+"""All files that a tokenizer can consist of. A folder has only some of these files."""
 GENERATION_FILE = "generation_config.json"
 """A model's stop tokens and sampling settings."""
 PROCESSOR_FILES = (
@@ -43,9 +44,9 @@ PROCESSOR_FILES = (
     "chat_template.json",
     GENERATION_FILE,
 )
-"""Files of a multimodal model's processor, in addition to its tokenizer's."""
+"""Files of a multimodal model's processor, in addition to the tokenizer's files."""
 FLOAT_TAG = "__float__"
-"""The key of an object in config.json that represents NaN or an infinity.
+"""Key of the objects in config.json that represent NaN and infinity.
 
 Source: transformers, configuration_utils.py, `_encode_special_floats`.
 """
@@ -78,7 +79,7 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def classifier_config(folder: Path) -> tuple[dict[str, object], Path]:
-    """Return the config with a classifier's labels, and the path of its file.
+    """Return the config that has a classifier's labels, and the path of the config's file.
 
     `folder` contains a whole classifier or only its adapter. Raises CheckpointError.
     """
@@ -95,7 +96,7 @@ def _read_config(path: Path) -> dict[str, object]:
 
 
 def label_names(checkpoint: Path | None, *, num_labels: int) -> tuple[str, ...]:
-    """Return the names of a classifier's labels; without a valid config, their numbers."""
+    """Return the names of a classifier's labels; without a valid config, their indices as text."""
     with suppress(CheckpointError):
         named = classifier_config(checkpoint)[0].get("id2label") if checkpoint else None
         if isinstance(named, dict) and len(named) == num_labels:

@@ -1,7 +1,7 @@
 """CONTRACT: names on the Hugging Face hub: NAME or OWNER/NAME, optionally with @REVISION.
 
-A local folder can have the same form. A cloned project, for example, could contain a folder with a
-model's name, which would replace the hub's model.
+The path of a local folder can have the same form. A cloned project, for example, could contain a
+folder with the name of a model, which would replace the model on the hub.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OWN_FOLDERS = ("runs", "data")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model on the hub; without a revision, its newest commit."""
+    """A model on the hub. Without a revision, it means the model's newest commit."""
 
     name: str
     revision: str | None = None

@@ -1,4 +1,4 @@
-"""Messages with the command that prepares, or prepares again, a data folder."""
+"""Messages with the command that prepares a data folder, or prepares the folder again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def _how_to_prepare(given: Path) -> str:
 
 
 def prepare_again_hint(folder: Path, *, source: object) -> str:
-    """Return a sentence with the command for a damaged folder; `source` is from its meta.json."""
+    """Return a sentence with the command that makes a damaged folder again.
+
+    `source` is the value in the folder's meta.json.
+    """
     if not isinstance(source, str):
         source = None
     plain = printable_line(source or "")[:200]
@@ -83,7 +86,7 @@ def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
 
 
 def write_tokenizer_again(folder: Path) -> str:
-    """Return the command that writes all files of a folder's tokenizer with transformers."""
+    """Return the command with which transformers writes all files of a folder's tokenizer."""
     program = (
         f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
         f".save_pretrained({str(folder)!r})"

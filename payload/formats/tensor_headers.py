@@ -1,4 +1,4 @@
-"""Reads the headers of a model's safetensors files, without their data and without any package.
+"""Reads the headers of a model's safetensors files, without the package safetensors.
 
 A folder has one file, or shards and an index that maps tensors to shards. The folder may be
 untrusted, so every name, size and offset is checked against the files before use. Format:
@@ -43,7 +43,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F8_E8M0": 1,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Supported dtypes of a model's weights. A smaller dtype means that a weight is quantised."""
+"""Supported dtypes of a model's weights. A weight in a smaller dtype is quantised."""
 
 _MAX_HEADER_BYTES = 100 * 10**6  # The format's own limit.
 _MAX_TENSORS = 10**6

@@ -29,11 +29,14 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip")
 _TEXT = "A"
-"""Placeholder of the text in a post-processor's template."""
+"""Placeholder for the text in a post-processor's template."""
 
 
 def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the canonical form of each part of a parsed tokenizer.json, by the part's name."""
+    """Return the canonical form of each part of a parsed tokenizer.json.
+
+    The keys are the names of the parts.
+    """
     normalizer = flat_steps(tokenizer.get("normalizer"), inner="normalizers")
     pre_tokenizer = flat_steps(tokenizer.get("pre_tokenizer"), inner="pretokenizers")
     added = _added_tokens(tokenizer.get("added_tokens"), is_normalized=bool(normalizer))
@@ -132,7 +135,7 @@ def _lacks_bytes(vocabulary: Mapping[str, Any]) -> bool:
 
 
 def _added_tokens(added: object, *, is_normalized: bool) -> list[list[Any]]:
-    """Return number, content and flags of each added token.
+    """Return the id, the content and the flags of each added token.
 
     The flag `special` is left out, as it only affects decoding.
     """
@@ -189,5 +192,5 @@ def _template(step: Any) -> Any:
 
 
 def _number(pair: object) -> object:
-    """Return the number of a token from the pair (content, number)."""
+    """Return the id of a token from the pair (content, id)."""
     return pair[1] if isinstance(pair, list) and len(pair) == 2 else pair

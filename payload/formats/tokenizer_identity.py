@@ -1,9 +1,9 @@
 """CONTRACT: hashes that identify a tokenizer, to compare the tokenizers of two folders.
 
-Two tokenizers are the same if they produce the same token numbers. That depends on the whole
-pipeline of tokenizer.json: normalizer, pre-tokenizer, vocabulary with merges, post-processor and
-added tokens. The canonical form leaves out the rest: offsets, decoders, truncation, padding, and
-the layout of the file. `payload.data.tokenizers.probe` also compares the tokens of a packaged text.
+Two tokenizers are the same if they produce the same token ids. That depends on the whole pipeline
+of tokenizer.json: normalizer, pre-tokenizer, vocabulary with merges, post-processor and added
+tokens. The canonical form leaves out the rest: offsets, decoders, truncation, padding, and the
+layout of the file. `payload.data.tokenizers.probe` also compares the tokens of a packaged text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TokenizerIdentity:
     """The two hashes by which tokenizers are compared."""
 
     vocabulary_sha256: str
-    """Hash of vocabulary and merges, the only hash in data folders of older releases."""
+    """Hash of the vocabulary and merges. Data folders of older releases have only this hash."""
     pipeline_sha256: str
     """Hash of all settings that affect tokens."""
 
@@ -137,7 +137,7 @@ def is_extended_by(meta: DataMeta, identity: TokenizerIdentity) -> bool:
 
 
 def vocabulary_file(folder: Path) -> str | None:
-    """If a folder has no tokenizer.json, return the name of its vocabulary file, otherwise None."""
+    """Return the name of the folder's vocabulary file if there is no tokenizer.json, else None."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)
@@ -166,8 +166,8 @@ def has_vocabulary(
 ) -> bool:
     """Return True if the hash of vocab.json and merges.txt in `folder` is `vocabulary_sha256`.
 
-    `added` has the numbers of tokens that the hash does not cover; the folder must have the same
-    numbers. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
+    `added` has the ids of tokens that the hash does not cover. The folder must have the same ids. A
+    SentencePiece vocabulary is not compared. Raises `error` for damaged files.
     """
     found = {}
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
@@ -264,8 +264,8 @@ def parse_tokenizer(
 ) -> dict[str, Any]:
     """Return the object in a tokenizer.json.
 
-    Raises `error`, also for a file on which the package `tokenizers` would end the process or fill
-    the memory.
+    Raises `error` for a damaged file, and for a file on which the package `tokenizers` would end
+    the process or fill the memory.
     """
     raw = parse_json(content, where=where, fix=_FIX, error=error)
     if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):

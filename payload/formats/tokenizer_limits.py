@@ -10,8 +10,8 @@ from payload.core.printable_text import shown
 from payload.formats.tokenizer_canonical import flat_steps
 
 _MAX_GROWTH = 64
-"""Limit on the factor by which all steps together can lengthen a text; usual files have a factor of
-1."""
+"""Limit on the factor by which all steps together can lengthen a text. In usual files, the factor
+is 1."""
 _FIX = "Repair the folder, or use another folder."
 
 
@@ -33,7 +33,7 @@ def require_bounded(raw: Mapping[str, Any], *, where: str, error: type[Tileforge
 
 
 def _growth(step: Any) -> float:
-    """Return the ratio by which a step can lengthen a text of one character or more."""
+    """Return the factor by which a step can lengthen a text of one character or more."""
     if not isinstance(step, Mapping):
         return 1.0
     if step.get("type") == "Prepend":

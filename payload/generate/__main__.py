@@ -171,7 +171,7 @@ def _continue(
     codec: Codec,
     model: CausalLM,
 ) -> None:
-    """Continue or answer every prompt, and print the results in the order of the prompts."""
+    """Continue or answer every prompt. Print the results in the order of the prompts."""
     texts = [_text(prompt, form, arguments) for prompt in prompts]
     encoded = [
         encode(text, codec=codec, model=model, is_marked=form is not None, note=_print_note)

@@ -1,4 +1,4 @@
-"""Divides the text that a chat model generates into thoughts, an answer and tool calls."""
+"""Divides the text from a chat model into thoughts, an answer and tool calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Answer:
     calls: tuple[ToolCall, ...] = ()
 
     def as_row(self) -> dict[str, Any]:
-        """Return the answer for JSON; keys without a value are left out, except `text`."""
+        """Return the answer for JSON. Keys without a value are left out, except `text`."""
         row: dict[str, Any] = {"text": self.text}
         if self.thoughts:
             row["thoughts"] = self.thoughts
@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """A chat template, the tools and variables of a conversation, and the format of its answers."""
+    """A conversation's chat template, tools and variables, and the format of the answers."""
 
     template: ChatTemplate
     tools: Sequence[Mapping[str, Any]]
@@ -49,9 +49,9 @@ class ChatFormat:
     """The model's stop tokens, and the tokens with which the template ends a turn."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the conversation as text, up to where the answer begins.
+        """Return the conversation as text, up to the place where the answer begins.
 
-        A conversation that ends with a message of the assistant is continued within this message,
+        If the conversation ends with a message of the assistant, the model continues this message,
         as with `continue_final_message` of transformers. Raises DataError.
         """
         continues = messages[-1]["role"] == ASSISTANT
@@ -80,8 +80,8 @@ class ChatFormat:
     def divide(self, generated: str, *, prompt: str, is_finished: bool) -> Answer:
         """Return the parts of a generated text that follows a prompt.
 
-        In an unfinished text, characters that may belong to a delimiter or a call are left out. So
-        when the text grows, each part of the answer is only extended, never changed.
+        If the text is unfinished, last characters that may belong to a delimiter or a call are left
+        out. So each part of the answer only grows when the text grows, and never changes.
         """
         thoughts, text = self.thoughts.divide(
             generated, is_open=self.thoughts.is_opened_by(prompt), is_finished=is_finished
@@ -144,7 +144,7 @@ def chat_format(
 def _stop_tokens(
     template: ChatTemplate, codec: Codec, variables: Mapping[str, Any]
 ) -> frozenset[int]:
-    """Return the tokens at which an answer ends (the same as in training)."""
+    """Return the tokens at which an answer ends. They are the same as in training."""
     texts = {*template.known_tokens().stops}
     texts.update(*(end.stops for end in template.turn_ends(variables).values()))
     encoded = [codec.encode_marked(text) for text in texts if text]

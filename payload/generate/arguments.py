@@ -147,7 +147,8 @@ def _add_sampling(made: CommandParser) -> None:
         default=[],
         metavar="TEXT",
         help="end the text before this string; can be repeated. The tokens in the model's "
-        "generation_config.json always end the text; with --chat also the template's end of a turn",
+        "generation_config.json always end the text, with --chat also the template's "
+        "end-of-turn token",
     )
 
 

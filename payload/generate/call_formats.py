@@ -1,7 +1,7 @@
-"""The formats in which chat templates write a tool call, and their detection.
+"""The formats in which chat templates write a tool call, and how the format is detected.
 
-A template writes sample calls with known names and values. The positions of these names and values
-in the text show the format.
+A template renders sample calls with known names and values. The places of these names and values in
+the rendered text show the format.
 
 Four kinds cover the templates in use: a JSON object with name and arguments; a name followed by the
 arguments as a JSON object; a name followed by keys and values between delimiters, as in XML; and a
@@ -23,7 +23,7 @@ NAMES = "probe_first", "probe_second"
 """Function names in the test calls that `call_format_of` lets a template render."""
 KEYS = "probe_key", "probe_number"
 VALUES = ("probe_value", 1717), ("probe_other", 1818)
-"""Names and values of the arguments in both test calls: a text and a number."""
+"""Names and values of the arguments in both test calls. One value is a text, the other a number."""
 _JSON_KEYS = ("name", "arguments"), ("name", "parameters"), ("tool_name", "parameters")
 _NAME = r"([^\s\"'<>|{}()\[\]=:,]+)"
 
@@ -40,7 +40,7 @@ class ToolCall:
         return {"name": self.name, "arguments": dict(self.arguments)}
 
     def as_entry(self, number: int, *, as_text: bool) -> dict[str, Any]:
-        """Return the call as an entry of a message's `tool_calls`; `number` is its index.
+        """Return the call as an entry of a message's `tool_calls`, with the index `number`.
 
         `as_text` writes the arguments as JSON text, as in OpenAI's format.
         """
@@ -57,7 +57,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCall:
-    """A call and its range of characters in a text."""
+    """A call, and the range of characters that the call has in a text."""
 
     start: int
     end: int
@@ -69,7 +69,7 @@ class CallFormat(Protocol):
 
     @property
     def before(self) -> str:
-        """Text that begins every call, without white space; empty if nothing precedes a call."""
+        """Text that begins every call, without white space; empty if calls have no such text."""
 
     def find(self, text: str, start: int) -> FoundCall | None:
         """Return the first call in `text` that begins at `start` or after it."""
@@ -80,7 +80,7 @@ def call_format_of(
 ) -> CallFormat | None:
     """Return the format of the call in `answer`, which calls the first function of `NAMES`.
 
-    `before` is the text that precedes the name in every call; None means an unknown format.
+    `before` is the text that precedes the name in every call. Returns None for an unknown format.
     """
     place = answer.rindex(NAMES[0])
     rest = answer[place + len(NAMES[0]) :]
@@ -107,7 +107,8 @@ class _JsonObject:
     before: str
     keys: tuple[str, str]
     names: frozenset[str]
-    """Names of the tools. If `before` is empty, an object with any other name is plain text."""
+    """Names of the tools. If `before` is empty, only an object with one of these names is a
+    call."""
 
     def knowing(self, names: Sequence[str]) -> _JsonObject:
         return _JsonObject(before=self.before, keys=self.keys, names=frozenset(names))
@@ -216,9 +217,9 @@ class _NameThenPairs:
     quote: str
     """Text on both sides of a string value; it can be empty."""
     ends: tuple[str, str]
-    """Two texts: the text between a value and the next key, and the text after the last value."""
+    """The text between a value and the next key, and the text after the last value."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """JSON schema of the parameters of each tool, by name."""
+    """For each tool, the JSON schema of its parameters, by the tool's name."""
 
     def knowing(self, names: Sequence[str]) -> _NameThenPairs:
         del names
@@ -257,7 +258,7 @@ class _NameThenPairs:
 def _pairs(
     before: str, rest: str, schemas: Mapping[str, Mapping[str, Any]]
 ) -> _NameThenPairs | None:
-    """Return the format of a call; `rest` is the text after its name."""
+    """Return the format of a call. `rest` is the text after the call's name."""
     places = []
     position = 0
     for word in (KEYS[0], str(VALUES[0][0]), KEYS[1], str(VALUES[0][1])):
@@ -293,7 +294,7 @@ def _name_of(tool: Mapping[str, Any]) -> str:
 
 
 def _places(wanted: str, text: str, start: int) -> Iterator[int]:
-    """Yield the index of every `wanted` in `text`, from `start`."""
+    """Yield each index from `start` on at which `text` contains `wanted`."""
     place = text.find(wanted, start)
     while place >= 0:
         yield place
@@ -301,7 +302,7 @@ def _places(wanted: str, text: str, start: int) -> Iterator[int]:
 
 
 def _flexible(text: str) -> str:
-    """Return a pattern that matches `text` with any white space where `text` has white space."""
+    """Return a pattern for `text` that accepts any white space where `text` has white space."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
 
 

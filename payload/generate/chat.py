@@ -26,12 +26,12 @@ class Conversation:
     codec: Codec
     format: ChatFormat
     options: SamplingOptions
-    """Sampling options; `max_new_tokens` limits an answer, and `num_samples` is 1."""
+    """Sampling options. `max_new_tokens` is the limit for an answer, and `num_samples` is 1."""
     stops: Sequence[str] = ()
     """Texts that end an answer, in addition to the model's stop tokens."""
     messages: list[Message] = field(default_factory=list)
     num_dropped: int = 0
-    """Number of messages that no longer fit into the model's context and are left out."""
+    """Number of messages that are left out because they no longer fit into the model's context."""
     num_tokens: int = 0
     """Number of tokens in the last answer."""
     last: Answer = field(default_factory=Answer)
@@ -41,8 +41,9 @@ class Conversation:
     def answer(self, *messages: Message) -> Generator[Answer, None, None]:
         """Yield the growing answer to new messages: a question, or the results of tool calls.
 
-        Each value has the whole answer so far. If the caller stops early, the conversation keeps
-        the answer so far. Raises ConfigError if the messages are too long for the model's context.
+        Each yielded value is the whole answer so far. If the caller stops early, the conversation
+        keeps the last of them. Raises ConfigError if the messages are too long for the model's
+        context.
         """
         self.messages += messages
         prompt = self._prompt(len(messages))
@@ -58,7 +59,7 @@ class Conversation:
         yield self.last
 
     def _texts(self, prompt: list[int]) -> Iterator[str]:
-        """Yield the generated text, longer each time, with special tokens."""
+        """Yield the generated text so far, including special tokens, after each token."""
         self._reader = self._reader or Reader(self.model)
         sampler = Sampler(
             self.model,
@@ -80,9 +81,9 @@ class Conversation:
         yield text + stop.add(stream.finish()) + stop.finish()
 
     def _prompt(self, num_new: int) -> str:
-        """Return the rendered conversation, without the oldest turns if they do not fit.
+        """Return the rendered conversation. The oldest turns are left out if they do not fit.
 
-        If `num_new` new messages alone do not fit, they are removed.
+        If even the last `num_new` messages alone do not fit, these new messages are removed again.
         """
         context = self.model.spec.context()
         room = context - min(self.options.max_new_tokens, context // 2)
@@ -124,10 +125,9 @@ def run_chat(
     """Answer the messages that `read` returns, until it raises EOFError.
 
     `show` receives the growing answer. After each answer, `end` is called with the question.
-    `show_help` is called for an empty line and for `/help`.
-    `read_result` returns the result of a call; without `read_result`, calls get no result. An
-    interrupt ends only the current answer; if no answer is in progress, KeyboardInterrupt is
-    raised.
+    `show_help` is called for an empty line and for `/help`. `read_result` returns the result of a
+    call. Without `read_result`, calls receive no result. An interrupt ends only the current answer.
+    If no answer is in progress, KeyboardInterrupt is raised.
     """
     while True:
         try:
@@ -163,7 +163,7 @@ def run_chat(
 def _results(
     calls: Sequence[ToolCall], read_result: Callable[[ToolCall], str] | None
 ) -> list[Message]:
-    """Return a message with the result of every call; empty if the user gives none."""
+    """Return a message for the result of every call; empty if the user gives no results."""
     if read_result is None:
         return []
     results: list[Message] = []

@@ -18,7 +18,7 @@ from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
 
 _CHUNK_TEXTS = 1024
-"""Texts that are sorted by length, classified and printed together."""
+"""Number of texts that are sorted by length, classified and printed together."""
 _BATCH_ROWS = 16
 
 
@@ -126,7 +126,7 @@ def _classify_chunk(texts: Sequence[str], model: Classifier, codec: Codec) -> li
 
 
 def _encode(text: str, model: Classifier, codec: Codec) -> list[int]:
-    """Return the tokens of a text; an empty text becomes one padding token. Raises ConfigError."""
+    """Return the tokens of a text. An empty text becomes one padding token. Raises ConfigError."""
     tokens = codec.encode(text) or [model.pad_token]
     size = model.spec.vocab_size
     if max(tokens) >= size:

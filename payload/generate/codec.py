@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint for generation: encoding, decoding, and stop tokens."""
+"""The tokenizer with which text is generated: encoding, decoding, and stop tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Codec:
 
     name: str
     encode: Callable[[str], list[int]]
-    """Returns the tokens of a prompt as transformers does, with the begin-of-text token."""
+    """Returns the tokens of a prompt, with the begin-of-text token, as transformers does."""
     encode_marked: Callable[[str], list[int]]
     """Returns the tokens of a text that contains special tokens, such as a rendered chat template.
     """
@@ -52,10 +52,10 @@ class Codec:
 
 
 def find_codec(folder: Path) -> Codec:
-    """Return the tokenizer of a checkpoint; a GPT-2 without tokenizer files uses GPT-2's tokenizer.
+    """Return the tokenizer of a checkpoint. A GPT-2 without tokenizer files has the packaged one.
 
-    For an adapter, the folder of its base is used if necessary. Raises CheckpointError and
-    DataError for a missing or damaged tokenizer.
+    If an adapter has no tokenizer files, the files of the base model are used. Raises
+    CheckpointError and DataError for a missing or damaged tokenizer.
     """
     model, tokenizer = config_folder(folder), tokenizer_folder(folder)
     config = read_config(model)
@@ -69,7 +69,7 @@ def find_codec(folder: Path) -> Codec:
 
 
 def _require_gpt2(folder: Path) -> None:
-    """Raise CheckpointError for a folder without tokenizer.json whose vocabulary is not GPT-2's."""
+    """Raise CheckpointError for a vocabulary that is not GPT-2's and has no tokenizer.json."""
     name, added = vocabulary_file(folder), {GPT2_END: END_OF_TEXT}
     if name is not None and not has_vocabulary(
         folder, vocabulary_sha256=GPT2_SHA256, added=added, error=CheckpointError
@@ -81,7 +81,7 @@ def _require_gpt2(folder: Path) -> None:
 
 
 def _gpt2_codec() -> Codec:
-    """Return GPT-2's tokenizer through tiktoken; text is never encoded as a special token."""
+    """Return GPT-2's tokenizer, through tiktoken. Text is never encoded as a special token."""
     encoding = gpt2_encoding()
     return Codec(
         name="GPT-2's",
@@ -97,7 +97,7 @@ def _gpt2_codec() -> Codec:
 
 
 def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
-    """Return the tokenizer of tokenizer.json, through the package `tokenizers`."""
+    """Return the tokenizer in tokenizer.json, through the package `tokenizers`."""
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER_FILE
@@ -140,7 +140,7 @@ def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
 
 
 def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the eos_token_id of generation_config.json and config.json, one token or a list."""
+    """Return the eos_token_id of generation_config.json and config.json, which can be a list."""
     found: set[int] = set()
     text = config.get("text_config")  # of a multimodal model
     nested = text if isinstance(text, Mapping) else {}

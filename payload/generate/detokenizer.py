@@ -1,4 +1,4 @@
-"""Decodes tokens incrementally, for any tokenizer, and stops at given texts."""
+"""Decodes tokens one by one with any tokenizer, and stops at given texts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _CONTEXT_TOKENS = 8
 
 
 class TextStream:
-    """Decodes a continuation token by token; the joined pieces are its whole text.
+    """Decodes a continuation token by token. The pieces joined together are the whole text.
 
-    A token can end within a character; the character is then returned with the token that completes
-    it. Some tokenizers drop a space before the first token that they decode. So the last tokens of
-    the prompt are decoded with the continuation, and removed from the pieces.
+    A token can end within a character. The character is then returned with the token that completes
+    the character. Some tokenizers drop a space before the first token that they decode. So the last
+    tokens of the prompt are decoded together with the continuation, and their text is removed.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], *, prompt: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the rest: the replacement character for bytes that never completed a character."""
+        """Return the rest of the text. Bytes that do not complete a character become U+FFFD."""
         return self._rest(self._decode(self._window)) if self._window else ""
 
     def _rest(self, text: str) -> str:
@@ -59,7 +59,8 @@ class TextStream:
 class StopText:
     """Cuts a streamed text before the first of several stop strings.
 
-    A partial match at the end of the text is held back until it is decided.
+    If the text ends with the beginning of a stop string, this end is held back until more text
+    follows.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -69,7 +70,7 @@ class StopText:
         """True once a stop string was found; no more text is returned."""
 
     def add(self, piece: str) -> str:
-        """Return the text before any stop string."""
+        """Return the text that is certainly before any stop string."""
         if self.found:
             return ""
         text = self._held + piece
@@ -82,6 +83,6 @@ class StopText:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the text that was held back: it is not a stop string."""
+        """Return the text that was held back, because it did not become a stop string."""
         rest, self._held = self._held, ""
         return rest

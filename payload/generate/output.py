@@ -17,7 +17,7 @@ BETWEEN = "\n---\n"
 
 @dataclass(kw_only=True)
 class Sample:
-    """One continuation: its tokens, and the part of its text that is final."""
+    """One continuation: the tokens, and the part of the text that will not change."""
 
     decode: Callable[[Sequence[int]], str]
     prompt: Sequence[int]
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class ChatSample(Sample):
-    """One answer of a chat; `text` is without thoughts, tool calls and special tokens."""
+    """One answer of a chat. `text` has no thoughts, tool calls and special tokens."""
 
     form: ChatFormat
     rendered: str
@@ -121,7 +121,7 @@ class TextOutput:
 
 
 class JsonOutput:
-    """Shows one JSON object at the end."""
+    """Shows one JSON object when all samples are complete."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class JsonOutput:
 
 
 class OrderedOutputs:
-    """Shows results in the order of their prompts, although these can finish in any order."""
+    """Shows results in the order of the prompts, although prompts can finish in any order."""
 
     def __init__(
         self, outputs: Sequence[TextOutput] | Sequence[JsonOutput], *, between: Callable[[], None]
@@ -160,19 +160,19 @@ class OrderedOutputs:
         self._announced: set[int] = set()
 
     def update(self, indices: Sequence[int]) -> None:
-        """Show the new text of the next prompt, if it is in `indices`."""
+        """Show the new text of the prompt that is shown next, if this prompt is in `indices`."""
         if self._next in indices:
             self._separate(self._next)
             self._outputs[self._next].update()
 
     def end(self, indices: Sequence[int]) -> None:
-        """Mark these prompts as finished, and show results in order."""
+        """Record that these prompts are finished, and show all results whose turn has come."""
         self._finished |= set(indices)
         while self._next in self._finished:
             self._show(self._next)
 
     def interrupt(self, indices: Sequence[int]) -> None:
-        """Show these results and all finished ones, because no more results will follow."""
+        """Show these results and all finished ones. No results will follow."""
         self.end(indices)
         for index in sorted(each for each in self._finished if each > self._next):
             self._show(index)

@@ -38,7 +38,7 @@ def read_prompts(arguments: Namespace) -> list[Prompt]:
 
 
 def read_tools(name: str | None) -> list[Mapping[str, Any]]:
-    """Return the tools in a JSON file: a list of functions, each alone or in OpenAI's wrapper.
+    """Return the tools in a JSON file: a list of functions, with or without OpenAI's wrapper.
 
     Raises ConfigError.
     """
@@ -73,7 +73,7 @@ def encode(
     is_marked: bool,
     note: Callable[[str], None],
 ) -> list[int]:
-    """Return the prompt's tokens; an empty prompt becomes a begin-of-text token.
+    """Return the prompt's tokens. An empty prompt becomes a begin-of-text token.
 
     `is_marked` is True for a rendered chat template, which contains its special tokens. Calls
     `note` if the prompt is longer than the model's context. Raises ConfigError for a token outside
@@ -97,10 +97,10 @@ def encode(
 def batches(
     prompts: Sequence[Sequence[int]], *, samples: int, model: CausalLM
 ) -> Iterator[list[int]]:
-    """Yield the indices of prompts to continue together, of similar length.
+    """Yield the indices of prompts of similar length, which are continued together.
 
-    Prompts longer than the context are batched only with prompts of equal length, because the
-    prompt's length determines which part of it is read.
+    A prompt that is longer than the context is batched only with prompts of equal length, because
+    the length determines which part of a prompt is read.
     """
     context = model.spec.context()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

@@ -19,30 +19,32 @@ class SamplingOptions:
 
     max_new_tokens: int = 100
     temperature: float = 0.8
-    """Divisor of the logits; 0 = greedy decoding."""
+    """Divisor of the logits. 0 means greedy decoding."""
     top_k: int | None = 200
-    """Number of likeliest tokens to sample from; None = all tokens."""
+    """Number of the likeliest tokens from which one is sampled. None means all tokens."""
     top_p: float = 1.0
-    """Sample only from the likeliest tokens whose probabilities sum to this value; 1 = all tokens.
+    """Sample only from the likeliest tokens whose probabilities sum to this value. 1 means all
+    tokens.
 
     Source: nucleus sampling, arXiv:1904.09751.
     """
     num_samples: int = 3
     seed: int = 1337
-    """Seed; sample i uses its own generator, seeded with seed + i."""
+    """Random seed. Sample i has its own generator, with the seed `seed` + i."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens already in the text, and multiplies negative ones.
+    """For tokens that are already in the text, positive logits are divided by this value, and
+    negative logits are multiplied by it.
 
-    1 = no penalty. Source: CTRL, arXiv:1909.05858.
+    1 means no penalty. Source: CTRL, arXiv:1909.05858.
     """
 
 
 class Sampler:
     """Continues several prompts together; the rows of prompt i begin at i * num_samples.
 
-    Rows are aligned at their start. While the rest of a longer prompt is read, tokens of shorter
-    prompts are sampled. So no row needs padding, and each row gets the same tokens as if it were
-    alone.
+    All rows start at position 0. After a shorter prompt ends, its tokens are sampled while the rest
+    of a longer prompt is read. So no row needs padding, and each row has the same tokens as it
+    would have alone.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class Sampler:
         use_cache: bool = True,
         reader: Reader | None = None,
     ) -> None:
-        """Prepare to sample tokens below `num_tokens`, because an embedding can have unused rows.
+        """Prepare to sample tokens with ids below `num_tokens`: an embedding can have unused rows.
 
         A row ends before a token of `stop_tokens`. Without `use_cache`, every step reads the whole
-        text again, with the same result. A given `reader` is reused with the texts in its cache.
+        text again, and the result is the same. With `reader`, the texts in the reader's cache are
+        not read again.
         """
         self._options = options
         self._stop_tokens = torch.tensor(sorted(stop_tokens), dtype=torch.int64)
@@ -83,7 +86,7 @@ class Sampler:
 
     @torch.inference_mode()
     def tokens(self) -> Iterator[list[int | None]]:
-        """Yield the next token of each row, repeatedly; None for a row without a new token.
+        """For each step, yield the next token of each row, with None for a row without a new token.
 
         A row has no new token once it has ended, and while the model reads its prompt.
         """
@@ -105,8 +108,10 @@ class Sampler:
             self._ended |= position - self._lengths >= self._options.max_new_tokens
 
     def _choose(self, logits: Tensor, position: int) -> Tensor:
-        """Sample a token for each row; rows that are still within their prompt do not use a
-        generator."""
+        """Sample a token for each row.
+
+        Rows that are still within their prompt do not use their generators.
+        """
         options = self._options
         if options.repetition_penalty != 1.0:
             previous = self._texts[:, :position]
@@ -121,7 +126,7 @@ class Sampler:
         return chosen
 
     def _append(self, chosen: Tensor, position: int) -> Tensor:
-        """Write the tokens at `position`; return a mask of the rows whose token was sampled."""
+        """Write the tokens at `position`. Return a mask of the rows whose token was sampled."""
         sampled = self._lengths <= position
         if position < self._texts.shape[1]:
             chosen = torch.where(sampled, chosen, self._texts[:, position])
@@ -157,7 +162,7 @@ def sample(
 
 
 def add_tokens(samples: Sequence[list[int]], tokens: Sequence[int | None]) -> None:
-    """Append to each sample its next token, if there is one."""
+    """Append the next token to each sample that has one."""
     for made, token in zip(samples, tokens, strict=True):
         if token is not None:
             made.append(token)
@@ -200,7 +205,10 @@ def choose(
 
 
 def _nucleus(chances: Tensor, *, top_p: float) -> Tensor:
-    """Return (B, V) probabilities, 0 except for the likeliest tokens that sum to `top_p`."""
+    """Return (B, V) probabilities.
+
+    They are 0 except for the likeliest tokens, whose probabilities sum to `top_p`.
+    """
     ordered, places = chances.sort(dim=1, descending=True)
     # The token that reaches the sum is kept, so at least one token remains.
     is_after = ordered.cumsum(dim=1) - ordered >= top_p
@@ -208,9 +216,9 @@ def _nucleus(chances: Tensor, *, top_p: float) -> Tensor:
 
 
 class Reader:
-    """Feeds a growing text to the model: only the new tokens, while the text fits into the context.
+    """Feeds a growing text to the model: only new tokens, while the text fits into the context.
 
-    When the text exceeds the context, the model continues with the last half.
+    When the text exceeds the context, the model continues with the last half of the context.
     """
 
     def __init__(self, model: CausalLM, *, use_cache: bool = True) -> None:
@@ -221,7 +229,7 @@ class Reader:
         self._start = 0
         """Offset in the text at which the model's context begins."""
         self._read = torch.zeros((0, 0), dtype=torch.int64)
-        """The tokens of the text that were read so far, from the start of the text."""
+        """The tokens that were read so far, from the start of the text."""
 
     def next_logits(self, texts: Tensor) -> Tensor:
         """Return (B, V) logits of the token after (B, T) `texts`; cached tokens are not reread."""

@@ -15,12 +15,12 @@ from typing import Any
 from payload.generate.sampling import SamplingOptions
 
 CONTINUATION = SamplingOptions()
-"""Settings for continuing prompts: those of nanoGPT."""
+"""Settings for continuing prompts, which are the same as in nanoGPT."""
 ANSWER = replace(CONTINUATION, max_new_tokens=1024, temperature=0.0, top_k=50, num_samples=1)
 """Settings for a chat with a model that has no generation_config.json.
 
-Greedy decoding, because random draws from a model after few steps are often off the topic; 50 is
-transformers' `top_k` if the user chooses a temperature.
+Decoding is greedy, because random draws from a model after few steps are often off the topic. If
+the user chooses a temperature, `top_k` is 50, as in transformers.
 """
 
 _VALID: Mapping[str, Callable[[float], bool]] = {
@@ -29,12 +29,12 @@ _VALID: Mapping[str, Callable[[float], bool]] = {
     "top_p": lambda value: 0 < value <= 1,
     "repetition_penalty": lambda value: 0 < value < math.inf,
 }
-"""For each setting that a model can choose, whether a number is valid."""
+"""For each setting that a model can choose, a function that returns True for a valid number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSampling:
-    """The settings, and a line about the values of the model."""
+    """The settings, and a line about the values that come from the model."""
 
     options: SamplingOptions
     note: str | None
@@ -43,7 +43,7 @@ class ChosenSampling:
 def sampling_of(
     arguments: Namespace, *, is_chat: bool, generation_config: Mapping[str, Any]
 ) -> ChosenSampling:
-    """Return the settings: the user's, otherwise in a chat the model's, otherwise the defaults."""
+    """Return the settings: the user's value, else in a chat the model's value, else the default."""
     own = _own(generation_config) if is_chat else {}
     found = ANSWER if is_chat else CONTINUATION
     if is_chat and (arguments.num_samples or 1) > 1:

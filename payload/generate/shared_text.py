@@ -1,4 +1,4 @@
-"""Finds the common start or end of several texts, and an unfinished marker at a text's end."""
+"""Finds the common start or end of several texts, and an unfinished marker at the end of a text."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def common_end(texts: Sequence[str]) -> str:
 
 
 def unfinished(text: str, marker: str) -> int:
-    """Return the number of characters at the end of `text` that may begin `marker`."""
+    """Return how many characters at the end of `text` may be the beginning of `marker`."""
     longest = min(len(text), len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

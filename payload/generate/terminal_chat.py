@@ -1,4 +1,4 @@
-"""Prints the answers of a chat to a terminal, a pipe, or as JSON."""
+"""Prints the answers of a chat as text for a terminal or a pipe, or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Separates the thoughts of a reasoning model from its answer, as its chat template writes them."""
+"""Separates a reasoning model's thoughts from its answer, in the format of the chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from payload.generate.tool_calls import after_prompt
 
 _THOUGHT, _ANSWER = "probe thought", "probe answer"
 _KEYS = "reasoning_content", "thinking"
-"""Keys of a message whose value templates render as the thoughts."""
+"""Keys of a message that templates render as the thoughts."""
 _TOKEN_AT_END = re.compile(r"(<[^<>]*>|\[[^\[\]]*\])\s*\Z")
 _TOKEN_AT_START = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\])")
 
@@ -26,21 +26,21 @@ class Thoughts:
 
     begin: str = "<think>"
     end: str = "</think>"
-    """Text after the thoughts. The defaults of `begin` and `end` fit most models whose templates do
-    not render thoughts."""
+    """Text after the thoughts. If a template does not render thoughts, the defaults of `begin` and
+    `end` usually fit the model."""
     header: str = ""
-    """Text between the thoughts' end and the answer; empty for most models."""
+    """Text between the end of the thoughts and the answer; empty for most models."""
     first_header: str = ""
     """Text before an answer that has no thoughts."""
     key: str | None = None
-    """Key of a message whose value the template renders as the thoughts; None if the template
-    renders no thoughts."""
+    """Key of a message that the template renders as the thoughts; None if the template renders no
+    thoughts."""
 
     def divide(self, answer: str, *, is_open: bool, is_finished: bool) -> tuple[str, str]:
         """Return the thoughts and the rest of an answer.
 
-        `is_open` is True if the prompt ends with `begin`. In an unfinished answer, text that may
-        belong to a delimiter is left out.
+        `is_open` is True if the prompt ends with `begin`. In an unfinished answer, last characters
+        that may belong to a delimiter are left out.
         """
         start = answer.lstrip()
         if not is_open:
@@ -97,7 +97,7 @@ def learn_thoughts(template: ChatTemplate, variables: Mapping[str, Any]) -> Thou
 
 
 def _without_header(text: str, header: str, *, is_finished: bool) -> str:
-    """Return `text` without the header that it begins with."""
+    """Return `text` without `header` at its beginning."""
     start = text.lstrip()
     if not header:
         return start

@@ -1,7 +1,7 @@
-"""Finds tool calls in a model's answer, in the format that the model's chat template writes.
+"""Finds tool calls in a model's answer, in the format of the model's chat template.
 
-No format of a vendor is built in. The template renders calls with known names and arguments, and
-the text around the names and arguments shows how the template writes a call. See `call_formats`.
+The format is not known in advance. The template renders calls with known names and arguments. The
+text around the names and arguments shows how the template writes a call. See `call_formats`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from payload.generate.shared_text import common_end, common_start, unfinished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallFormat:
-    """Format in which a template writes the calls of an answer."""
+    """The format in which a template writes the calls of an answer."""
 
     before_all: str
     """Text before the first call, such as a token that begins a list; often empty. `NAMES[0]`
     in this text is replaced by the name of the first call."""
     call: CallFormat
     has_text_arguments: bool
-    """True if the template takes a call's arguments as JSON text, and refuses an object."""
+    """True if the template needs a call's arguments as JSON text, and rejects an object."""
 
     def divide(self, answer: str) -> tuple[str, tuple[ToolCall, ...]]:
         """Return the answer's text and its calls."""
@@ -106,7 +106,7 @@ class _Probes:
     variables: Mapping[str, Any]
 
     def answer(self, text: str, *, count: int, as_text: bool) -> str | None:
-        """Return the text of an answer with `count` calls; None if the template refuses it."""
+        """Return the text of an answer with `count` calls; None if the template rejects it."""
         calls = [
             ToolCall(name=name, arguments=dict(zip(KEYS, values, strict=True)))
             for name, values in zip(NAMES[:count], VALUES, strict=False)
@@ -139,8 +139,8 @@ def _message(text: str, calls: Sequence[ToolCall], *, as_text: bool) -> Message:
 def after_prompt(text: str, prompt: str) -> str:
     """Return the answer in `text`, a rendered conversation.
 
-    If the template writes the answer's beginning differently in the prompt, the answer begins at
-    the last token, such as `<think>`, that both texts contain in full.
+    A template can write the beginning of the answer differently in the prompt. Then the answer
+    begins with the last token, such as `<think>`, that both texts contain in full.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]
@@ -149,7 +149,7 @@ def after_prompt(text: str, prompt: str) -> str:
 
 
 def _begin_of(marker: str, answer: str) -> int:
-    """Return the index of `marker`, or of its first part if the answer ends within it."""
+    """Return the index of `marker`, or of a beginning of `marker` with which the answer ends."""
     place = answer.find(marker)
     if place >= 0:
         return place

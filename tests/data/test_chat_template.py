@@ -131,7 +131,7 @@ def test_every_way_of_writing_the_block_marks_the_assistants_part(
 ) -> None:
     made = template(tmp_path, MARKED.replace("{% generation %}", mark))
     assert trained(made) == [" four <|user|>"]
-    assert "trained text: the template's {% generation %} blocks" in made.how_trained()
+    assert "trained on: the template's {% generation %} blocks" in made.how_trained()
 
 
 def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def test_flags_of_classification_belong_to_it(
         ),
         (
             [(f"text {number % 30}", "ab"[number % 2]) for number in range(60)],
-            ("30 texts repeat an earlier one", "training rows that also stand in validation"),
+            ("30 texts repeat an earlier one", "training rows that are also validation rows"),
             ("one validation text", "class_weights", "different labels"),
         ),
         (

@@ -65,7 +65,7 @@ def test_a_training_row_that_stands_in_validation_is_removed_and_counted(
     assert train == Counter(set(UNIQUE) - {"a1", "a2"})
     assert inputs_of(out)[0]["also_in_validation"] == 4
     said = capsys.readouterr().out
-    assert f"{train_file}: 62 rows; removed 4 training rows that also stand in validation" in said
+    assert f"{train_file}: 62 rows; removed 4 training rows that are also validation rows" in said
 
 
 @pytest.mark.parametrize("task", ["chat", "classify", "preference"])
@@ -96,8 +96,8 @@ def test_a_few_rows_that_are_repeated_stay_and_are_noted(
     words_.remove("--quiet")
     assert main(words_) == 0
     said = capsys.readouterr().err
-    assert "rows of the training file also in the validation file, kept because" in said
-    assert "96 rows with the content of an earlier row" in said
+    assert "rows of the training file kept although also in the validation file, because" in said
+    assert "96 rows with the same content as an earlier row" in said
     assert main([*words_, "--dedup", "exact", "--force", "--val-fraction", "0.25"]) == 0
     assert "1 for validation, 3 for training" in capsys.readouterr().out
 
@@ -112,7 +112,7 @@ def test_dedup_none_keeps_every_row_and_counts_those_of_both_files(
     assert main(given) == 0
     assert found(tokenizer, tmp_path / "out") == (Counter(UNIQUE), Counter(["a1", "v1"]))
     assert (
-        "1 row of the training file also in the validation file, kept. To"
+        "1 row of the training file kept although also in the validation file. To"
         in capsys.readouterr().err
     )
 
@@ -215,4 +215,4 @@ def test_raw_data_shows_repeated_rows_and_labels_of_one_row(
     assert main(["show", str(path)]) == 0
     said = capsys.readouterr().out
     assert "duplicates: 2 of 11 rows repeat an earlier row" in said
-    assert "labels of only one row: 'rare'" in said
+    assert "labels that only one row has: 'rare'" in said

@@ -465,7 +465,7 @@ def test_a_note_says_that_names_without_training_data_declare_nothing(tmp_path: 
         folder = splits(tmp_path / str(is_noted), names)
         source = open_rows(SourceRequest(kind="auto", inputs=(str(folder),)))
         source.identity()
-        assert ("no file is for training by its name" in str(source.recognised())) is is_noted
+        assert ("no name declares training data" in str(source.recognised())) is is_noted
 
 
 @pytest.mark.parametrize(("value", "joined"), [(None, "a"), ("", "a"), ("b", "a\n\nb")])

@@ -174,7 +174,7 @@ def test_a_lost_partial_file_is_named(
     killed.wait()
     (tmp_path / "out" / "train.bin.partial").unlink()
     assert main([*args, "--quiet"]) == 10
-    assert "train.bin.partial: missing, but the journal lists it" in capsys.readouterr().err
+    assert "train.bin.partial: missing, but .prepare.jsonl lists it" in capsys.readouterr().err
     assert main([*args, "--quiet", "--force", "--max-documents", "50"]) == 0
 
 

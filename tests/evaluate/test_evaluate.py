@@ -109,7 +109,7 @@ def test_the_default_length_is_the_run_s_and_other_settings_are_noted(
     assert evaluate(trained, data, "--sequence-length", "64") == ExitCode.OK
     out = capsys.readouterr().out
     assert "blocks of 64" in out
-    assert "the run's own evaluations: --sequence-length 32 --dtype bf16\n" in out
+    assert "the run's own evaluations used: --sequence-length 32 --dtype bf16\n" in out
     assert evaluate(trained, data, "--dtype", "bf16") == ExitCode.OK
     assert "note" not in capsys.readouterr().out
     assert evaluate(trained, data, "--json") == ExitCode.OK

@@ -63,7 +63,7 @@ def test_rounding_the_weights_of_a_run_is_noted(
     source = make(tmp_path / "model", "GPT2")
     (source / "trainer.json").write_text('{"dtype": "bf16"}', encoding="utf-8")
     assert export(source, tmp_path / "rounded", format_="hf") == ExitCode.OK
-    assert "rounded to bf16 from the fp32 weights" in capsys.readouterr().err
+    assert "the fp32 weights of the run were rounded to bf16" in capsys.readouterr().err
     assert export(source, tmp_path / "exact", "--dtype", "fp32", format_="hf") == ExitCode.OK
     assert "rounded" not in capsys.readouterr().err
 

@@ -72,7 +72,7 @@ def test_data_prepared_with_skip_bad_is_used_again(
     assert _skipped_rows(tmp_path / "out" / "data")
     assert dry_run(place, "--data", source, "--out", "out") == ExitCode.OK
     out, err = capsys.readouterr()
-    assert "was prepared with --skip-bad, which is applied again" in err
+    assert "was prepared with --skip-bad, so bad rows are skipped again" in err
     assert "--skip-bad" in next(line for line in out.splitlines() if "payload.data prepare" in line)
 
 

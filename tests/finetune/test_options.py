@@ -103,7 +103,7 @@ def test_show_prints_what_is_recognised_in_raw_data_and_one_row(tmp_path: Path) 
         f"{labelled}: task classify, because its rows have a column of labels, 'label'",
         "format: CSV, delimiter tab, UTF-8",
         "columns read: 'text', 'label'",
-        "labels of only one row: 'x', 'y'",
+        "labels that only one row has: 'x', 'y'",
     ]
 
 

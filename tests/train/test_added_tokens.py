@@ -248,7 +248,7 @@ def test_another_model_and_a_base_without_rows_are_refused(
     [
         ((" ",), "text", 10, "is empty or has blanks at an end"),
         (("a",), "text", 10, "as part of plain text"),
-        (("<|a|>",), "preference", 2, "does not run with --task preference"),
+        (("<|a|>",), "preference", 2, "is not supported with --task preference"),
     ],
 )
 def test_tokens_that_cannot_be_added_are_refused(

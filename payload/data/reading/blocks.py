@@ -41,7 +41,10 @@ class BlockOrder:
     seed: int
 
     def blocks(self, samples: Indices) -> Indices:
-        """Return the block ids of global sample indices, counted from the start of training."""
+        """Return the block that training reads at each of these sample indices.
+
+        Samples are counted from the start of training, over all ranks.
+        """
         epochs, positions = np.divmod(samples, self.num_blocks)
         result = np.empty_like(samples)
         # A large step over little data can span a thousand epochs: permute each epoch's samples
@@ -54,7 +57,10 @@ class BlockOrder:
         return result
 
     def _permute(self, positions: Indices, *, epoch: int) -> Indices:
-        """Permute positions by a Feistel network on the next power of four, with cycle walking."""
+        """Permute positions by a Feistel network over the next power of four.
+
+        A result outside of the blocks is permuted again until it is a block (cycle walking).
+        """
         half_bits = max(1, (max(1, self.num_blocks - 1).bit_length() + 1) // 2)
         # Seed and epoch are mixed one after the other, so that seed 0 in epoch 1 differs from
         # seed 1 in epoch 0.
@@ -80,7 +86,10 @@ def _feistel(values: _U64, *, keys: _U64, half_bits: int) -> _U64:
 
 
 def _mix(values: _U64) -> _U64:
-    """Mix by splitmix64's finaliser, modulo 2**64: https://prng.di.unimi.it/splitmix64.c."""
+    """Return the values with their bits mixed, as by the generator SplitMix64.
+
+    Source: https://prng.di.unimi.it/splitmix64.c.
+    """
     with np.errstate(over="ignore"):
         mixed = values + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -100,13 +109,13 @@ class Blocks(Protocol):
         """Tokens in a block."""
 
     def num_full_blocks(self) -> int:
-        """Return the number of blocks with a target at every position."""
+        """Return how many blocks have a target at every position."""
 
     def num_blocks(self) -> int:
         """Return the number of all blocks."""
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, ...]:
-        """Return tokens, targets and any other inputs of the model. Raises DataError."""
+        """Return the tokens, the targets and any other inputs of the model. Raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +135,7 @@ class TokenBlocks:
     """Checks ranges against meta.json before use; None if meta.json has no range hashes."""
 
     def num_full_blocks(self) -> int:
-        """Return the number of blocks with `sequence_length` targets."""
+        """Return how many blocks have `sequence_length` targets."""
         return (len(self.tokens) - 1) // self.sequence_length
 
     def num_blocks(self) -> int:
@@ -134,10 +143,10 @@ class TokenBlocks:
         return -(-(len(self.tokens) - 1) // self.sequence_length)
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of these blocks, both (B, T) int64.
+        """Return the inputs and the targets of these blocks, both (B, T) int64.
 
         A short last block is padded with token 0 and the target `IGNORED_TARGET`. Raises DataError
-        if the file does not match meta.json, or for a token outside the vocabulary.
+        if the file does not match meta.json, or if a token is outside of the vocabulary.
         """
         length = self.sequence_length
         if self.check is not None:
@@ -209,7 +218,10 @@ class TokenData:
     val: TokenBlocks
 
     def has_range_hashes(self) -> bool:
-        """Return True if the data that training reads is checked against meta.json."""
+        """Return True if meta.json has hashes of ranges.
+
+        Training checks each range that it reads against them.
+        """
         return self.train.is_checked() and self.val.is_checked()
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Labelled texts of a data folder, in batches padded to the longest text.
+"""Labelled texts of a data folder, in batches that are padded to the longest text.
 
-A token file holds the texts one after the other. The file of examples holds two numbers for each
-text: the index after the last token of the text, and the label of the text.
+A token file holds the texts one after the other. The file of examples holds two integers for each
+text: the index after the text's last token, and the index of its label.
 
 In shapes, B is the number of texts and T the length of the longest text of a batch.
 """
@@ -45,9 +45,9 @@ class LabelledTexts:
         return len(self.labels)
 
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens (B, T) and labels (B,) of these texts, both int64.
+        """Return the tokens (B, T) and the labels (B,) of these texts, both int64.
 
-        Raises DataError if the file does not match meta.json, or for a token outside the
+        Raises DataError if the file does not match meta.json, or if a token is outside of the
         vocabulary.
         """
         starts, lengths = self.starts[chosen], self.lengths[chosen]

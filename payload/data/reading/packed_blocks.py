@@ -1,7 +1,7 @@
 """Blocks of whole conversations. Each token has a mark, which is a bit mask.
 
-The bits are: trained, first token of a document, padding. In shapes, B is the number of blocks and
-T the number of tokens of a block.
+The bits are: the loss covers the token, the token is the first of a document, the token is padding.
+In shapes, B is the number of blocks and T the number of tokens in a block.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class PackedBlocks:
         return len(self.marks) // self.sequence_length
 
     def num_full_blocks(self) -> int:
-        """Return the number of blocks, which are all full: a block contains all of its targets."""
+        """Return the number of blocks. All are full, because a block contains its own targets."""
         return self.num_blocks()
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, targets and document starts of these blocks, each (B, T) int64.
+        """Return the tokens, targets and document starts of these blocks, each (B, T) int64.
 
-        For each position, the start is the index in the block at which the document begins.
-        Position numbers restart at that index, and attention does not reach earlier tokens.
-        Raises DataError.
+        The document start of a position is the index at which the position's document begins in the
+        block. There the positions restart at 0, and attention does not reach earlier tokens. Raises
+        DataError.
         """
         marks = self.marks_of(blocks)
         tokens = self.tokens.whole(blocks)
@@ -91,7 +91,10 @@ class PackedBlocks:
         return int(((self.marks_of(blocks) & PADDING) == 0).sum())
 
     def expect(self, blocks: Indices) -> None:
-        """Start reading the tokens of these blocks into the page cache, but not the small marks."""
+        """Start reading the tokens of these blocks into the page cache.
+
+        The marks are small, and are not read ahead.
+        """
         self.tokens.expect(blocks)
 
     def is_checked(self) -> bool:

@@ -1,8 +1,8 @@
-"""Preference pairs of a data folder, in batches padded to the longest conversation.
+"""Preference pairs of a data folder, in batches that are padded to the longest conversation.
 
 A token file holds the two conversations of each pair, the chosen one first. The file of pairs holds
-the end of each conversation, as a token index. The file of marks has a flag for each token: whether
-the token belongs to an answer.
+the end of each conversation, as a token index. The file of marks has a flag for each token, which
+is set if the token belongs to an answer.
 
 In shapes, P is the number of pairs and T the length of the longest conversation of a batch.
 """
@@ -47,9 +47,9 @@ class Pairs:
     tokens: npt.NDArray[np.unsignedinteger]
     marks: npt.NDArray[np.uint8]
     starts: Indices
-    """Shape (pairs, 2): index of the first token of the chosen and of the rejected conversation."""
+    """Shape (pairs, 2): where the chosen and the rejected conversation begin, as token indices."""
     lengths: Indices
-    """Shape (pairs, 2): number of tokens of the chosen and of the rejected conversation."""
+    """Shape (pairs, 2): lengths of the chosen and the rejected conversation, in tokens."""
     vocab_size: int
     pad_token: int
     check: RangeCheck | None
@@ -60,7 +60,7 @@ class Pairs:
         return len(self.starts)
 
     def num_tokens(self, chosen: Indices) -> int:
-        """Return the number of tokens of both conversations, without padding."""
+        """Return the number of tokens in both conversations of these pairs, without padding."""
         return int(self.lengths[chosen].sum())
 
     def longest(self, chosen: Indices) -> Indices:
@@ -72,11 +72,12 @@ class Pairs:
         return self.check is not None and self.marks_check is not None
 
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, targets and document starts of these pairs, each (2P, T) int64.
+        """Return the tokens, targets and document starts of these pairs, each (2P, T) int64.
 
-        The chosen conversations come first, then the rejected conversations in the same order.
-        Targets are the tokens of the answers. `CausalLM.hidden` defines document starts; each
-        padding token is a separate document. Raises DataError if a file does not match meta.json.
+        The chosen conversations come first, then the rejected conversations in the same order. Only
+        the tokens of the answers are targets. `CausalLM.hidden` explains document starts. Each
+        padding token counts as a separate document. Raises DataError if a file does not match
+        meta.json.
         """
         starts, lengths = self.starts[chosen].T.flatten(), self.lengths[chosen].T.flatten()
         self._require_intact(starts, starts + lengths)

@@ -1,4 +1,4 @@
-"""Hashes of the ranges of a token file; training checks each range before its first use."""
+"""Hashes of a token file's ranges. Training checks each range before it first uses the range."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ class RangeCheck:
                 self._check(number)
 
     def extended(self, start: int, end: int) -> tuple[int, int]:
-        """Return the bytes to read for (start, end), extended to whole unchecked ranges."""
+        """Return the bytes to read for (start, end).
+
+        Ranges that are not checked yet are read whole.
+        """
         numbers = self._unchecked(start, end)
         if not numbers:
             return start, end
@@ -112,9 +115,9 @@ class RangeCheck:
 
 
 def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
-    """Return the check of a file's ranges, or None after checking the whole file.
+    """Return the check of a file's ranges, or None if the whole file was checked at once.
 
-    The whole file is checked if meta.json has no hashes of its ranges. Raises DataError.
+    The whole file is checked if meta.json has no hashes of the file's ranges. Raises DataError.
     """
     if file.range_sha256:
         return RangeCheck(path, size_bytes=file.bytes, hashes=file.range_sha256, source=source)
@@ -136,7 +139,7 @@ def require_content(path: Path, file: DataFile, *, source: str) -> None:
 
 
 def damaged_ranges(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
-    """Return which ranges differ, as in ` (within bytes 0 to 262,143: 1 of 7 ranges)`."""
+    """Return text about the ranges that differ: ` (within bytes 0 to 262,143: 1 of 7 ranges)`."""
     numbers = [i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
     if not numbers:
         return ""

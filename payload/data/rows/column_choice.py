@@ -26,10 +26,10 @@ TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "d
 
 
 def first_row_columns(request: SourceRequest) -> list[str]:
-    """Return the columns of the first row that can be read; empty without rows.
+    """Return the columns of the first readable row, or an empty list if no row can be read.
 
-    Also empty without network, because already prepared data needs no network. Raises DataError,
-    UsageError.
+    The list is also empty without a network connection, because data that is already prepared needs
+    none. Raises DataError, UsageError.
     """
     request = resolve_source(request)
     has_columns = request.kind in ("jsonl", "parquet", "csv", "hf")
@@ -56,7 +56,7 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 def labelled_columns(
     columns: Sequence[str], *, text: str | None, label: str | None
 ) -> tuple[str | None, str | None]:
-    """Return the columns with text and label, or None for a column that is not found.
+    """Return the column of the text and the column of the label; None replaces a missing one.
 
     `text` and `label` are the columns that the user chose.
     """
@@ -69,9 +69,9 @@ def labelled_columns(
 
 
 def known_names(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs for --columns that turn rows with these columns into conversations or pairs.
+    """Return the --columns with which these columns are read as conversations or preference pairs.
 
-    The columns keep their names if these are known, or if no format matches even ignoring case.
+    The result is empty if the names are already known, or if no format matches even ignoring case.
     """
     known = {*chat_columns(), *preference_columns()} - set(columns)
     found: dict[str, str] = {}
@@ -83,7 +83,7 @@ def known_names(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def choice_lines(chosen: Iterable[tuple[str, str]]) -> list[str]:
-    """Return lines about columns that are read under a name other than their own."""
+    """Return lines about columns that are read under another name."""
     pairs = [f"{shown(name)} as {shown(known)}" for name, known in chosen if name != known]
     return [f"columns read: {', '.join(pairs)}"] if pairs else []
 

@@ -1,6 +1,6 @@
 """The names of columns and keys that rows of conversations and pairs may have.
 
-Docs and messages are made from these tables.
+The documentation and messages are generated from these tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from payload.core.validation.suggestion import nearest
 SYSTEM = ("system", "system_prompt")
 """Columns with the system message, in any format."""
 HISTORY = "history"
-"""Column with the earlier turns of a question: pairs of question and answer, or messages."""
+"""Column with the turns before the question: pairs of question and answer, or messages."""
 CONTEXT = ("input", "context")
 """Columns with a text that is appended to the question, after an empty line."""
 TOOLS = ("tools", "functions")
@@ -25,7 +25,7 @@ DOCUMENTS = "documents"
 VARIABLES = "chat_template_kwargs"
 """Column with variables of the template, such as `enable_thinking`."""
 LABEL = "label"
-"""Column of KTO data: false marks a bad answer."""
+"""Column of data for KTO training: false marks a bad answer."""
 TRAIN_KEYS = ("weight", "train")
 """Keys whose value 0 or false excludes a row or a message from training."""
 
@@ -69,17 +69,17 @@ CHAT_FORMATS = (
 
 ANSWERS = ("chosen", "rejected")
 PREFERENCE_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
-"""Columns that can have the prompt of a pair. The first one that is not empty counts."""
+"""Columns that can hold the prompt of a pair. The first column that is not empty is used."""
 OPENAI_PROMPT = "input"
 """Column with the object that holds `messages` and `tools` in OpenAI's preference tuning."""
 OPENAI_ANSWERS = ("preferred_output", "non_preferred_output")
 
 _LEAVES = frozenset((str, int, float, bool, type(None)))
-"""Types without inner values. A check for these is faster than a check for a mapping."""
+"""Types that contain no other values. Testing for them is faster than testing for a mapping."""
 _NEAR = 0.8
 """Lowest similarity at which a column's name counts as a misspelt known name."""
 _MOST_LEVELS = 100
-"""Limit on the nesting depth of a row's values; the schemas of tools have about ten levels."""
+"""Limit on the nesting depth of a row's values; the schema of a tool has about ten levels."""
 METADATA = re.compile(
     r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
     r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip|model)"
@@ -88,7 +88,7 @@ METADATA = re.compile(
     r"|tag|tags|metadata|meta|hash|(?:num|n)_.*|.*_(?:count|hash|score|rating)|score_.*"
     r"|temperature|top_p|max_tokens|max_completion_tokens|stream|tool_choice|parallel_tool_calls)"
 )
-"""Keys and columns with metadata or settings of a request, which no template renders.
+"""Matches keys and columns of metadata and of request settings, which no template renders.
 
 A key whose name mentions training, such as `no_train_id`, never matches.
 """
@@ -109,7 +109,7 @@ def preference_columns() -> tuple[str, ...]:
 
 
 def near_columns(columns: Iterable[str]) -> str:
-    """Return the hint "Did you mean ...?" for a misspelt column, with a leading space, or ""."""
+    """Return the hint " Did you mean ...?" for a misspelt column, or "" if no name is similar."""
     known = {*chat_columns(), *preference_columns()}
     for name in columns:
         near = nearest(name.casefold(), known, cutoff=_NEAR)
@@ -166,9 +166,9 @@ def is_deep(value: object) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null keys of its objects.
+    """Return a value without the keys whose value is null, in all of its objects.
 
-    Tables add null keys, because all objects of a column have the same keys.
+    Tables add such keys, because all objects of a column must have the same keys.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}

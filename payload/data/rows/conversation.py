@@ -1,4 +1,4 @@
-"""A conversation as a row gives it, before a chat template renders it."""
+"""A conversation as it is in a row, before a chat template renders it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Conversation:
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
-    """For each message, True if the model is trained on it; only messages of the assistant can be
-    True."""
+    """For each message, True if the model is trained on the message. Only messages of the assistant
+    can be trained on."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the functions that the assistant can call."""
     documents: tuple[Mapping[str, Any], ...] = ()

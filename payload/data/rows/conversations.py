@@ -106,7 +106,7 @@ def require_trained(row: Mapping[str, Any]) -> None:
 def _require_good(label: object) -> None:
     """Raise UntrainedRowError for a bad answer of KTO data.
 
-    Raises BadConversationError for a number of 0 or less, which may also be a class number.
+    Raises BadConversationError for a number of 0 or less, because the number may also be a class.
     """
     if label is False or (isinstance(label, str) and label.strip().lower() == "false"):
         raise UntrainedRowError(f"{LABEL} = {shown(label)} marks a bad answer")
@@ -135,7 +135,10 @@ def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the row's non-empty columns that are not in `read` and do not repeat its texts."""
+    """Return the non-empty columns that are not in `read`, without repeated texts.
+
+    A text is repeated if a column in `read` contains the same text.
+    """
     found = [name for name, value in row.items() if name not in read and not is_absent(value)]
     if not any(isinstance(row[name], str) for name in found):
         return found
@@ -144,7 +147,7 @@ def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
 
 
 def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
-    """Prepend the message of the column `system`.
+    """Return the messages, after the system message of the column `system` if the row has one.
 
     Raises BadConversationError if the messages begin with a different system message.
     """
@@ -217,7 +220,7 @@ def _history(given: object) -> MessageList:
 
 
 def messages_of(row: Mapping[str, Any], column: str, role: str) -> MessageList:
-    """Return a column as messages; a text becomes one message of `role`.
+    """Return the messages in a column. A plain text becomes one message of `role`.
 
     Raises BadConversationError.
     """

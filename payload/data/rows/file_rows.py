@@ -24,11 +24,11 @@ GLOBS: dict[str, tuple[str, ...]] = {
     "parquet": ("*.parquet",),
     "csv": ("*.csv", "*.tsv", "*.csv.*", "*.tsv.*"),
 }
-"""For each kind of source, patterns of the files that are read from a folder."""
+"""For each kind of source, the patterns of the file names that are read in a folder."""
 _EXAMPLE = '{"COLUMN": ...}'
 _FIELD_BYTES = 2**26
 _DATASETS_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
-"""Files that the library datasets writes next to the data."""
+"""Files that the library `datasets` writes next to the data."""
 _NAMES_SHOWN = 5
 
 
@@ -46,7 +46,7 @@ class FileRows(Rows):
         self._not_read: list[str] = []
 
     def identity(self) -> list[Any]:
-        """Return path, size and time of every file that is read, and the renamed columns.
+        """Return the path, size and time of every file that is read, and the renamed columns.
 
         Raises DataError.
         """
@@ -72,7 +72,7 @@ class FileRows(Rows):
         return [*identity, *self.identity_of_columns(), *([["valid", len(valid)]] if valid else [])]
 
     def _detect(self, path: Path) -> FileFormat | None:
-        """Return the format of a file; None for a file of a folder that is not data."""
+        """Return the format of a file; None for a file that is in the folder but is not data."""
         if path.name in _DATASETS_FILES and path not in self._given:
             return None
         if self._kind == "csv":
@@ -188,7 +188,7 @@ class FileRows(Rows):
 
 
 class _Files(ColumnFiles):
-    """Finds files in the same way as the text sources."""
+    """Finds the files of a source of rows, in the same way as the text sources do."""
 
     def paths(self) -> list[Path]:
         """Return the files that `identity` found."""

@@ -46,27 +46,27 @@ _FORMS = (("role", "content"), ("from", "value"))
 _CALLS = "tool_calls"
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
-"""Keys of a call's arguments: OpenAI's, Llama's, Anthropic's and LangChain's."""
+"""Keys of a call's arguments: those of OpenAI, Llama, Anthropic and LangChain."""
 _NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
 """Keys that allow a message without content."""
 _RENDERED_METADATA = ("name", "tool_call_id")
-"""Keys that look like metadata, but that templates render."""
+"""Keys that look like metadata although templates render them."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of content parts that are text, in OpenAI's and in Anthropic's messages."""
+"""Types of the content parts that hold text, in messages of OpenAI and of Anthropic."""
 _PART_KEYS = ("type", "text", "cache_control", "annotations", "logprobs", "citations")
-"""Keys of a content part that are read, or that are settings of a request."""
+"""Keys of a content part that are either read or only settings of a request."""
 _CHANNELS = ("analysis", "commentary", "final")
 """Channels of Harmony, the format of gpt-oss."""
 _FUNCTIONS = "functions."
 
 
 class BadConversationError(ValueError):
-    """Raised for a row that is not a valid conversation; the text describes the fault."""
+    """Raised for a row that is not a valid conversation. The error's text describes the fault."""
 
 
 @dataclass(slots=True)
 class MessageList:
-    """Messages, and for each message True if training covers it."""
+    """Messages, and a flag for each message that is True if the model is trained on the message."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -154,7 +154,7 @@ def read_messages(given: object, column: str) -> MessageList:
 
 
 def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> str:
-    """Return the thought of a message with channel 'analysis', which is trained with its answer."""
+    """Return the thought in a message with channel 'analysis'. It is trained with its answer."""
     lost = [key for key in message if key not in ("role", "content")]
     if lost or not is_trained:
         raise BadConversationError(
@@ -165,7 +165,7 @@ def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> st
 
 
 def _plain_message(given: object) -> dict[str, Any] | None:
-    """Return a message that has only a role and a text, as most messages; None for another one."""
+    """Return a message that has only a role and a text, as most messages do; None for others."""
     if type(given) is not dict or len(given) != 2:
         return None
     for role_key, content_key in _FORMS:
@@ -237,7 +237,7 @@ def _form(given: object, where: str) -> tuple[str, str]:
 
 
 def _missing_keys(given: object) -> str:
-    """Return a sentence with the keys that a message needs, and hints on misspelled keys."""
+    """Return sentences with the keys that a message needs, and with hints on misspelled keys."""
     keys = [key for key in given if isinstance(key, str)] if isinstance(given, Mapping) else []
     distances = {form: sum(nearest(key, keys) is None for key in form) for form in _FORMS}
     form = min(_FORMS, key=distances.__getitem__)
@@ -351,8 +351,8 @@ def _convert_calls(message: dict[str, Any], where: str) -> None:
 def _tool_call(given: object, where: str) -> dict[str, Any]:
     """Return a call as `{"type": "function", "function": {"name", "arguments"}}`.
 
-    Arguments in JSON text, OpenAI's form, become an object: templates print them with `tojson`,
-    which would quote a text a second time.
+    OpenAI writes the arguments as JSON text, which becomes an object here. Templates print the
+    arguments with `tojson`, which would quote a text a second time.
     """
     if not isinstance(given, Mapping):
         raise BadConversationError(f'{where} is {shown(given)}. Write {{"name": ..., ...}}.')
@@ -370,7 +370,10 @@ def _tool_call(given: object, where: str) -> dict[str, Any]:
 
 
 def _with_arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a function's name and arguments, whatever the key of the arguments."""
+    """Return the function's name and arguments.
+
+    The arguments can be under any of the known keys.
+    """
     values = {key: function[key] for key in _ARGUMENTS if key in function}
     filled = [key for key, value in values.items() if not is_absent(value)]
     if len(filled) > 1:
@@ -384,7 +387,7 @@ def _with_arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def parsed(value: object) -> object:
-    """Return the object or list in a JSON text; another value is returned unchanged."""
+    """Return the object or list that a JSON text contains. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(ValueError, RecursionError):
             # A text with a repeated key stays as given: an object would lose a value.
@@ -412,7 +415,7 @@ def tool_list(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function's schema in the form of `tools`; OpenAI's `functions` lack the wrapper."""
+    """Return a function's schema in the form of `tools`. OpenAI's `functions` lack the wrapper."""
     inner = {key: value for key, value in clean(function).items() if key != "type"}
     return {"type": "function", "function": inner}
 
@@ -425,7 +428,7 @@ def require_text(value: object, where: str) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Replace lone surrogates, as the package tokenizers does, because they cannot be encoded."""
+    """Replace lone surrogates, which cannot be encoded, as the package `tokenizers` does."""
     if isinstance(value, str):
         try:
             value.encode()

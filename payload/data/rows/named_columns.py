@@ -15,7 +15,7 @@ _JOIN = "\n\n"
 
 
 def parse_columns(text: str) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of a list such as `question=user,answer=assistant`. Raises UsageError."""
+    """Parse a list such as `question=user,answer=assistant` into pairs. Raises UsageError."""
     known = dict.fromkeys((*_ROLES, *chat_columns(), *preference_columns(), "text"))
     found = []
     for entry in text.split(","):
@@ -35,7 +35,7 @@ def parse_columns(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _column_of(row: Mapping[str, Any], name: str) -> str | None:
-    """Return the row's column of this name; in another case only if one column matches."""
+    """Return the row's column of this name. Ignore case if exactly one column then matches."""
     if name in row:
         return name
     found = [column for column in row if column.casefold() == name.casefold()]
@@ -58,7 +58,7 @@ class NamedColumns:
         return [*named, *([["ignored", sorted(self._ignored)]] if self._ignored else [])]
 
     def state(self) -> dict[str, Any]:
-        """Return JSON for `restore`: the columns and ignored keys found in the rows so far."""
+        """Return JSON for `restore`: the columns and ignored keys that the rows so far had."""
         return {
             "missing": sorted(self._missing),
             "removed": dict(self._removed),
@@ -107,7 +107,7 @@ class NamedColumns:
         return renamed
 
     def _without(self, value: Any, removed: set[str]) -> Any:
-        """Return a list of messages without the ignored keys, and any other value unchanged.
+        """Return a list of messages without the keys in `removed`, and any other value unchanged.
 
         The keys are also removed from lists of objects inside a message: parts and calls.
         """

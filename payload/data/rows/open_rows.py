@@ -12,7 +12,7 @@ from payload.data.sources.source_flags import SourceRequest, check_flags, resolv
 
 
 def open_rows(request: SourceRequest) -> Rows:
-    """Return the rows of a source without opening it.
+    """Return the object that reads the rows of a source, without opening the source.
 
     Raises UsageError for flags that the source does not support.
     """
@@ -37,7 +37,7 @@ class _HubRows(Rows):
         super().__init__(request)
         self._hub = HubSource(request)
         self._valid: str | None = None
-        """The split whose rows are for validation, after the last row of the training split."""
+        """Name of the validation split, whose rows are read after the training split."""
         self.label = self._hub.label
 
     def identity(self) -> list[Any]:

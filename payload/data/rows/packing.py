@@ -16,17 +16,17 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _AT_ONCE = 2**16
-"""Number of lengths to hold as Python numbers at a time; these need four times the memory."""
+"""How many lengths are converted to Python integers at a time; these need four times the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Numbers of the documents in each block; iteration yields one list a block."""
+    """Indices of the documents in each block. Iteration yields one list of indices per block."""
 
     documents: Numbers
-    """Numbers of all documents, block after block."""
+    """Indices of all documents, block after block."""
     ends: Numbers
-    """For each block, the total number of documents up to the end of this block."""
+    """For each block, how many documents are in this block and all earlier blocks together."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -39,12 +39,12 @@ class Blocks:
 
 
 def one_each(count: int) -> Blocks:
-    """Return a separate block for each document."""
+    """Return blocks that contain one document each."""
     return Blocks(np.arange(count, dtype=np.int64), np.arange(1, count + 1, dtype=np.int64))
 
 
 def best_fit(lengths: Sequence[int] | Numbers, *, capacity: int) -> Blocks:
-    """Return the numbers of the documents in each block; no length exceeds `capacity`.
+    """Return which documents go into each block of `capacity` tokens; no document is longer.
 
     Documents are placed longest first, each into the fullest block that has room for it. The result
     depends only on the lengths. The time is linear in the number of documents: bit n of one integer

@@ -1,4 +1,4 @@
-"""Converts rows of preference data to a prompt, a chosen and a rejected answer."""
+"""Converts rows of preference data to a prompt, a chosen answer and a rejected answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEYS_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """The messages of a prompt, and the messages that follow it in each of two conversations."""
+    """The messages of a prompt, and the messages of both answers, which follow the prompt."""
 
     prompt: Messages
     chosen: Messages
@@ -94,7 +94,7 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
 
 
 def _from_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row with our column names, converted if it has OpenAI's preference format."""
+    """Return the row with Tileforge's column names, if it has OpenAI's preference format."""
     given = row.get(OPENAI_PROMPT)
     if not isinstance(given, Mapping) or not all(name in row for name in OPENAI_ANSWERS):
         return row
@@ -104,7 +104,7 @@ def _from_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_prompt(prompt: Messages, given: Messages, column: str) -> Messages:
-    """Return the messages after the prompt, which some data sets repeat in each answer."""
+    """Return the messages without a prompt at their start, which some data sets repeat there."""
     if given[0]["role"] == "assistant":
         return given
     if given[: len(prompt)] == prompt:

@@ -25,7 +25,7 @@ from payload.data.sources.split import FileSplit
 _BATCH_CHARS = 2**22
 _COLUMNS_SHOWN = 8
 EARLY_ROWS = 10_000
-"""Number of rows after which unread keys are reported, even if more rows follow."""
+"""Number of rows after which keys that the task does not read are reported, even if rows follow."""
 _SKIP = "Correct the row, or skip such rows with --skip-bad."
 
 _T = TypeVar("_T")
@@ -36,19 +36,19 @@ class Row:
     """One row of a source."""
 
     number: int
-    """Number of the row, from 0; rows that are left out are not counted."""
+    """Index of the row, from 0; rows that are left out are not counted."""
     where: str
     """File and line, for messages."""
     values: Mapping[str, Any]
     place: int = 0
-    """Place of the row in the source, from 1; rows that are left out are counted."""
+    """Position of the row in the source, from 1; rows that are left out are counted."""
 
 
 class Rows(ABC):
     """The rows of one source. A bad row raises DataError; with `skip_bad`, it is only counted."""
 
     label: str
-    """Kind and location, for messages and meta.json."""
+    """Kind and location of the source, for messages and meta.json."""
     revision: str | None = None
 
     def __init__(self, request: SourceRequest) -> None:
@@ -59,11 +59,11 @@ class Rows(ABC):
         self.num_rows = 0
         """Rows read so far, including bad rows."""
         self.first_val: int | None = None
-        """Number of the first row in the validation files; None without such files."""
+        """Index of the first row in the validation files; None without such files."""
         self.file_starts: list[tuple[int, int]] = []
-        """Number of the first row of each file so far, and number of the file's --input."""
+        """For each file so far, the index of its first row and the index of its --input."""
         self.next_number = 0
-        """Number of the next row; a row that is left out gives its number to the next one."""
+        """Index of the next row. If a row is left out, the row after it takes its index."""
         self._columns = NamedColumns(request.columns, request.ignored_keys)
         self._metadata: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
@@ -72,9 +72,9 @@ class Rows(ABC):
         self._fault_examples: dict[str, str] = {}
         self._skipped_at: list[int] = []
         self._place = 0
-        """Place of the newest row in the source, from 1."""
+        """Position of the newest row in the source, from 1."""
         self._first_place = 0
-        """Rows up to this place were read by an interrupted run."""
+        """An interrupted run has read the rows up to this position."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -84,13 +84,13 @@ class Rows(ABC):
         """
 
     def identity_of_columns(self) -> list[Any]:
-        """Return the part of `identity` that the renamed columns and ignored keys decide."""
+        """Return the part of `identity` that depends on the renamed columns and ignored keys."""
         return self._columns.identity()
 
     def read(self) -> Iterator[Row]:
         """Yield every row; call `identity` first.
 
-        Raises DataError for a bad row, and for keys that nothing reads.
+        Raises DataError for a bad row, and for keys that the task does not read.
         """
         for row in self.stream():
             if row.place == EARLY_ROWS:
@@ -105,7 +105,7 @@ class Rows(ABC):
             yield row if values is row.values else replace(row, values=values)
 
     def state(self) -> dict[str, Any]:
-        """Return JSON with which `restore` continues after the rows that were read so far."""
+        """Return JSON for `restore`, which continues after the rows that were read so far."""
         return {
             "num_rows": self.num_rows,
             "next_number": self.next_number,
@@ -122,7 +122,7 @@ class Rows(ABC):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue after the rows of a state; call it before `read` or `stream`.
+        """Continue after the rows that `state` covers; call this before `read` or `stream`.
 
         The rows are read again, but not yielded.
         """
@@ -147,7 +147,7 @@ class Rows(ABC):
         return []
 
     def survey(self) -> Survey:
-        """Return the number of rows and the split of the files; call it after the last row."""
+        """Return the number of rows, and the split by files. Call this after the last row."""
         split = None
         if self.first_val is not None:
             split = FileSplit.of(first_val=self.first_val, documents=self.next_number)
@@ -180,7 +180,7 @@ class Rows(ABC):
         self.next_number -= 1
 
     def note_faults(self, faults: Iterable[str], where: str) -> None:
-        """Count the kinds of faults of the row at `where`, which is trained nevertheless."""
+        """Count the faults of the row at `where`. The row is still used for training."""
         for fault in faults:
             self._faults[fault] += 1
             self._fault_examples.setdefault(fault, where)
@@ -191,9 +191,9 @@ class Rows(ABC):
             (self._metadata if METADATA.fullmatch(name) else self._unread)[name] += 1
 
     def require_read(self, num_rows: int | None = None) -> None:
-        """Raise DataError for keys that nothing reads: training would lose their values.
+        """Raise DataError for keys that the task does not read: training would lose their values.
 
-        `num_rows` is the number of rows whose keys were counted, by default all rows so far.
+        `num_rows` is the number of rows whose keys were counted. The default is all rows so far.
         """
         self._columns.require_found()
         if not self._unread:
@@ -219,7 +219,7 @@ class Rows(ABC):
         return [f"note: {each}" for each in found]
 
     def _place_of_rows(self) -> str:
-        """Return the label for errors, without the kind `auto`, which the user did not write."""
+        """Return the source's label for errors, without the prefix `auto: `."""
         return self.label.removeprefix("auto: ")
 
     def missing_shards(self) -> str | None:
@@ -232,7 +232,10 @@ class Rows(ABC):
             raise DataError(f"{self._place_of_rows()}: no rows. Add rows, or use another source.")
 
     def inputs_of(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of the --input of each of these rows; call it after the last row."""
+        """Return the index of the --input that each of these rows is from.
+
+        Call this after the last row.
+        """
         if not self.file_starts:
             return np.zeros(len(numbers), dtype=np.int64)
         starts, inputs = (np.array(each) for each in zip(*self.file_starts, strict=True))
@@ -240,7 +243,7 @@ class Rows(ABC):
         return found
 
     def _begin_file(self, index: int) -> None:
-        """Note that a file of the input `index` begins, unless an interrupted run noted it."""
+        """Record that a file of the input `index` begins, unless an interrupted run has done so."""
         if self._place >= self._first_place:
             self.file_starts.append((self.next_number, index))
 
@@ -281,7 +284,7 @@ class Rows(ABC):
 def in_batches(
     items: Iterable[_T | None], *, count: int, chars: Callable[[_T], int]
 ) -> Iterator[list[_T]]:
-    """Yield the items that are not None, in lists of at most `count` to tokenize together.
+    """Yield the items that are not None, in lists of at most `count`, to tokenize together.
 
     `chars` returns the length of an item. The total length of a list is limited, because tokenizing
     needs about 150 bytes per token.
@@ -301,7 +304,7 @@ def in_batches(
 
 
 def _counted(counts: Counter[str]) -> str:
-    """Return names with their numbers of rows, the most frequent first."""
+    """Return the names, each with the number of its rows, the most frequent first."""
     names = [
         f"{shown(name)} ({count:,} rows)" for name, count in counts.most_common(_COLUMNS_SHOWN)
     ]

@@ -1,4 +1,4 @@
-"""Documents of the task `text` from the rows of any file that has columns."""
+"""Reads the documents of the task `text` from the rows of any file that has columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYS_SHOWN = 5
 class TextRows:
     """Documents of CSV, JSON and Arrow files: the text column of every row.
 
-    A resumed run reads the rows before the cursor again, without tokenizing them.
+    A resumed run reads the rows before the cursor again, but does not tokenize them.
     """
 
     default_val_fraction: float | None = None
@@ -48,7 +48,7 @@ class TextRows:
         return rows
 
     def survey(self) -> Survey:
-        """Count the rows and the bytes of the text by reading all rows."""
+        """Read all rows to count them and the bytes of their text."""
         rows = self._opened()
         size = sum(len(_text(row, self._column)) for row in rows.read())
         found = rows.survey()

@@ -1,4 +1,4 @@
-"""Finds faults in the tool calls of a conversation that templates render without an error."""
+"""Finds faults in tool calls that a template would render without an error."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _UNMATCHED = "a tool result whose tool_call_id matches no earlier call"
 
 
 def tool_faults(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a description of each kind of fault in the calls, once."""
+    """Return the kinds of faults in the calls, each described once."""
     return list(dict.fromkeys(_faults(messages, tools)))
 
 
 def fault_lines(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each kind of fault; `found` has a fault and its row's place for each."""
+    """Return a line for each kind of fault. `found` has pairs: a fault, and where its row is."""
     places: dict[str, list[str]] = {}
     for fault, where in found:
         places.setdefault(fault, []).append(where)
@@ -27,7 +27,7 @@ def fault_lines(found: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def fault_line(fault: str, count: int, where: str) -> str:
-    """Return the line for `count` rows with a fault, the first one at `where`."""
+    """Return the line about a fault that `count` rows have; the first of them is at `where`."""
     rows = "1 row has" if count == 1 else f"{count:,} rows have"
     return f"{rows} {fault}, for example {where}"
 

@@ -11,13 +11,13 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Keys = npt.NDArray[np.uint64]
-"""A hash of 128 bits for each row, as two numbers."""
+"""For each row, a 128-bit hash as two integers."""
 
 KEY_BYTES = 16
 
 
 def key_of(*parts: bytes | memoryview) -> bytes:
-    """Return the hash of a content that consists of these parts."""
+    """Return the hash of content that consists of these parts."""
     found = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in parts:
         found.update(part)
@@ -30,7 +30,7 @@ def keys_of(digests: Iterable[bytes]) -> Keys:
 
 
 def equal_groups(keys: Keys) -> Numbers:
-    """Return a number for each row; rows with equal content have the same number."""
+    """Return a group number for each row. Rows with equal content have the same number."""
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     by_key = keys[order]
     is_new = np.ones(len(keys), dtype=np.bool_)
@@ -41,7 +41,7 @@ def equal_groups(keys: Keys) -> Numbers:
 
 
 def first_of_each(groups: Numbers, *, preferred: Mask) -> Mask:
-    """Return the mask of one row of each group: its first preferred row, or its first row."""
+    """Return a mask with one row of each group: the first preferred row, else the first row."""
     order = np.lexsort((np.arange(len(groups)), ~preferred, groups))
     by_group = groups[order]
     is_first = np.ones(len(groups), dtype=np.bool_)

@@ -1,8 +1,9 @@
 """Groups of rows with nearly the same words, by MinHash and locality-sensitive hashing.
 
-The similarity of two texts is the Jaccard similarity of their sets of five consecutive words. A
-sketch estimates the similarity with a standard deviation of 0.04. Only texts that share a bucket
-are compared. The probability of sharing one is 0.87 at a similarity of 0.8, and 0.999 at 0.9.
+The similarity of two texts is the Jaccard similarity of their sets of five consecutive words.
+Sketches estimate the similarity with a standard deviation of 0.04. Only texts that share a bucket
+are compared. Two texts share a bucket with probability 0.87 if their similarity is 0.8, and with
+probability 0.999 if it is 0.9.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ SIMILAR = 0.8
 SKETCH_VALUES = 128
 _SHINGLE_WORDS = 5
 _AT_ONCE = 4096
-"""Number of shingles, and of rows, that are handled together: each needs 1 kB."""
+"""How many shingles or rows are processed together; each needs 1 kB."""
 _RECALL = (0.1, 0.9)
-"""Weights of false positives and false negatives. Candidates are compared, so a false positive only
-costs time."""
+"""Weights of false positives and of false negatives. A false positive only costs time, because the
+sketches of two rows in one bucket are compared."""
 # Chinese, Japanese and Korean are written without spaces between words, or have short words.
 _CHARACTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORDS = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
@@ -54,7 +55,7 @@ class Sketcher:
 
 
 def _shingles(words: Iterator[str]) -> Iterator[bytes]:
-    """Yield each five consecutive words; shorter texts are one shingle."""
+    """Yield every five consecutive words. A shorter text is one shingle."""
     window = list(islice(words, _SHINGLE_WORDS))
     yield " ".join(window).encode("utf-8", "replace")
     for word in words:
@@ -63,7 +64,7 @@ def _shingles(words: Iterator[str]) -> Iterator[bytes]:
 
 
 def near_groups(groups: Numbers, sketches: Sketches) -> Numbers:
-    """Return `groups`, joined where the sketches of two rows are similar."""
+    """Return the group number of each row after groups with similar sketches were joined."""
     numbers = np.arange(len(groups))
     _, first, group = np.unique(groups, return_index=True, return_inverse=True)
     parents = first[group]
@@ -82,7 +83,10 @@ def near_groups(groups: Numbers, sketches: Sketches) -> Numbers:
 
 
 def _bands(sketches: Sketches) -> Iterator[npt.NDArray[np.void]]:
-    """Yield the parts of the sketches that are compared for equality, each as one value a row."""
+    """Yield each band of the sketches, as one value per row.
+
+    Rows with equal values share a bucket.
+    """
     from datasketch import MinHashLSH
 
     lsh = MinHashLSH(threshold=SIMILAR, num_perm=SKETCH_VALUES, weights=_RECALL)
@@ -92,7 +96,7 @@ def _bands(sketches: Sketches) -> Iterator[npt.NDArray[np.void]]:
 
 
 def _join(parents: Numbers, one: int, other: int) -> None:
-    """Join the trees of two rows; the root of a tree is its first row."""
+    """Join the trees of two rows. The root of a tree is its row with the lowest index."""
     roots = []
     for row in (one, other):
         while parents[row] != row:

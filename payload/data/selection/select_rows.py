@@ -1,4 +1,4 @@
-"""Chooses the rows of both files: removes duplicates, splits the rows, then applies the weights.
+"""Chooses the rows for training and validation: duplicates, the split, then the weights.
 
 The result depends only on the rows, the options and the seed. So it is the same after an
 interruption, and for any number of processes and ranks.
@@ -20,11 +20,12 @@ from payload.data.sources.split import Split
 from payload.formats.data_folder import Dedup, InputRecord, SelectionRecord
 
 Splitter = Callable[[Numbers], tuple[Split, Mask]]
-"""Returns the split of the rows with these indices, and the mask of its validation rows."""
+"""Takes row indices. Returns the split of these rows, and a mask of the validation rows."""
 
 _MOST_REMOVED = 0.5
-"""If a larger fraction of the training rows is also in the validation data, these rows are kept.
-Otherwise, small examples that repeat a few rows would have no training rows."""
+"""Largest fraction of the training rows that is removed for being in the validation data, too. If
+the fraction is larger, all are kept: a small example that repeats a few rows would lose its
+training rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,45 +35,46 @@ class Mixing:
     inputs: tuple[str, ...]
     """The paths of --input; without --input, the kind of the source."""
     weights: tuple[Fraction, ...] = ()
-    """For each input, how often an epoch has each of its rows; empty if all are 1."""
+    """For each input, how often each of its rows occurs in an epoch; empty if all weights are 1."""
     dedup: Dedup | None = None
     seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """Number of copies of each row in the training file or in the validation file."""
+    """The choice of rows: how often each row is written to the training or the validation file."""
 
     split: Split
     is_val: Mask
     copies: Numbers
-    """For each row, how often it is in its file; 0 for a row that was removed."""
+    """For each row, how often the row is in its file; 0 for a row that was removed."""
     record: SelectionRecord | None
-    """The record for meta.json; None if every row is in its file once."""
+    """The record for meta.json; None if each row is in its file exactly once."""
     left_in_both: int
-    """Number of training rows that are also in the validation data and were not removed."""
+    """Number of training rows that are also in the validation data, but were not removed."""
     repeated: int
-    """Number of rows with the content of an earlier row, counted before any row is removed."""
+    """Number of rows that repeat an earlier row, counted before any row is removed."""
     dedup: Dedup | None
 
     def numbers(self, *, is_val: bool) -> Numbers:
-        """Return the indices of one file's rows, each repeated as often as the row."""
+        """Return the row indices of one file. A row with several copies occurs several times."""
         chosen = np.flatnonzero(self.is_val == is_val)
         return np.repeat(chosen, self.copies[chosen])
 
     def lines(self) -> list[str]:
-        """Return the counts of each input and the notes, for a dry run."""
+        """Return lines for a dry run: the counts of each input, and the notes."""
         counts = [] if self.record is None else describe_selection(self.record)
         return [*counts, *(each.removeprefix("note: ").removesuffix(".") for each in self.notes())]
 
     def notes_on_both(self) -> list[str]:
-        """Return the note about rows of both files."""
+        """Return a note about rows that are in both files, or no note."""
         if not self.left_in_both:
             return []
-        why = "" if self.dedup == "none" else " because more than half of the training rows are"
+        why = "" if self.dedup == "none" else ", because more than half of the training rows are"
         return [
-            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file also in "
-            f"the validation file, kept{why}. To keep each content once, use --dedup exact."
+            f"note: {self.left_in_both:,} {_rows(self.left_in_both)} of the training file kept "
+            f"although also in the validation file{why}. To keep each content once, use "
+            "--dedup exact."
         ]
 
     def notes(self) -> tuple[str, ...]:
@@ -80,17 +82,17 @@ class RowSelection:
         found = self.notes_on_both()
         if self.repeated and self.dedup is None:
             found.append(
-                f"note: {self.repeated:,} {_rows(self.repeated)} with the content of an earlier "
-                "row. To remove duplicates, use --dedup exact or --dedup near."
+                f"note: {self.repeated:,} {_rows(self.repeated)} with the same content as an "
+                "earlier row. To remove duplicates, use --dedup exact or --dedup near."
             )
         return tuple(found)
 
 
 def split_by_units(choose: Callable[[Survey], Split], survey: Survey, units: Numbers) -> Splitter:
-    """Return the splitter that decides by the rows' units: groups or row numbers.
+    """Return a splitter of whole units. The unit of a row is its group, or the row itself.
 
-    `choose` returns the split for a number of units. If only some of the rows are split, their
-    units are numbered again, without the units of other rows.
+    `choose` returns the split for a given number of units. If only some of the rows are split, only
+    the units of these rows count, and are numbered again from 0.
     """
 
     def split_rows(chosen: Numbers) -> tuple[Split, Mask]:
@@ -114,8 +116,9 @@ def select_rows(
 ) -> RowSelection:
     """Return how often each row is trained.
 
-    `groups` are equal for duplicates. `inputs` is the number of each row's input. `classes` are
-    labels, none of which may lose most of its training rows. Raises DataError.
+    `groups` has the same number for duplicates. `inputs` has the index of each row's input.
+    `classes` has the label of each row: no label may lose most of its training rows. Raises
+    DataError.
     """
     split, is_val = split_rows(np.arange(len(groups)))
     by_file = split.record.method == "files"
@@ -167,14 +170,14 @@ def select_rows(
 
 
 def describe_selection(record: SelectionRecord) -> list[str]:
-    """Return a line for each input: its rows, the removed rows, and its fraction of an epoch."""
+    """Return a line for each input, with its rows, the removed rows and its part of an epoch."""
     total = sum(each.rows_an_epoch for each in record.inputs) or 1
     lines = []
     for each in record.inputs:
         removed = [
             *([f"{each.duplicates:,} duplicates"] if record.dedup in ("exact", "near") else []),
             *(
-                [f"{each.also_in_validation:,} training rows that also stand in validation"]
+                [f"{each.also_in_validation:,} training rows that are also validation rows"]
                 if each.also_in_validation
                 else []
             ),
@@ -193,7 +196,10 @@ def _rows(count: int) -> str:
 
 
 def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
-    """Return the mask of training rows to remove; classes that would lose most rows keep theirs."""
+    """Return the mask of training rows to remove.
+
+    A class that would lose most of its rows keeps all of them.
+    """
     labels = np.zeros(len(in_both), dtype=np.int64) if classes is None else classes
     size = int(labels.max(initial=0)) + 1
     before, lost = (np.bincount(labels[mask], minlength=size) for mask in (is_train, in_both))
@@ -204,8 +210,8 @@ def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
 def _copies(count: int, weight: Fraction, *, seed: list[int], where: str) -> Numbers:
     """Return how often each of `count` rows is in an epoch: `weight` x `count` in total, rounded.
 
-    A random permutation decides which rows have the higher of two numbers of copies. Raises
-    DataError for a total of 0.
+    If the weight is not a whole number, some rows have one more copy than others; a random
+    permutation decides which. Raises DataError for a total of 0.
     """
     copies, more = divmod(round(weight * count), max(1, count))
     if count and not copies and not more:

@@ -1,4 +1,4 @@
-"""Opens files decompressed; the first bytes decide the compression, not the file's name."""
+"""Opens compressed files for reading. A file's first bytes show its compression, not its name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compression_of(path: Path) -> Compression | None:
 
 
 def open_decompressed(path: Path) -> BinaryIO:
-    """Open a file for reading, decompressed."""
+    """Open a file for reading. Reading returns the decompressed bytes."""
     compression = compression_of(path)
     if compression == "gzip":
         return cast(BinaryIO, gzip.open(path, "rb"))

@@ -1,4 +1,4 @@
-"""Batches of documents as UTF-8 bytes, with the cursor to resume after each batch.
+"""Batches of documents as UTF-8 bytes, each with the cursor from which a later run resumes.
 
 A document's number is its index in the source, from 0. A skipped document keeps its number, so that
 the split does not shift.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from payload.data.sources.split import Split
 
 Cursor = dict[str, Any]
-"""Position to resume at: JSON that only the source reads and writes. {} is the start."""
+"""Position in a source: JSON that only the source itself interprets. {} is the start."""
 
 MIB = 1024 * 1024
 BATCH_BYTES = 4 * MIB
@@ -27,7 +27,7 @@ PIECE_BYTES = 8 * MIB
 
 
 class UnreachableSourceError(DataError):
-    """The source cannot be reached now; the same command can continue later."""
+    """The source cannot be reached. The same command can continue later."""
 
 
 _BATCH_DOCUMENTS = 65536
@@ -40,17 +40,17 @@ class Batch:
     """Consecutive pieces of text of a source."""
 
     pieces: list[bytes] = field(default_factory=list)
-    """Valid UTF-8: whole documents, or parts that tokenize as they would within the whole document.
-    """
+    """Valid UTF-8: whole documents, or parts of documents. A part has the same tokens as in the
+    whole document."""
     numbers: list[int] = field(default_factory=list)
-    """Document number of each piece."""
+    """For each piece, the number of its document."""
     ends: list[bool] = field(default_factory=list)
     """True for the last piece of a document."""
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
-    """For each group of bad documents: the first document's number, their count, and the
+    """For each group of bad documents: the number of the first one, how many they are, and the
     message."""
     file_starts: list[tuple[int, int]] = field(default_factory=list)
-    """For each file that begins in the batch: its first document's number, and the file's index."""
+    """For each file that begins in the batch: the number of its first document, and its index."""
     cursor: Cursor = field(default_factory=dict)
     """Cursor of the next batch."""
     text_bytes: int = 0
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Size of a source, with None for numbers that are unknown before reading."""
+    """Size of a source. Counts that are unknown before reading are None."""
 
     documents: int | None
     text_bytes: int | None
@@ -79,7 +79,7 @@ class Source(Protocol):
 
     @property
     def default_val_fraction(self) -> float | None:
-        """Default share of the documents for validation; None if it depends on their number."""
+        """Default fraction of the documents for validation; None if it depends on their count."""
 
     @property
     def revision(self) -> str | None:
@@ -87,22 +87,25 @@ class Source(Protocol):
 
     @property
     def inputs_of_files(self) -> Sequence[int]:
-        """Number of the --input of each file; call `identity` first. Empty for a single input."""
+        """For each file, the index of its --input; empty for a single input.
+
+        Call `identity` first.
+        """
 
     def identity(self) -> list[Any]:
         """Return JSON that changes when the documents change.
 
-        Raises DataError if they are missing.
+        Raises DataError if the source is missing.
         """
 
     def survey(self) -> Survey:
         """Return the size of the source without tokenizing.
 
-        Call it after `identity` and before `batches`.
+        Call this after `identity` and before `batches`.
         """
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """Yield the documents from `cursor` on. Raises DataError for a bad document."""
+        """Yield the documents that follow `cursor`. Raises DataError for a bad document."""
 
 
 class Batcher:
@@ -114,7 +117,7 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Return True if the batch is large enough to `take`."""
+        """Return True if the batch is large enough, so that the caller should `take` it."""
         batch = self._batch
         return (
             batch.text_bytes >= BATCH_BYTES
@@ -123,7 +126,7 @@ class Batcher:
         )
 
     def begin_file(self, index: int, *, number: int) -> None:
-        """Note that a file begins with the document `number`."""
+        """Record that a file begins with the document `number`."""
         self._batch.file_starts.append((number, index))
 
     def add(self, piece: bytes, *, number: int, is_last: bool = True) -> None:
@@ -149,7 +152,7 @@ class Batcher:
 
 
 def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch]:
-    """Yield the batches without documents numbered `max_documents` or higher."""
+    """Yield the batches of the first `max_documents` documents, or all batches for None."""
     for batch in batches:
         if max_documents is None or not batch.numbers or batch.numbers[-1] < max_documents:
             yield batch
@@ -164,7 +167,7 @@ def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch
 
 
 def last_safe_cut(data: bytes) -> int | None:
-    """Return the last offset where a cut does not change the tokens of `data`, or None.
+    """Return the last offset at which `data` can be cut without changing its tokens, or None.
 
     GPT-2's pattern never joins a non-space character with white space after it, and has no
     lookbehind. So a cut before such white space does not change the tokens.
@@ -185,7 +188,7 @@ _SPACE = re.compile(rb"[ \n\r\t]")
 
 
 def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yield the rest of the file in pieces, each with True if it is the last piece.
+    """Yield the rest of the file in pieces, each with a flag that is True for the last piece.
 
     The file is read from its current position. A piece ends where a cut does not change the tokens.
     If 8 MiB of text have no white space, the piece ends between two characters. Only then can the

@@ -30,8 +30,8 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""A file without a table's suffix counts as a table only with at least this number of records,
-including the header."""
+"""Minimum number of records, including the header, of a file that is read as a table although it
+lacks the suffix of one."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
@@ -40,7 +40,8 @@ _TABLES: dict[FileKind, tuple[bytes, ...]] = {
     "parquet": (b"PAR1",),
     "arrow": (b"ARROW1", b"\xff\xff\xff\xff"),
 }
-"""First bytes of the table formats; Arrow has two kinds, files and streams."""
+"""First bytes of the binary table formats. Arrow has two formats, one for files and one for
+streams."""
 _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (
         0,
@@ -60,8 +61,8 @@ _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
     (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )
-"""Formats that are not read: the offset of the identifying bytes, these bytes, the name, the
-fix."""
+"""Formats that are not supported. Each has the offset of its identifying bytes, these bytes, its
+name and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class FileFormat:
         return _ENCODING_NAMES[self.encoding]
 
     def describe(self) -> str:
-        """Return the format in words, for messages."""
+        """Return a description of the format, for messages."""
         words = {
             "jsonl": "JSON Lines",
             "json": "JSON",
@@ -104,9 +105,9 @@ _ENCODING_NAMES = {
 
 
 def detect_format(path: Path, *, is_table: bool = False) -> FileFormat:
-    """Return the format of a file; `is_table` reads any text as a table.
+    """Return the format of a file. With `is_table`, any text is read as a table.
 
-    Raises DataError for a binary format that is not read.
+    Raises DataError for an unsupported binary format.
     """
     compression = compression_of(path)
     with convert_errors(path), open_decompressed(path) as file:
@@ -146,7 +147,7 @@ def _encoding(path: Path, start: bytes) -> str:
 
 
 def _encoding_of_all(path: Path, encoding: str) -> str:
-    """Return the first encoding of UTF-8, Windows-1252 and Latin-1 that fits the whole file."""
+    """Return the first encoding that fits the whole file: `encoding`, Windows-1252 or Latin-1."""
     for tried in (encoding, "cp1252"):
         decoder = codecs.getincrementaldecoder(tried)()
         try:
@@ -193,7 +194,7 @@ def _is_object(line: str) -> bool:
 
 
 def _spans_lines(text: str) -> bool:
-    """Return True if the text begins with a JSON value, or part of one, that spans lines."""
+    """Return True if the text begins with a JSON value, or the start of one, of several lines."""
     decoder = json.JSONDecoder()
     place = len(text) - len(text.lstrip())
     try:
@@ -209,9 +210,9 @@ def _spans_lines(text: str) -> bool:
 def _delimiter(text: str, *, is_sure: bool) -> str | None:
     """Return the delimiter of a table, or None if the text does not look like one.
 
-    The best delimiter is the one with the highest share of records that have as many fields as the
-    header. Without the suffix of a table, the header must be unique names on one line, and every
-    record must fit.
+    Chooses the delimiter with which most records have as many fields as the header. Without the
+    suffix of a table, the header must consist of short names, and every record must have as many
+    fields.
     """
     best: tuple[float, int, str] = (0.0, 0, "")
     for delimiter in DELIMITERS:
@@ -229,12 +230,12 @@ def _delimiter(text: str, *, is_sure: bool) -> str | None:
 
 
 def _is_named(header: Sequence[str]) -> bool:
-    """Return True if the fields are short like the names of columns, not parts of a sentence."""
+    """Return True if the fields are as short as column names. Parts of a sentence are longer."""
     return all(len(name) <= 40 and len(name.split()) <= 3 for name in header)
 
 
 def _records(text: str, delimiter: str) -> list[list[str]]:
-    """Return the first whole records of a text."""
+    """Return the first records of a text, without a last record that may be incomplete."""
     found: list[list[str]] = []
     try:
         for record in csv.reader(text.splitlines(keepends=True), delimiter=delimiter):

@@ -46,7 +46,7 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 # commits hold tar files and a script that datasets >= 4 rejects (nanoGPT #633).
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
 _MAX_FOOTERS = 256
-"""Maximum number of files whose rows are counted over the network, at two requests each."""
+"""Maximum number of files whose rows are counted over the network; each takes two requests."""
 _FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
 """Formats of `datasets` that read only the given files."""
 
@@ -81,7 +81,10 @@ class HubSource:
             )
 
     def identity(self) -> list[Any]:
-        """Return the commit, or the path, size and time of each local file. Raises DataError."""
+        """Return the commit of a hub dataset, or the path, size and time of each local file.
+
+        Raises DataError.
+        """
         where = [self._request.subset, self._split]
         if self._folder is not None:
             files = sorted(p for p in self._folder.rglob("*") if p.is_file())
@@ -91,7 +94,7 @@ class HubSource:
         return [*where, self._dataset, self.revision]
 
     def survey(self) -> Survey:
-        """Return the number of rows, if the files or the dataset card record it."""
+        """Return the number of rows if the files or the dataset card state that number."""
         column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
         if places and (self._folder is not None or len(places) <= _MAX_FOOTERS):
@@ -106,7 +109,7 @@ class HubSource:
         return Survey(documents=documents, text_bytes=None, note=self.note())
 
     def note(self, *, valid: str | None = None) -> str | None:
-        """Return a note about missing shards, and about the splits, if any.
+        """Return a note about missing shards and about the splits, or None.
 
         `valid` is the split whose rows are for validation. Raises DataError.
         """
@@ -115,8 +118,7 @@ class HubSource:
         return join_notes(missing, self._splits_note(valid))
 
     def valid_split(self) -> str | None:
-        """Return the dataset's split for validation; None for a dataset without a split for
-        validation, or with --split.
+        """Return the dataset's validation split; None without one, or if --split is given.
 
         Raises DataError.
         """
@@ -125,7 +127,7 @@ class HubSource:
         return next((each for each in self._splits() if SPLIT_WORDS.get(each) == "valid"), None)
 
     def _splits_note(self, valid: str | None) -> str | None:
-        """Return a line about the dataset's splits; None if the only split is read."""
+        """Return a line about the dataset's splits; None if there is only one."""
         others = [each for each in self._splits() if each not in (self._split, valid)]
         if not others and valid is None:
             return None
@@ -148,7 +150,7 @@ class HubSource:
                 yield from self._stream(cursor)
 
     def _stream(self, cursor: Cursor) -> Iterator[Batch]:
-        """Yield batches of files other than parquet; the cursor holds the state of `datasets`."""
+        """Yield batches of files other than parquet. The cursor holds the state of `datasets`."""
         column = self._request.column()
         rows = self._open_rows()
         if "state" in cursor:
@@ -165,7 +167,7 @@ class HubSource:
         yield batcher.take({"state": rows.state_dict(), "document": number})
 
     def rows(self, split: str | None = None) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield all columns of the rows of a split, in lists; None = the chosen split.
+        """Yield the rows of a split with all columns, in lists. None means the chosen split.
 
         Raises DataError.
         """
@@ -239,7 +241,7 @@ class HubSource:
 
     @contextmanager
     def _convert_errors(self, action: str) -> Iterator[None]:
-        """Convert exceptions of `datasets` and of the hub's client to one DataError."""
+        """Convert exceptions of `datasets` and of the hub's client to a DataError."""
         import pyarrow as pa
         import yaml
         from datasets.exceptions import DatasetsError
@@ -291,8 +293,8 @@ def _outside_error(dataset: object, place: str) -> str:
 def _check_cards(folder: Path) -> None:
     """Raise DataError for a dataset card that names data outside of the folder.
 
-    This runs before `datasets` reads the card, because `datasets` resolves every pattern, also over
-    the network.
+    This runs before `datasets` reads the card, because `datasets` resolves every pattern in the
+    card, even over the network.
     """
     import yaml
     from datasets import config
@@ -352,7 +354,7 @@ def _load_builder(dataset: str, *, subset: str | None, revision: str | None) -> 
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Return True if the error, or one in its chain of causes, is a failed connection."""
+    """Return True if the error or one of its causes is a failed connection."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (ConnectionError, TimeoutError)):

@@ -10,11 +10,11 @@ from payload.core.errors import UsageError
 from payload.core.regular_files import home_path
 
 MOST_WEIGHT = 1000
-"""Highest weight of an input; more is probably a mistake."""
+"""Highest weight of an input. A higher one is probably a mistake."""
 
 
 def split_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
-    """Return the paths of --input, and the weight of each; no weights if all are 1.
+    """Return the paths of --input, and their weights. The weights are empty if all are 1.
 
     Raises UsageError.
     """
@@ -32,7 +32,10 @@ def split_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Fraction
 
 
 def _path_and_weight(given: str) -> tuple[str, Fraction]:
-    """Return PATH and WEIGHT of PATH:WEIGHT; an existing path with a colon has weight 1."""
+    """Return the two parts of PATH:WEIGHT.
+
+    The weight is 1 if the whole text is an existing path.
+    """
     path, colon, text = given.rpartition(":")
     if not colon or not path or "/" in text or home_path(given).exists():
         return given, Fraction(1)

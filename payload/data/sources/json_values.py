@@ -1,7 +1,7 @@
-"""Streams the objects of a JSON file that is not one object a line.
+"""Streams the objects of a JSON file that does not have one object on each line.
 
-The file is an array of objects, one object, several objects one after the other, or an object with
-an array of objects under a common name such as `data`.
+The file is an array of objects, one object, or several objects one after the other. It can also be
+an object that holds an array of objects under a common name such as `data`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from payload.data.sources.documents import MIB
 from payload.data.sources.jsonl import LINE_BYTES, object_of_pairs
 
 ARRAY_NAMES = ("data", "rows", "examples", "items", "records", "samples", "entries", "instances")
-"""Keys of an object whose array holds the rows of the file."""
+"""Keys of an object under which an array can hold the rows of the file."""
 WRAPPED = re.compile(rf'\s*\{{\s*"(?:{"|".join(ARRAY_NAMES)})"\s*:\s*\[\s*[{{\]]')
-"""Start of an object whose first key holds the rows."""
+"""Matches the start of an object that holds the rows under its first key."""
 _SPACE = re.compile(r"\s*")
 _READ_CHARS = MIB
 _WINDOW_CHARS = 1000
@@ -54,7 +54,7 @@ class _Text:
                 return ""
 
     def take(self, expected: str) -> None:
-        """Move past the next character. Raises DataError if the character is not expected."""
+        """Move past the next character. Raises DataError if `expected` does not contain it."""
         found = self.peek()
         if not found or found not in expected:
             what = f"the character {found!r}" if found else "the end of the file"
@@ -83,7 +83,7 @@ class _Text:
             return value
 
     def window(self) -> str:
-        """Return the first characters from the current place on."""
+        """Return the characters that follow the current place, up to a limit."""
         self.peek()
         return self._buffer[self._place : self._place + _WINDOW_CHARS]
 
@@ -103,7 +103,8 @@ class _Text:
     def _fill(self, least: int = 0) -> bool:
         """Read more text, at least `least` characters. Return False at the end of the file.
 
-        `value` passes the length of the unread text, so that the time stays linear.
+        `value` passes the length of the unread text as `least`. The text then at least doubles, so
+        that the time stays linear.
         """
         try:
             more = self._file.read(max(_READ_CHARS, least))
@@ -146,7 +147,7 @@ def _array(text: _Text) -> Iterator[tuple[int, Any]]:
 
 
 def _wrapped(text: _Text) -> Iterator[tuple[int, Any]] | None:
-    """Return the rows of an object whose first key holds them; None for any other object."""
+    """Return the rows that an object holds under its first key; None for any other object."""
     start = text.window()
     return _wrapped_rows(text) if WRAPPED.match(start) else None
 

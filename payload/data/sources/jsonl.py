@@ -1,4 +1,4 @@
-"""JSON Lines: one object a line, with the text under one key. Files may be compressed."""
+"""JSON Lines: one object per line, with the text under one key. Files may be compressed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from payload.data.sources.split import FileSplit
 from payload.data.sources.text_files import ColumnFiles
 
 LINE_BYTES = 64 * MIB
-"""Limit on the size of a line: JSON is parsed whole, and needs up to four bytes a character."""
+"""Limit on the size of a line. A line is parsed as a whole, which needs up to four bytes per
+character."""
 _KEYS_SHOWN = 5
 
 
 class JsonlSource(ColumnFiles):
-    """Documents of JSON Lines files; every line that is not blank is a document."""
+    """Documents of JSON Lines files. Every line that is not blank is a document."""
 
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
         super().__init__("jsonl", given, glob="*.jsonl*", request=request)
 
     def survey(self) -> Survey:
-        """Count the lines. If a file is compressed, count only if file names declare a split."""
+        """Count the lines. Compressed files are only counted if file names declare a split."""
         size = sum(path.stat().st_size for path in self._files)
         if self.splits.valid:
             first_val = sum(map(_count_lines, self.splits.train))
@@ -139,7 +140,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=object_of_pairs)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Yield each line, cut after LINE_BYTES + 1 bytes, and its whole size in the file."""
+    """Yield each line, cut after LINE_BYTES + 1 bytes, and the size of the whole line."""
     while line := file.readline(LINE_BYTES + 1):
         read = len(line)
         is_whole = read <= LINE_BYTES or line.endswith(b"\n")

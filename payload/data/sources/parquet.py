@@ -1,4 +1,4 @@
-"""Reads parquet files, one document a row, through a worker process."""
+"""Reads parquet files through a worker process. Every row is a document."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH_ROWS = 1024
-"""Number of rows that are decoded together; small enough for rows of 100 kB."""
+"""Number of rows that are decoded together. It is small enough for rows of 100 kB."""
 _NAMES_SHOWN = 5
 _READ_BUFFER_BYTES = 8 * MIB
 _WORKER = Path(__file__).with_name("parquet_worker.py")
@@ -51,7 +51,7 @@ class ParquetSource(ColumnFiles):
         super().__init__("parquet", given, glob="*.parquet", request=request)
 
     def survey(self) -> Survey:
-        """Return rows and text sizes from the footers of the files.
+        """Return the number of rows and the size of the text, from the footers of the files.
 
         Raises DataError for a damaged file.
         """
@@ -73,7 +73,7 @@ class ParquetSource(ColumnFiles):
 
 
 def survey_parquet(places: Sequence[str], column: str, *, skip_bad: bool) -> Survey:
-    """Return rows and text sizes from the footers of the files. Raises DataError."""
+    """Return the number of rows and the text size from the files' footers. Raises DataError."""
     rows = text_bytes = 0
     with ParquetReader(column) as reader:
         for place in places:
@@ -122,7 +122,7 @@ class DamagedFileError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class LostRows:
-    """Rows of a row group that are lost because a page before them is damaged."""
+    """Rows that cannot be read, because an earlier page of their row group is damaged."""
 
     count: int
     reason: str
@@ -132,7 +132,7 @@ class LostRows:
 
 
 class ParquetReader:
-    """Reads one text column, or all columns, of parquet files in a worker process.
+    """Reads one text column or all columns of parquet files, in a worker process.
 
     A damaged file can crash the worker, but not this process.
 
@@ -185,7 +185,7 @@ class ParquetReader:
     def _request(
         self, operation: str, place: str, *, skip_rows: int
     ) -> Iterator[dict[str, Any] | pa.RecordBatch]:
-        """Yield the frames of a response; the schema of the first table is checked."""
+        """Yield the frames of a response, after checking the schema of the first table."""
         import pyarrow as pa
 
         request = {
@@ -256,7 +256,7 @@ class ParquetReader:
 
 
 def _raise_failure(response: Mapping[str, Any], place: str) -> None:
-    """Raise the error that ended a response, if any."""
+    """Raise the error with which a response ended, if there is one."""
     failed = response.get("failed")
     if failed is None:
         return
@@ -274,7 +274,7 @@ def _raise_failure(response: Mapping[str, Any], place: str) -> None:
 
 
 def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
-    """Raise DataError unless the schema has this column and it holds text."""
+    """Raise DataError unless the schema has this column, and the column holds text."""
     import pyarrow as pa
 
     if column not in schema.names:
@@ -291,14 +291,14 @@ def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
 
 
 def _kind_name(kind: pa.DataType) -> str:
-    """Return the name of a type on one line; a struct's name contains its field names."""
+    """Return the name of a type on one line. A struct's name contains names from the data."""
     return one_line(kind).rstrip(".")
 
 
 def add_column(
     column: pa.Array | pa.ChunkedArray, batcher: Batcher, *, number: int, row: int, where: str
 ) -> None:
-    """Add every row of a text column as a document; `row` is the index of the first."""
+    """Add every row of a text column as a document. `row` is the index of the first row."""
     import pyarrow as pa
 
     try:

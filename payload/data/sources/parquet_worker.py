@@ -3,9 +3,10 @@
 A damaged footer can make Arrow abort the process, so files are read in a separate process. This
 file is run as a script and has no imports from the project.
 
-Requests are JSON lines on stdin. Responses are frames on stdout: a letter, the length in eight
-bytes, the content. `J` is a JSON object, `A` an Arrow stream with one batch. The last frame of a
-response is a JSON object with `end`.
+Requests are JSON lines on stdin. Responses are frames on stdout. A frame consists of a letter, the
+length of the content in eight bytes, and the content. With the letter `J`, the content is a JSON
+object; with `A`, it is an Arrow stream with one batch. The last frame of a response is a JSON
+object with the key `end`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main() -> None:
 def _survey(request: dict[str, Any]) -> dict[str, Any]:
     """Send the schema; return the number of rows and the uncompressed size of the column.
 
-    For a dictionary column, the size is less than the size of the text.
+    The size of a dictionary-encoded column is smaller than the size of its text.
     """
     with _open(request) as file:
         _send_schema(file.schema_arrow)
@@ -62,7 +63,7 @@ def _survey(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(request: dict[str, Any]) -> dict[str, Any]:
-    """Send the schema, then the column after `skip_rows` rows, with damaged rows reported as lost.
+    """Send the schema, then the column from row `skip_rows` on. Damaged rows are reported as lost.
 
     Without `column`, sends all columns. An Arrow file is always sent whole.
     """
@@ -121,9 +122,9 @@ def _arrow_reader(place: str) -> Any:
 
 
 def _send_rows(batch: Any, *, whole: bool) -> None:
-    """Send rows with dictionaries decoded; unreadable rows are reported as lost.
+    """Send rows, with dictionaries decoded. Unreadable rows are reported as lost.
 
-    `whole` is for all columns, which the parent converts to Python values.
+    `whole` is True if all columns are sent, which the parent converts to Python values.
     """
     if batch.num_rows > 1 and _decoded_bytes(batch) > _PIECE_BYTES:
         half = batch.num_rows // 2
@@ -146,7 +147,7 @@ def _send_rows(batch: Any, *, whole: bool) -> None:
 
 
 def _decoded_bytes(batch: Any) -> int:
-    """Return the size of a batch with dictionaries decoded, in bytes."""
+    """Return the size in bytes that a batch has once its dictionaries are decoded."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

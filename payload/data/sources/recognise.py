@@ -1,4 +1,4 @@
-"""Decides whether files hold rows with columns or plain text, for `--source auto`."""
+"""Decides for `--source auto` whether files hold rows with columns, or plain text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from payload.data.sources.text_files import BACKUPS, find_files
 _MOST_FILES = 1000
 """Limit on the number of files whose content is read to find their kinds."""
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "citation", ".gitattributes")
-"""Starts of the names of files that describe the data in a folder."""
+"""Beginnings of the names of files that describe the data in a folder."""
 
 
 def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set[FileKind]]:
-    """Return the files of the inputs, and the kinds of the files that are read.
+    """Return the files to read from the inputs, and the kinds of these files.
 
-    Files that describe the data, such as README.md, are left out if others have rows. Raises
+    Files that describe the data, such as README.md, are left out if other files have rows. Raises
     DataError.
     """
     found = find_files(
@@ -38,5 +38,5 @@ def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set
 
 
 def has_rows(kinds: set[FileKind]) -> bool:
-    """Return True if all files have rows; a folder with texts and rows is read as plain text."""
+    """Return True if all files have rows. Texts together with rows are read as plain text."""
     return bool(kinds) and kinds <= set(ROW_KINDS)

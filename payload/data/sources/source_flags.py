@@ -16,7 +16,7 @@ _FILE_KINDS = ("auto", "text", "jsonl", "parquet", "csv")
 DEFAULT_TEXT_COLUMN = "text"
 DEFAULT_SPLIT = "train"
 _SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt")
-"""Suffixes of files, which the name of a dataset on the hub seldom has."""
+"""Suffixes of data files. Names of datasets on the hub seldom end like this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class SourceRequest:
     inputs: tuple[str, ...] = field(default=())
     """Files or folders; for `hf` the name of a dataset or a folder."""
     input_numbers: tuple[int, ...] = ()
-    """Number of the --input that each of `inputs` belongs to; empty if they are the --input."""
+    """For each of `inputs`, the index of its --input; empty if `inputs` are exactly the --input."""
     glob: str | None = None
     """Pattern for the files of a folder; None uses the default of the kind."""
     text_column: str | None = None
@@ -54,7 +54,7 @@ class SourceRequest:
 
 
 def resolve_source(request: SourceRequest, *, setting: str = "--input") -> SourceRequest:
-    """Return the request with `hf` instead of `auto` for the name of a dataset on the hub.
+    """Return the request. For the name of a dataset on the hub, its kind is `hf` instead of `auto`.
 
     Raises UsageError, which names `setting`, for a file or folder that does not exist.
     """

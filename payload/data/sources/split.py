@@ -16,17 +16,18 @@ Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 PERMUTATION_LIMIT = 50_000_000
-"""Limit on the documents of a permutation split. A permutation of more documents would need over
-0.4 GB of memory."""
+"""Highest number of documents that are split by a permutation. For more documents, the permutation
+would need over 0.4 GB of memory."""
 
 NANOGPT_VAL_FRACTION = 0.0005
-"""nanoGPT's share: 4,007 of the 8 million documents of openwebtext."""
+"""Smallest default fraction for validation. nanoGPT uses 0.0005 for openwebtext: 4,007 of 8 million
+documents."""
 _SMALL_VAL_FRACTION = 0.1
 _VAL_DOCUMENTS = 100
 
 
 class Split(Protocol):
-    """A choice of documents that depends only on their numbers."""
+    """A choice of documents for validation. It depends only on the documents' numbers."""
 
     @property
     def record(self) -> SplitRecord:
@@ -48,14 +49,17 @@ class PermutationSplit:
     chosen: Mask
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """Return the mask of the validation documents; False beyond the permutation."""
+        """Return the mask of the validation documents.
+
+        Documents beyond the permutation are not for validation.
+        """
         inside = numbers < len(self.chosen)
         return inside & self.chosen[np.where(inside, numbers, 0)]
 
 
 @dataclass(frozen=True, slots=True)
 class HashSplit:
-    """Chooses each document by a keyed hash of its number, for sources that cannot be counted."""
+    """Chooses documents by a keyed hash of their numbers, if they cannot be counted in advance."""
 
     record: SplitRecord
 
@@ -76,7 +80,7 @@ class FileSplit:
 
     @classmethod
     def of(cls, *, first_val: int, documents: int) -> FileSplit:
-        """Return the split of `documents` documents whose validation part begins at `first_val`.
+        """Return a split with the documents from `first_val` on for validation.
 
         Raises DataError if one of the two parts is empty.
         """
@@ -95,10 +99,12 @@ class FileSplit:
 
 
 def default_val_fraction(documents: int | None) -> float:
-    """Return the validation share for a source with `documents` documents (None: unknown).
+    """Return the default fraction of `documents` documents for validation.
 
-    Of up to 1,000 documents, the share is a tenth. Of more documents, about 100 are for validation,
-    but at least nanoGPT's share.
+    `documents` is None if their number is unknown.
+
+    Up to 1,000 documents, a tenth is for validation. From more documents, about 100 are chosen. The
+    fraction is never below `NANOGPT_VAL_FRACTION`, which also applies if the number is unknown.
     """
     if documents is None:
         return NANOGPT_VAL_FRACTION
@@ -111,16 +117,21 @@ def default_val_fraction(documents: int | None) -> float:
 def more_validation(
     *, wanted: int, documents: int, most: float, current: float = 0.0
 ) -> str | None:
-    """Return the fix for fewer than `wanted` documents; None if it needs more than `most`.
+    """Return the fix for fewer than `wanted` validation documents, or None.
 
-    Also None if the fraction `current` should already be sufficient.
+    None means that a fraction above `most` would be needed.
+
+    The result is also None if the fraction `current` should already be sufficient.
     """
     share = math.ceil(100 * wanted / documents) / 100
     return f"Use --val-fraction {share:g} with --force." if current < share <= most else None
 
 
 def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Split:
-    """Return the split of `documents` documents (None: unknown). Raises DataError for too few."""
+    """Return the split of `documents` documents, or of an unknown number (None).
+
+    Raises DataError for too few documents.
+    """
     if documents is None or documents > PERMUTATION_LIMIT:
         return HashSplit(SplitRecord(method="hash", val_fraction=val_fraction, seed=seed))
     if documents < 2:
@@ -143,7 +154,10 @@ def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Sp
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix by SplitMix64's finalizer. Source: https://prng.di.unimi.it/splitmix64.c."""
+    """Return the values with their bits mixed, as by the generator SplitMix64.
+
+    Source: https://prng.di.unimi.it/splitmix64.c.
+    """
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

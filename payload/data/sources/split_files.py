@@ -31,31 +31,32 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
     "testing": "test",
     "testset": "test",
 }
-"""For each word that can occur in the name of a file or of its folder, the file's split."""
+"""For each word in the name of a file or folder, the split that the word declares."""
 _SEPARATORS = re.compile(r"[-_. ]+|(?<=[a-z])(?=[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
 class SplitFiles:
-    """The files of a source by their split."""
+    """The files of a source, grouped by split."""
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
     """Test files, which are left out."""
     has_ignored_names: bool = False
-    """True if names declare splits, but no training data: all files are for training."""
+    """True if file names declare splits, but none declares training data. Then all files are for
+    training."""
 
     def read(self) -> list[Path]:
         """Return the files to read: the training files, then the validation files."""
         return [*self.train, *self.valid]
 
     def note(self) -> str | None:
-        """Return a line about the splits; None if the names declare none."""
+        """Return a line about the splits; None if no file name declares a split."""
         if self.has_ignored_names:
             return (
-                "splits by file name: no file is for training by its name, so all files are for "
-                "training. To validate with a file, name another one train"
+                "splits by file name: no name declares training data, so all files are for "
+                "training. To keep a file for validation, name another file train"
             )
         if not self.valid and not self.test:
             return None
@@ -76,9 +77,9 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
     A file whose name declares no split is for training. If no file is for training, the names are
-    ignored, and all files are for training. Text files may be the source files of a program, whose
-    names often have words such as test. So the names of text files count only if each declares a
-    split.
+    ignored, and all files are for training. Text files may be the source code of a program, in
+    which names often have words such as test. So the names of text files count only if every one
+    declares a split.
     """
     parents = {path.parent.absolute() for path in files}
     root = Path(os.path.commonpath(parents)) if parents else Path()
@@ -97,7 +98,8 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
 def split_of(path: Path, root: Path) -> FileSplitName | None:
     """Return the split that the name of a file or of one of its folders declares, or None.
 
-    Of the folders, the file's own one and those within `root` count; the nearest one decides.
+    The file's own folder and the folders within `root` count. If several declare a split, the
+    nearest one decides.
     """
     words = _SEPARATORS.split(path.name.lower())
     found = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)

@@ -1,4 +1,4 @@
-"""Sources of text files, with one document per file, including Python's standard library."""
+"""Sources that read text files with one document per file, such as Python's standard library."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ BACKUPS = (".bak", ".old", ".orig", ".tmp", ".swp", ".part", ".partial", ".incom
 _SHARD = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})(?P<end>[^/]*)", re.S)
 _NAMES_SHOWN = 3
 STDLIB_VAL_FRACTION = 0.02
-"""Share of the standard library's files for validation."""
+"""Fraction of the standard library's files that is used for validation."""
 
 
 def find_files(
     given: Sequence[Path], *, glob: str | Sequence[str], leave_out: tuple[str, ...] = ()
 ) -> list[Path]:
-    """Return given files, and the sorted matching files of given folders. Raises DataError.
+    """Return the given files, and the matching files of given folders, sorted. Raises DataError.
 
     In given folders, hidden files and folders are skipped, as are files with a suffix in
     `leave_out`.
@@ -63,7 +63,7 @@ def find_files(
 def inputs_of(
     given: Sequence[Path], *, glob: str | Sequence[str], leave_out: tuple[str, ...] = ()
 ) -> list[tuple[Path, int]]:
-    """Return the files that `find_files` finds, each with the index of its given path."""
+    """Return the files that `find_files` finds, each with the index of the path that led to it."""
     return [
         (path, index)
         for index, each in enumerate(given)
@@ -72,7 +72,7 @@ def inputs_of(
 
 
 def in_order(found: Sequence[tuple[Path, int]], files: Sequence[Path]) -> list[int]:
-    """Return for each of `files` the index of the given path under which it was found."""
+    """Return for each of `files` the index of the given path under which the file was found."""
     index_of = dict(found)
     return [index_of[path] for path in files]
 
@@ -101,9 +101,9 @@ def _walk(root: Path, *globs: str, leave_out: frozenset[str] = frozenset()) -> l
 
 
 def missing_shards(files: Sequence[Path | str]) -> str | None:
-    """Return a note if files numbered like train-00000-of-00003 are incomplete, otherwise None.
+    """Return a note if files with names such as train-00000-of-00003 are missing, otherwise None.
 
-    Their names contain the number of shards, so missing files show that a download is unfinished.
+    Such names contain the number of shards, so a missing file shows that a download is unfinished.
     """
     found: dict[tuple[str, int], set[int]] = {}
     for file in map(str, files):
@@ -124,7 +124,7 @@ def join_notes(*notes: str | None) -> str | None:
 
 
 def file_identity(files: Sequence[Path]) -> list[Any]:
-    """Return path, size and time of every file; None replaces a size or time that is unknown."""
+    """Return the path, size and time of every file. Unknown sizes and times are None."""
     result: list[Any] = []
     for path in files:
         try:
@@ -153,7 +153,7 @@ class ColumnFiles:
         glob: str | Sequence[str],
         request: SourceRequest,
     ) -> None:
-        """`glob` selects the files in folders, unless the request has a pattern."""
+        """`glob` selects the files in folders, unless the request has its own pattern."""
         self.label = describe_inputs(kind, given)
         self._given = given
         self._input_numbers = request.input_numbers
@@ -165,7 +165,7 @@ class ColumnFiles:
         self.splits = SplitFiles(())
 
     def identity(self) -> list[Any]:
-        """Return path, size and time of every file that is read.
+        """Return the path, size and time of every file that is read.
 
         Raises DataError for a missing file.
         """
@@ -187,7 +187,7 @@ class ColumnFiles:
 
 
 def describe_inputs(kind: str, given: Sequence[Path]) -> str:
-    """Return the kind and the first three paths, for messages."""
+    """Return the kind of source and the first three paths, for messages."""
     shown = ", ".join(str(path) for path in given[:3])
     more = f" and {len(given) - 3} more" if len(given) > 3 else ""
     return printable_line(f"{kind}: {shown}{more}")
@@ -212,7 +212,7 @@ class TextSource:
         self._splits = SplitFiles(())
 
     def identity(self) -> list[Any]:
-        """Return path, size and time of every file. Raises DataError for a missing file."""
+        """Return the path, size and time of every file. Raises DataError for a missing file."""
         found = inputs_of(self._given, glob=self._glob)
         self._splits = split_files([path for path, _ in found], is_text=True)
         files = self._splits.read()
@@ -291,7 +291,7 @@ class TextSource:
 
 
 def stdlib_source(*, skip_bad: bool) -> TextSource:
-    """Return the source of the running Python's standard library, without installed packages."""
+    """Return a source of the running Python's standard library, without installed packages."""
     return _StdlibSource(Path(sysconfig.get_path("stdlib")), skip_bad=skip_bad)
 
 
@@ -313,7 +313,7 @@ class _StdlibSource(TextSource):
         return [self.revision, [[path[skip:], _size(path)] for path in self._files]]
 
     def survey(self) -> Survey:
-        """Exclude invalid files: a few of Python's tests are in other encodings."""
+        """Count the valid files: a few of Python's tests have other encodings, and are left out."""
         for path in self._files:
             text = _read_small(path)
             if isinstance(text, bytes) and text:
@@ -364,7 +364,10 @@ def _find_fault(path: str) -> str | None:
 
 
 def _not_utf8(path: str, *, held: int, error: UnicodeDecodeError) -> str:
-    """Return the message, with the line; `held` bytes of the file precede the decoder's input."""
+    """Return the message with the line number.
+
+    `held` bytes of the file precede the decoder's input.
+    """
     place = held + error.start
     with Path(path).open("rb") as file:
         before = file.read(place)
@@ -399,7 +402,10 @@ def _read_small(path: str) -> bytes | _NotRead:
 
 
 def _add_large(path: str, batcher: Batcher, *, number: int, offset: int) -> Iterator[int]:
-    """Add pieces from `offset` on; yield the offset whenever the batch is full mid-document."""
+    """Add pieces from `offset` on.
+
+    Yield the offset whenever the batch is full within the document.
+    """
     with Path(path).open("rb") as file:
         file.seek(offset)
         for piece, is_last in read_pieces(file):

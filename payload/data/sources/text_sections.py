@@ -14,7 +14,7 @@ from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, la
 Cut = Literal["form feed", "blank line", "line end", "space", "size", "end"]
 
 _SECTIONS = 200
-"""Intended number of sections: a tenth of these is enough to measure a loss."""
+"""Intended number of sections. A tenth of them is enough to measure a loss."""
 _LARGEST_TARGET_BYTES = 64 * 1024
 _SMALLEST_LIMIT_BYTES = 4096
 _LIMIT_TARGETS = 8
@@ -25,10 +25,10 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Rules for splitting a file; they depend only on the file, so a resume uses the same rules.
+    """Rules for splitting a file. They depend only on the file, so a resume uses the same ones.
 
     Without form feeds, a section ends at the first blank line after `target_bytes`. A section that
-    reaches `limit_bytes` ends at its last line end, or at white space if it has no line end.
+    reaches `limit_bytes` ends at its last line break, or at white space if it has no line break.
     """
 
     at_form_feeds: bool

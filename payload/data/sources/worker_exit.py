@@ -1,4 +1,4 @@
-"""Ends the worker processes for parquet files and chat templates, and reports how each ended."""
+"""Ends the workers that read parquet files or render templates, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def end_worker(worker: subprocess.Popen[bytes]) -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Return the signal's name or the exit code as text."""
+    """Return text with the signal that ended a process, or with its exit code."""
     return signal.Signals(-status).name if status < 0 else f"exit code {status}"

@@ -1,4 +1,4 @@
-"""Tasks that data is prepared for: one module each, with the interface `base.Task`."""
+"""Tasks for which data is prepared. Each has a module with a class of the type `base.Task`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ON_LONG: tuple[OnLong, ...] = ("truncate", "drop", "refuse", "split")
 THOUGHTS: tuple[Thoughts, ...] = ("keep", "drop", "empty", "refuse")
 TRAIN_ON: tuple[TrainOn, ...] = ("all", "last")
 RENDERING_FLAGS = ("--chat-template", "--template-var", "--thoughts", "--train-on")
-"""Flags of every task with a chat template."""
+"""Flags that all tasks with a chat template have."""
 _RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 SEQUENCE_LENGTH = 1024
 DEFAULT_LABEL_COLUMN = "label"
@@ -47,7 +47,7 @@ def source_request(args: argparse.Namespace) -> SourceRequest:
 
 
 def with_known_names(request: SourceRequest, *, quiet: bool) -> SourceRequest:
-    """Return the request with --columns for columns that match a known name if case is ignored."""
+    """Return the request, with --columns set for columns that match a known name ignoring case."""
     from payload.data.rows.column_choice import choice_lines, first_row_columns, known_names
     from payload.data.writing.progress import Reporter
 
@@ -66,7 +66,7 @@ def prepare_settings(
     val_fraction: float | None,
     shaping: tuple[str, ...],
 ) -> PrepareSettings:
-    """Return the settings; `shaping` lists further values that the output depends on."""
+    """Return the settings. `shaping` lists further values on which the output depends."""
     from payload.data.selection.select_rows import Mixing
     from payload.data.writing.plan import PrepareSettings
 
@@ -92,7 +92,10 @@ def prepare_settings(
 
 
 def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck:
-    """Return the check of the prepared tokens. Raises DataError for an unsuitable vocabulary."""
+    """Return the object that checks prepared tokens.
+
+    Raises DataError for an unsuitable vocabulary.
+    """
     from payload.data.writing.progress import Reporter
     from payload.data.writing.tokenizer_check import TokenizerCheck
 
@@ -116,7 +119,7 @@ def sample_options(args: argparse.Namespace) -> SampleOptions:
 
 
 def template_variable(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE; a value that is not JSON is a text."""
+    """Parse NAME=VALUE. The value is JSON, or otherwise plain text."""
     name, equals, value = text.partition("=")
     if name in _RESERVED_VARIABLES:
         raise argparse.ArgumentTypeError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from payload.data.writing.prepare_text import PrepareResult
 
 AddFlag = Callable[..., Any]
-"""`add_argument` of the task's argument group."""
+"""The method `add_argument` of the task's argument group."""
 
 
 class Task(ABC):
@@ -23,16 +23,19 @@ class Task(ABC):
 
     kind: ClassVar[TaskKind]
     summary: ClassVar[str]
-    """The prediction that the model learns, as text for `--help`."""
+    """Text for `--help` that says what the model learns to predict."""
     flags: ClassVar[tuple[str, ...]] = ()
-    """The flags that `add_flags` declares, such as `--packing`; other tasks reject them."""
+    """The flags that `add_flags` declares, such as `--packing`. Other tasks reject these flags."""
 
     def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - optional
-        """Declare `flags`. Each defaults to None, so that other tasks can detect a given flag."""
+        """Declare `flags`.
+
+        The default of each is None, so that other tasks can detect that a flag was given.
+        """
 
     @abstractmethod
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and the estimated sizes, for `--dry-run`."""
+        """Return the source's label and the estimated sizes, for `--dry-run`."""
 
     @abstractmethod
     def prepare(self, args: argparse.Namespace) -> PrepareResult:
@@ -42,5 +45,5 @@ class Task(ABC):
         """
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return lines about a folder of this task, in addition to its token counts."""
+        """Return lines about a folder of this task, which are printed after the token counts."""
         return []

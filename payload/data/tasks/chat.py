@@ -95,7 +95,7 @@ class ChatTask(Task):
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and exact sizes; does all the work except writing."""
+        """Return the source's label and exact sizes. This does all the work except writing."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
         from payload.data.templates.default_system import default_system_lines

@@ -66,13 +66,14 @@ from payload.formats.data_folder import (
 _RENDERING = ("rows", "selection", "sources", "tasks", "templates", "tokenizers")
 """Folders with the modules that make samples from rows."""
 _OBJECTS_A_COLLECTION = 100_000
-"""New objects after which Python searches for unreachable cycles; its default is 700 to 2,000."""
+"""Number of new objects after which Python's garbage collector runs; the default is 700 to
+2,000."""
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
 _COUNTED = (
     *("truncated_conversations", "truncated_tokens", "long_dropped_conversations"),
     *("split_conversations", "dropped_conversations", "added_samples", "added_tokens"),
 )
-"""Fields of ChatRecord with numbers that this job counts."""
+"""Fields of ChatRecord whose values this job counts."""
 
 
 def chat_job(args: argparse.Namespace) -> ChatJob:
@@ -117,7 +118,7 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
 
 
 def load_tokenizer_and_template(args: argparse.Namespace) -> tuple[HfTokenizer, ChatTemplate]:
-    """Return the tokenizer and template of --tokenizer and --chat-template. Raises DataError."""
+    """Return the tokenizer and the template that the command line names. Raises DataError."""
     # Only `prepare` and `finetune` have the option.
     added = getattr(args, "add_special_tokens", ())
     tokenizer, folder = load_hf_tokenizer(args.tokenizer, added)
@@ -153,8 +154,8 @@ class ChatJob:
     def make(self, store: ResumableTokenFiles | None = None) -> PreparedData:
         """Read, render, tokenize and pack all rows. Raises DataError.
 
-        The samples are written to `store`, and a store that was resumed is continued. Without
-        `store` the result has the sizes of the files, but no contents.
+        The samples are written to `store`, after the samples that a resumed store already has.
+        Without `store`, the result has the sizes of the files, but no contents.
         """
         reader, tokenizer = self.reader, self.reader.tokenizer
         if store is None:
@@ -230,8 +231,11 @@ class ChatJob:
         encoder.choose_fast(seed=self.settings.seed, log=self.log)
 
     def _read(self, store: ResumableTokenFiles | None) -> SampleFiles:
-        """Return the samples. If gigatoken's tokens differ from the reference encoder's, start
-        again with the reference encoder."""
+        """Return the samples.
+
+        If the tokens of gigatoken and the reference encoder differ, this starts again with the
+        reference encoder.
+        """
         reader, encoder = self.reader, self.reader.tokenizer.encoder
         samples = SampleFiles(store)
         try:
@@ -252,9 +256,9 @@ class ChatJob:
         return samples
 
     def resumable(self, fingerprint: str, reporter: Reporter) -> PreparedData:
-        """Return the result of `make`, with the samples in files of the output folder.
+        """Return the result of `make`, which writes the samples to files in the output folder.
 
-        Continues an interrupted run with this fingerprint. Raises DataError.
+        An interrupted run with this fingerprint is continued. Raises DataError.
         """
         self.log = reporter.log
         self._choose_encoder()
@@ -303,7 +307,10 @@ class ChatJob:
                 remove_unfinished(self.settings.out)
 
     def _versions(self, encoder: str) -> str:
-        """Return the versions that decide the samples; a run resumes only with the same ones."""
+        """Return the versions that affect the samples.
+
+        A run resumes only with the same versions.
+        """
         near = ("datasketch",) if self.reader.sketches.is_needed else ()
         others = (f"{name} {version(name)}" for name in ("tokenizers", "jinja2", *near))
         return ", ".join((encoder, *others, f"rendering {_rendering_sha256()}"))

@@ -1,4 +1,4 @@
-"""Reads rows of conversations as a stream: renders, tokenizes and counts their samples."""
+"""Reads a stream of conversations; renders, tokenizes and counts their samples."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _Trained = npt.NDArray[np.bool_]
 _Piece = tuple[_Tokens, _Trained]
 
 _BATCH_SIZE = 256
-"""Number of rows that are rendered together, and of samples that are tokenized together."""
+"""How many rows are rendered together, and how many samples are tokenized together."""
 _BATCH_CHARS = 2**22
-"""Limit on the characters of the requests that are sent together."""
+"""Limit on the total length of the requests that are sent together, in characters."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Read:
-    """A row that was read, with its rendering or its fault."""
+    """A row of the source, with its rendering or with the fault for which it is skipped."""
 
     row: Row
     rendering: RowRendering | None = None
@@ -60,11 +60,11 @@ class _Sample:
 
     row: Row
     group: int
-    """Number of the sample's group or, without groups, of its row. It decides whether the sample is
-    for validation."""
+    """Number of the sample's group, or of its row if there are no groups. The number decides
+    whether the sample is for validation."""
     rendered: RenderedSample
     is_added: bool
-    """False for one sample of each row, True for the row's other samples."""
+    """False for one sample of each row, True for the other samples of the row."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class ChatReader:
     tokenizer: SampleTokenizer
     options: SampleOptions
     length: int = field(kw_only=True)
-    """Length of a block in tokens."""
+    """Number of tokens in a block."""
     on_long: OnLong = field(kw_only=True)
     groups: Groups = field(kw_only=True)
     sketches: RowSketches = field(kw_only=True)
@@ -94,10 +94,10 @@ class ChatReader:
     """State before the first row."""
 
     def read(self, samples: SampleFiles, store: ResumableTokenFiles | None) -> None:
-        """Add every sample with trained tokens, in pieces of at most the block length.
+        """Add to `samples` every sample with trained tokens, in pieces that fit into a block.
 
-        The worker renders a batch of rows while the batch before is tokenized and the next one is
-        read. After each shard the state goes to the journal of `store`. Raises DataError.
+        The template process renders a batch of rows while the batch before is tokenized, and the
+        next batch is read. After each shard, `store` records the state. Raises DataError.
         """
         self.template.require_stop(self.options.variables)
         self._start = self._cursor(is_read=False)
@@ -159,7 +159,7 @@ class ChatReader:
         if cursor["tokens"] != self.template.tokens_sha256():
             raise DataError(
                 f"{self.settings.out}: the special tokens of {self.settings.tokenizer.name} have "
-                "changed since the interrupted run, whose tokens were removed. Run the same "
+                "changed since the interrupted run. Its tokens were removed. Run the same "
                 "command again."
             )
         self._continue(cursor)
@@ -206,7 +206,7 @@ class ChatReader:
         return found
 
     def _render(self, batch: list[_Read], *, next_batch: list[_Read]) -> None:
-        """Give each row of a batch its rendered texts, then let the worker render the next one."""
+        """Store the rendered texts of a batch, then send the next batch to the template process."""
         process = self.template.process
         renderings = [each.rendering for each in batch if each.rendering is not None]
         if renderings:
@@ -235,7 +235,7 @@ class ChatReader:
         self.rows.keep_skipped(EXAMPLES_KEPT)
 
     def _samples(self, read: _Read) -> list[_Sample]:
-        """Return the samples of a row after the first request for the row was answered."""
+        """Return the samples of a row. The row's first request must have been answered."""
         row = read.row
         if row.place >= EARLY_ROWS and not self._is_early_checked:
             self._is_early_checked = True
@@ -277,7 +277,7 @@ class ChatReader:
         return self._all_shortened(samples, documents)
 
     def _all_shortened(self, samples: list[_Sample], documents: Documents) -> Documents:
-        """Return the samples with trained tokens, in pieces of at most the block length."""
+        """Return the samples with trained tokens, in pieces that fit into a block."""
         kept: list[tuple[_Sample, _Tokens, _Trained]] = []
         ends = np.cumsum(documents.lengths)[:-1]
         split = np.split(documents.tokens, ends), np.split(documents.trained, ends)
@@ -297,7 +297,7 @@ class ChatReader:
         )
 
     def _shortened(self, row: Row, tokens: _Tokens, trained: _Trained) -> list[_Piece]:
-        """Return the pieces of a sample that is longer than a block, as --on-long selects."""
+        """Apply --on-long to a sample that is longer than a block, and return the pieces."""
         length = self.length
         if self.on_long == "refuse":
             self.rows.skip(

@@ -39,7 +39,7 @@ class ClassifyTask(Task):
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and exact sizes; does all the work except writing."""
+        """Return the source's label and exact sizes. This does all the work except writing."""
         from payload.data.tasks.classify_job import classify_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 

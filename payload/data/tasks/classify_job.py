@@ -1,4 +1,4 @@
-"""Runs `prepare --task classify`: tokenizes labelled texts, and splits the texts of each label."""
+"""Runs `prepare --task classify`: tokenizes labelled texts, and splits each label's texts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def classify_job(args: argparse.Namespace) -> _ClassifyJob:
 
 
 def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
-    """Return the label of each value in --label-map; an empty label skips the row.
+    """Return the label of each value in --label-map. Rows with an empty label are skipped.
 
     Raises UsageError.
     """
@@ -118,7 +118,7 @@ def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The tokens of one text, its label, and the number of its row."""
+    """The tokens of one text, its label, and the index of its row."""
 
     tokens: Tokens
     label: str
@@ -126,7 +126,7 @@ class _Text:
 
 
 class _TextSplit:
-    """A split of the texts, by their index, with the interface of `Split`."""
+    """A split of the texts by their indices. It has the interface of `Split`."""
 
     def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
         self.record = record
@@ -213,7 +213,7 @@ class _ClassifyJob:
         )
 
     def _select(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> RowSelection:
-        """Return how often each text is trained; equal texts have the same tokens."""
+        """Return how often each text is trained on. Texts with the same tokens count as equal."""
         rows = np.array([each.number for each in texts], dtype=np.int64)
         groups = equal_groups(keys_of(key_of(each.tokens.data) for each in texts))
 
@@ -242,7 +242,7 @@ class _ClassifyJob:
             )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:
-        """Return the split that the names of the files define, or a share of each label's texts.
+        """Return the split that file names define, or else a split of each label's texts.
 
         Raises DataError for a label that the training files or the validation files lack.
         """
@@ -300,7 +300,7 @@ class _ClassifyJob:
         return [with_special_tokens(tokenizer, row) for row in rows]
 
     def _labelled(self, row: Row) -> tuple[bytes, str, int] | None:
-        """Return the text, label and number of a row; None for a skipped row."""
+        """Return the text, label and index of a row; None for a skipped row."""
         for column, flag in (
             (self._text_column, "--text-column"),
             (self._label_column, "--label-column"),
@@ -352,7 +352,7 @@ class _ClassifyJob:
 
 
 def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
-    """Return the tokens of each text as transformers' tokenizer does."""
+    """Return the tokens of each text, as the tokenizer in transformers would."""
     return (
         [with_special_tokens(tokenizer, row) for row in tokenizer.encode_texts(texts)]
         if texts
@@ -373,9 +373,9 @@ def with_special_tokens(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
 def label_name_tokens(
     tokenizer: TextTokenizer, labels: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each label's name, encoded after a prefix; () if a name lacks tokens.
+    """Return the tokens of each label's name; () if a name has no tokens.
 
-    Names are cut to `MOST_NAME_TOKENS` tokens.
+    A name is encoded after a prefix, and cut to `MOST_NAME_TOKENS` tokens.
     """
     # Llama 2's tokenizer puts a space before a text, so " name" without a prefix would begin with
     # two spaces.
@@ -411,7 +411,7 @@ def pad_token(tokenizer: TextTokenizer) -> int:
 def stratified(
     labels: npt.NDArray[np.int64], *, val_fraction: float, seed: int
 ) -> npt.NDArray[np.bool_]:
-    """Return the mask of the validation texts: a share of each label, and at least one text."""
+    """Return the mask of the validation texts: a fraction of each label, at least one text."""
     is_val = np.zeros(len(labels), dtype=np.bool_)
     for label in range(int(labels.max()) + 1):
         mine = np.flatnonzero(labels == label)
@@ -440,7 +440,7 @@ def _as_utf8(text: str) -> str:
 
 
 def _label_order(label: str) -> tuple[float, str]:
-    """Return a sort key: first numbers by value, then names."""
+    """Return a sort key: labels that are numbers come first, by value, then the other labels."""
     try:
         return float(label), label
     except ValueError:

@@ -1,4 +1,4 @@
-"""Groups of rows that a split does not separate."""
+"""Groups of rows that stay together in one split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from payload.data.writing.resumable_token_files import (
 
 
 class Groups:
-    """Numbers the rows by a column's value, so that a split does not separate equal values."""
+    """Gives rows with equal values in a column the same number, so that they stay in one split."""
 
     def __init__(self, column: str | None) -> None:
         self._column = column
@@ -26,7 +26,7 @@ class Groups:
         self._store: ResumableTokenFiles | None = None
 
     def keep_in(self, store: ResumableTokenFiles | None) -> None:
-        """Read an interrupted run's groups from `store`, and append new groups to it."""
+        """Read an interrupted run's groups from `store`. Append new groups to `store` later."""
         self._store = store
         if self._column is not None and store is not None and store.has_shards:
             with partial_path(store.folder, GROUPS_NAME).open(encoding="ascii") as file:
@@ -37,7 +37,7 @@ class Groups:
         self._numbers = {}
 
     def number_of(self, row: Row) -> int:
-        """Return the group number of a row; without groups, its row number. Raises DataError."""
+        """Return the number of a row's group, or else the index of the row. Raises DataError."""
         if self._column is None:
             return row.number
         if self._column not in row.values:
@@ -59,7 +59,7 @@ class Groups:
         return () if self._column is None else (self._column,)
 
     def survey(self, rows: Rows) -> Survey:
-        """Return the number of groups, or the number of rows if --group-column is not given.
+        """Return the number of groups, or without --group-column the number of rows.
 
         Call it after all rows were read. Raises UsageError if --group-column is given and the
         names of the files declare the validation data.

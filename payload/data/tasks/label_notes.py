@@ -12,7 +12,8 @@ from payload.data.sources.split import more_validation
 _ENOUGH_VAL_TEXTS = 3
 _MOST_VAL_SHARE = 0.3
 _UNEQUAL = 3
-"""If the most frequent label has this many times the rarest's texts, suggest class weights."""
+"""Ratio of the texts of the most and least frequent label from which class weights are
+suggested."""
 
 
 def label_notes(
@@ -27,10 +28,12 @@ def label_notes(
     has_class_weights: bool = False,
     val_fraction: float = 0.0,
 ) -> tuple[str, ...]:
-    """Return the notes; `numbers` are the labels of `texts`, `is_val` marks validation texts.
+    """Return the notes.
 
-    `copies` is the number of times that each text is in its file: 0 for a text that was removed.
-    With `has_class_weights`, the run has weights, so no note suggests them.
+    `numbers` are the label indices of `texts`, and `is_val` marks the validation texts.
+
+    `copies` says how often each text is in its file: 0 for a text that was removed. With
+    `has_class_weights`, the run already has class weights, so no note suggests them.
     """
     totals, in_val, in_training = (
         np.bincount(np.repeat(numbers, copies * mask), minlength=len(labels))

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class PreferenceTask(Task):
-    """Preference pairs: a chosen and a rejected answer to each prompt."""
+    """Preference pairs: each prompt has a chosen answer and a rejected answer."""
 
     kind: ClassVar[TaskKind] = "preference"
     summary = "pairs of a better and a worse answer (DPO), with the options of chat"
     flags = ("--sequence-length", "--group-column", *RENDERING_FLAGS)
 
     def add_flags(self, add: AddFlag) -> None:
-        """Declare no flags: the task `chat` declares the same ones."""
+        """Declare no flags, because the task `chat` has declared the same flags."""
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and exact sizes; does all the work except writing."""
+        """Return the source's label and exact sizes. This does all the work except writing."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
         from payload.data.templates.default_system import default_system_lines

@@ -1,4 +1,4 @@
-"""Runs `prepare --task preference`: tokenizes pairs of conversations, and marks answer tokens."""
+"""Runs `prepare --task preference`: tokenizes pairs of conversations, and marks the answers."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     tokenizer, template = load_tokenizer_and_template(args)
     if tokenizer.added is not None:
         raise UsageError(
-            "--add-special-tokens does not run with --task preference. Train the tokens with "
-            "--task chat first, then prepare the pairs with --model and that run."
+            "--add-special-tokens is not supported with --task preference. Train the tokens with "
+            "--task chat first. Then prepare the pairs with that run as --model."
         )
     length = args.sequence_length or SEQUENCE_LENGTH
     group = args.group_column
@@ -92,7 +92,7 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """The two conversations of a row as text, with the character spans of the answers."""
+    """The two conversations of a row as text, and the ranges of characters of the answers."""
 
     row: Row
     group: int
@@ -101,13 +101,13 @@ class _Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The tokens of the chosen, then the rejected conversation; `trained` flags answer tokens."""
+    """The tokens of the chosen and the rejected conversation. `trained` marks the answer tokens."""
 
     row: int
-    """Number of the row."""
+    """Index of the row."""
     group: int
-    """Number of the pair's group or, without groups, of its row. It decides whether the pair is for
-    validation."""
+    """Number of the pair's group, or of its row if there are no groups. The number decides whether
+    the pair is for validation."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
     trained: tuple[npt.NDArray[np.bool_], ...]
 
@@ -171,7 +171,7 @@ class PreferenceJob:
         )
 
     def _select(self, pairs: Sequence[_Pair]) -> RowSelection:
-        """Return how often each pair is trained; equal pairs have the same tokens and marks."""
+        """Return how often each pair is trained on. Equal pairs have the same tokens and marks."""
         keys = keys_of(
             key_of(*(key_of(part.data) for part in (*pair.tokens, *pair.trained))) for pair in pairs
         )
@@ -227,7 +227,7 @@ class PreferenceJob:
         return _Rendered(row, self.groups.number_of(row), both)
 
     def _answer(self, pair: Preference, answer: Sequence[Message], name: str) -> RenderedSample:
-        """Return a whole conversation, whose spans are the assistant's text in the answer."""
+        """Return the rendered conversation. Its spans are the assistant's texts in the answer."""
         trained = [each["role"] == "assistant" for each in answer]
         conversation = Conversation(
             messages=(*pair.prompt, *answer),
@@ -262,7 +262,7 @@ class PreferenceJob:
         return found
 
     def _is_comparable(self, pair: _Pair, row: Row) -> bool:
-        """Return True if both answers have trained tokens and differ; otherwise skip the row.
+        """Return True if both answers have trained tokens and differ. Otherwise, skip the row.
 
         Raises DataError unless the user allowed skipping.
         """

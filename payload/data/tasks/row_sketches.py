@@ -1,4 +1,4 @@
-"""Sketches of the rows' words for `--dedup near`, kept with the samples of an interrupted run."""
+"""Sketches of the rows' words for `--dedup near`, which an interrupted run keeps on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_WORDS = ("role", "type", "id", "tool_call_id")
 
 
 class RowSketches:
-    """The sketches of all rows: 520 bytes a row, or nothing unless near duplicates are removed."""
+    """The sketches of all rows, at 520 bytes per row. Empty unless near duplicates are removed."""
 
     def __init__(self, *, is_needed: bool) -> None:
         self.is_needed = is_needed
@@ -33,7 +33,7 @@ class RowSketches:
         self._store: ResumableTokenFiles | None = None
 
     def keep_in(self, store: ResumableTokenFiles | None) -> None:
-        """Read an interrupted run's sketches from `store`, and append new ones to it."""
+        """Read an interrupted run's sketches from `store`. Append new sketches to `store` later."""
         self._store = store
         if self.is_needed and store is not None and store.has_shards:
             self._parts = [np.fromfile(partial_path(store.folder, SKETCHES_NAME), dtype=_SKETCH)]
@@ -48,7 +48,7 @@ class RowSketches:
             self._new.append((row, self._sketcher.sketch(texts)))
 
     def flush(self) -> None:
-        """Write the sketches that were added; call it before the store is committed."""
+        """Write the sketches that were added. Call this before the store is committed."""
         if not self._new:
             return
         found = np.empty(len(self._new), dtype=_SKETCH)
@@ -60,7 +60,7 @@ class RowSketches:
             self._store.append(SKETCHES_NAME, found)
 
     def join(self, groups: Numbers, rows: Numbers) -> Numbers:
-        """Return `groups`, the numbers of duplicates among `rows`, joined for similar rows."""
+        """Return the group number of each of `rows`, with the groups of similar rows joined."""
         if not self.is_needed:
             return groups
         self.flush()
@@ -70,7 +70,7 @@ class RowSketches:
 
 
 def message_texts(messages: tuple[Message, ...] | list[Message]) -> Iterator[str]:
-    """Yield the texts of a conversation, without the system's messages, which rows often share."""
+    """Yield the texts of a conversation, except system messages, which many rows have in common."""
     for message in messages:
         if message["role"] not in ("system", "developer"):
             yield from _texts(message)

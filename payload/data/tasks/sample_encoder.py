@@ -1,7 +1,7 @@
 """Encodes rendered texts to tokens, with the range of characters of each token.
 
-gigatoken makes the tokens if these are exactly the bytes of the text. Other texts and tokenizers go
-to the package `tokenizers`, whose tokens and ranges are the reference.
+The package gigatoken encodes a text if the tokens are exactly the bytes of the text. For other
+texts and tokenizers, the package `tokenizers` is used. Its tokens and ranges are the reference.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class EncodedTexts:
 
     tokens: npt.NDArray[np.uint32]
     starts: Numbers
-    """The first character of each token within its text."""
+    """The index of each token's first character within its text."""
     ends: Numbers
-    """The end (exclusive) of each token within its text."""
+    """The index after each token's last character within its text."""
     offsets: Numbers
 
     def parts(self) -> list[EncodedTexts]:
@@ -46,12 +46,12 @@ class EncodedTexts:
         return found
 
     def replaced(self, others: Mapping[int, EncodedTexts]) -> EncodedTexts:
-        """Return the texts, with the encodings in `others` for the texts at these indices."""
+        """Return the encodings, with those in `others` at the given indices of texts."""
         return joined([others.get(index, each) for index, each in enumerate(self.parts())])
 
 
 def joined(parts: Sequence[EncodedTexts]) -> EncodedTexts:
-    """Return the encodings of all texts; each part has one text."""
+    """Return the encodings of all texts. Each of `parts` has one text."""
     if not parts:
         return reference_texts([], [])
     sizes = [len(each.tokens) for each in parts]
@@ -66,7 +66,7 @@ def joined(parts: Sequence[EncodedTexts]) -> EncodedTexts:
 def reference_texts(
     ids: Sequence[Sequence[int]], ranges: Sequence[Sequence[tuple[int, int]]]
 ) -> EncodedTexts:
-    """Return encodings of the package `tokenizers` as arrays."""
+    """Return the encodings from the package `tokenizers` as arrays."""
     sizes = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
     both = np.array(list(chain.from_iterable(ranges)), dtype=np.int64).reshape(-1, 2)
     return EncodedTexts(
@@ -78,23 +78,23 @@ def reference_texts(
 
 
 class SampleEncoder:
-    """The encoder of one prepare run. Raises EncoderMismatchError if gigatoken differs."""
+    """The encoder of one prepare run. Raises EncoderMismatchError if gigatoken's tokens differ."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
-        """Encode with the package `tokenizers`, until `choose_fast`."""
+        """Encode with the package `tokenizers` until `choose_fast` is called."""
         self._tokenizer = tokenizer
         self._encoder: Encoder = ReferenceEncoder(tokenizer)
         self._ranges: TokenRanges | None = None
 
     @property
     def name(self) -> str:
-        """Package and version, for meta.json."""
+        """Name and version of the encoding package, for meta.json."""
         return self._encoder.name
 
     def choose_fast(self, *, seed: int, log: Callable[[str], None]) -> None:
-        """Encode with gigatoken, if its tokens and their ranges are right on difficult texts.
+        """Encode with gigatoken from now on, if its results for difficult texts are right.
 
-        `log` receives the reason.
+        `log` receives a line with the choice and its reason.
         """
         tokenizer = self._tokenizer
         if not has_token_ranges(tokenizer.raw):

@@ -1,4 +1,4 @@
-"""Tokenized samples: a file that grows while rows are read, and the blocks that are packed from it.
+"""Tokenized samples: a file that grows while rows are read, and blocks packed from its samples.
 
 Memory holds 40 bytes for each sample, and the tokens of a limited number of samples.
 """
@@ -33,9 +33,9 @@ _INDEX = np.dtype(
     [("row", "<i8"), ("group", "<i8"), ("length", "<i4"), ("trained", "<i4"), ("key", "<u8", (2,))]
 )
 _CHUNK_TOKENS = 2**17
-"""Number of tokens that are packed at a time; each needs about 30 bytes."""
+"""Number of tokens that are packed at a time. Each token needs about 30 bytes."""
 _VALUE = np.dtype("<u4")
-"""A token id, with one more bit that is set if the token is trained. Token ids are below 2**24."""
+"""A token id (below 2**24), and a bit that is set if the token is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Documents:
     """The tokens of some samples, one after the other."""
 
     rows: npt.NDArray[np.int64]
-    """Number of each sample's row."""
+    """For each sample, the index of its row."""
     groups: npt.NDArray[np.int64]
-    """Number of each sample's group or, without groups, of its row. It decides whether the sample
-    is for validation."""
+    """For each sample, the number of its group, or of its row if there are no groups. The number
+    decides whether the sample is for validation."""
     lengths: npt.NDArray[np.int64]
-    """Number of tokens of each sample."""
+    """For each sample, its number of tokens."""
     tokens: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
     """True for each token that is trained; the first token of a sample never is."""
@@ -94,7 +94,7 @@ class SampleFiles:
     """The samples of a run, in the order of the rows."""
 
     def __init__(self, store: ResumableTokenFiles | None) -> None:
-        """Without `store` only the lengths are kept, for a dry run.
+        """For a dry run there is no `store`: only the lengths of the samples are kept.
 
         A `store` that was resumed has the samples of an earlier run.
         """
@@ -119,9 +119,10 @@ class SampleFiles:
             self._store.append(INDEX_NAME, index)
 
     def index(self) -> npt.NDArray[Any]:
-        """Return `row`, `group`, `length`, number of `trained` tokens and `key` of every sample.
+        """Return `row`, `group`, `length`, `trained` and `key` of every sample.
 
-        Samples with equal keys have equal tokens, and the same tokens are trained.
+        `trained` is the number of trained tokens. Samples with equal keys have equal tokens, of
+        which the same ones are trained.
         """
         self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
         return self._parts[0]
@@ -140,10 +141,11 @@ class SampleFiles:
         dtype: TokenDtype,
         padding: int,
     ) -> tuple[Chunks, Chunks]:
-        """Pack the samples with these numbers into blocks of `length` tokens; return the tokens
-        and marks. A number can occur several times.
+        """Pack samples into blocks of `length` tokens; return the tokens and the marks.
 
-        `pack` returns the blocks for samples with given lengths. `padding` fills each block up.
+        `numbers` are the indices of the samples; an index can occur several times.
+
+        `pack` assigns samples of given lengths to blocks. The token `padding` fills each block up.
         """
         blocks = pack(self.index()["length"][numbers].astype(np.int64))
         blocks = Blocks(numbers[blocks.documents], blocks.ends)
@@ -175,7 +177,7 @@ class SampleFiles:
     def _chunks(
         self, folder: Path | None, blocks: Blocks, *, length: int, fill: Callable[..., Any]
     ) -> Iterator[npt.NDArray[Any]]:
-        """Yield the result of `fill` for some blocks at a time."""
+        """Yield the results of `fill`, each for several blocks."""
         assert folder is not None, "a dry run has no files"
         lengths = self.index()["length"].astype(np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -207,7 +209,7 @@ class SampleFiles:
 
 
 def _keys(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Keys:
-    """Return the key of each sample's values."""
+    """Return a key for each sample: a hash of the sample's values."""
     content = values.data.cast("B")
     ends = np.cumsum(lengths) * _VALUE.itemsize
     starts = [0, *ends[:-1].tolist()]
@@ -217,7 +219,7 @@ def _keys(values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Keys:
 
 
 def row_keys(index: npt.NDArray[Any]) -> tuple[Numbers, Keys]:
-    """Return the index of each row's first sample, and a key of all samples of the row."""
+    """Return for each row the index of its first sample, and a key of all its samples."""
     rows = index["row"]
     first = np.flatnonzero(np.diff(rows, prepend=-1))
     keys = index["key"][first].copy()

@@ -1,4 +1,4 @@
-"""The task `text`: documents one after the other, in which every token is a target."""
+"""The task `text`: documents follow one after the other, and every token is a target."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TextTask(Task):
 
 
 def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
-    """Return the request with the text column, chosen by the names of the first row's columns."""
+    """Return the request with the text column, which the column names of the first row decide."""
     from payload.data.rows.column_choice import (
         TEXT_COLUMNS,
         choice_lines,

@@ -12,7 +12,7 @@ from payload.data.sources.text_files import inputs_of
 
 
 def _build_by_content(request: SourceRequest) -> Source:
-    """Return the source for the content of the files. Raises DataError."""
+    """Return a source that fits the content of the files. Raises DataError."""
     from payload.data.sources.recognise import file_kinds, has_rows
 
     files, kinds = file_kinds(request.inputs, request.glob)
@@ -38,7 +38,7 @@ def _build_by_content(request: SourceRequest) -> Source:
 
 
 def build_source(request: SourceRequest) -> Source:
-    """Return the source without reading it.
+    """Return the source. Nothing is read yet.
 
     Raises UsageError for flags that cannot be combined.
     """

@@ -1,4 +1,4 @@
-"""Tokenizes rendered samples, and marks the tokens of their trained spans."""
+"""Tokenizes rendered samples, and marks the tokens that the model is trained on."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class TokenizedSamples:
 
 @dataclass(slots=True)
 class SampleTokenizer:
-    """Converts samples to tokens with marks, and checks that the tokens represent the text."""
+    """Converts samples to marked tokens, and checks that the tokens represent the text."""
 
     tokenizer: HfTokenizer
     check: TokenizerCheck
     text_bytes: int = 0
     literal_samples: int = 0
-    """Number of samples in which a special token of the row was encoded as text."""
+    """Number of samples in which a special token from the row was encoded as text."""
     unescaped_samples: int = 0
-    """Number of samples in which a special token of the row is encoded as a special token.
+    """Number of samples in which a special token from the row is encoded as a special token.
 
-    Either the tokenizer always turns the text into the token, or the marks around the token changed
-    what the template rendered.
+    Either the tokenizer always encodes such a text as the special token, or marks around the text
+    would change what the template renders.
     """
     encoder: SampleEncoder = field(init=False)
     _literal: LiteralTextEncoder | None = None
@@ -76,7 +76,7 @@ class SampleTokenizer:
         self.check.restore(state["check"])
 
     def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:
-        """Return the tokens of each sample, and which are trained. Raises DataError."""
+        """Return the tokens of each sample, and which of them are trained. Raises DataError."""
         found = self.tokenize(samples)
         ends = found.offsets[1:-1]
         return list(zip(np.split(found.tokens, ends), np.split(found.trained, ends), strict=True))[
@@ -84,7 +84,7 @@ class SampleTokenizer:
         ]
 
     def tokenize(self, samples: Sequence[RenderedSample]) -> TokenizedSamples:
-        """Return the tokens of all samples in one array, and which are trained.
+        """Return the tokens of all samples in one array, and which of them are trained.
 
         Raises DataError, EncoderMismatchError.
         """
@@ -129,9 +129,9 @@ class SampleTokenizer:
 
 
 def in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> _Trained:
-    """Return for each token of a text whether a span contains one of its characters.
+    """Return for each token of a text whether one of its characters is in a span.
 
-    `offsets` has the range of characters of each token; the spans are in order.
+    `offsets` has each token's range of characters. The spans must be in order.
     """
     encoded = reference_texts([[0] * len(offsets)], [offsets])
     return _in_spans(encoded, ["x" * max((end for _, end in offsets), default=0)], [spans])
@@ -140,10 +140,10 @@ def in_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> _Trained:
 def _in_spans(
     encoded: EncodedTexts, texts: Sequence[str], spans: Sequence[Sequence[Span]]
 ) -> _Trained:
-    """Return for each token whether a span of its text contains one of its characters.
+    """Return for each token whether one of its characters is in a span of its text.
 
-    A byte-level tokenizer trims white space from offsets, so a token of only white space has an
-    empty range. Such a token starts where the previous token ends.
+    A byte-level tokenizer trims white space from the ranges. So a token of only white space has an
+    empty range; it counts as starting where the token before it ends.
     """
     sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     # Positions count through all texts. The gaps keep a token within its own text.

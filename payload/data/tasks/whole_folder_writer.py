@@ -38,7 +38,7 @@ from payload.formats.data_folder import META_NAME, DataFile, DataMeta
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """An array that is made in parts, because it may not fit into memory."""
+    """An array that may not fit into memory, and is therefore made in parts."""
 
     nbytes: int
     make: Callable[[], Iterator[npt.NDArray[Any]]]
@@ -50,16 +50,16 @@ class PreparedData:
     """Contents of a data folder: the arrays and counts that a task made from the rows."""
 
     files: Mapping[str, npt.NDArray[Any] | Chunks]
-    """Array of each file, in the dtype of the file."""
+    """The array of each file by the file's name, in the dtype of the file."""
     split: Split
     fields: Mapping[str, Any]
-    """Values of DataMeta: counts of tokens, documents and bytes, the task, and its record."""
+    """Values of DataMeta: the counts of tokens, documents and bytes, the task and its record."""
     encoder: str
-    """Name of the encoder that made the tokens."""
+    """Name and version of the package that encoded the tokens."""
     notes: tuple[str, ...] = ()
     """Messages about the data, such as duplicates."""
     temporary_bytes: int = 0
-    """Size of further files, which the run removes when it is complete."""
+    """Size of temporary files, which the run removes at its end."""
     tokenizer_files: Mapping[str, bytes] | None = None
     """Tokenizer files that replace the tokenizer's own files, if the task changes them."""
 
@@ -80,7 +80,7 @@ class WholeJob(Protocol):
 
 
 def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
-    """Return the label of the source and exact sizes; does all the work except writing."""
+    """Return the source's label and exact sizes. This does all the work except writing."""
     job.rows.identity()
     made = job.make()
     job.rows.require_read()
@@ -105,7 +105,8 @@ def prepare_whole(
 ) -> PrepareResult:
     """Make the data folder from rows, unless it already holds this data. Raises DataError.
 
-    `make` gets the fingerprint of the source and settings, to find files to resume from.
+    `make` receives the fingerprint of the source and the settings. With the fingerprint, it
+    recognises the files of an interrupted run that can be resumed.
     """
     reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()
@@ -166,7 +167,7 @@ def _write_all(
 
 
 def _write(folder: Path, name: str, values: npt.NDArray[Any] | Chunks) -> DataFile:
-    """Write a file atomically, and return its description."""
+    """Write a file atomically. Return its size and hashes."""
     file = GrowingFile(folder, name, keep_bytes=0)
     partial = partial_path(folder, name)
     try:

@@ -1,7 +1,8 @@
-"""A model's chat template: renders messages to the text format that the model was trained on.
+"""A model's chat template, which renders messages to the text format that the model knows.
 
 A template is a Jinja program from the model's author, and is not trusted. It runs in Jinja's
-sandbox, with the functions that transformers provides, in a process with limited memory and time.
+sandbox, in a process with limited memory and time. It has the functions that transformers provides
+to templates.
 """
 
 from __future__ import annotations
@@ -53,26 +54,27 @@ class ChatTemplate:
     """Text of the Jinja program."""
     process: TemplateProcess
     tokenizer: Path
-    """Folder of the tokenizer, whose files define stop tokens and special tokens."""
+    """Folder of the tokenizer. The files in the folder define the stop tokens and special
+    tokens."""
     _found: dict[str, Any] = field(default_factory=dict)
-    """Results of `known_tokens`, `control_tokens` and `turn_ends`."""
+    """Cached results of `known_tokens`, `control_tokens` and `turn_ends`."""
 
     def sha256(self) -> str:
         """Return the hash of the program."""
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def tokens_sha256(self) -> str:
-        """Return a hash of the tokens that decide the rendered text and the trained spans."""
+        """Return a hash of the tokens that affect the rendered text and the trained spans."""
         config = read_tokenizer_config(self.tokenizer)
         named = {**class_tokens(config), **named_tokens(config)}
         found = [asdict(self.known_tokens()), named]
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
     def how_trained(self) -> str:
-        """Describe how the trained text is determined."""
+        """Return a line that says which text the model is trained on."""
         if self.process.is_marked:
-            return "trained text: the template's {% generation %} blocks"
-        return "trained text: the text that each answer adds"
+            return "trained on: the template's {% generation %} blocks"
+        return "trained on: the text that each answer adds to its prompt"
 
     def render(
         self,
@@ -83,9 +85,9 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of transformers' `apply_chat_template`.
+        """Return the same text as `apply_chat_template` of transformers.
 
-        Raises DataError with the template's message if it rejects the conversation.
+        If the template rejects the conversation, raises DataError with the template's message.
         """
         (found,) = self.parts(
             messages,
@@ -108,7 +110,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         with_blocks: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return the result of the worker's `render`: a `text` or an `error` for each part.
+        """Render parts of a conversation. Return a `text` or an `error` for each part.
 
         Raises DataError if the process fails.
         """
@@ -133,7 +135,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         with_blocks: bool,
     ) -> str:
-        """Return the request that `parts` sends with these arguments, for `process.send`."""
+        """Return the request that `parts` sends to the template process for these arguments."""
         return encode(
             "render",
             messages=messages,
@@ -156,14 +158,14 @@ class ChatTemplate:
         return tokens
 
     def control_tokens(self) -> ControlTokens:
-        """Return the finder of special tokens in values of rows. Raises DataError."""
+        """Return an object that finds special tokens in the values of rows. Raises DataError."""
         if "control" not in self._found:
             self._found["control"] = ControlTokens(self.known_tokens().special)
         control: ControlTokens = self._found["control"]
         return control
 
     def turn_ends(self, variables: Mapping[str, Any]) -> Mapping[str, TurnEnd]:
-        """Return how a turn ends, by the role of the next message. Raises DataError."""
+        """Return how the assistant's turns end, for each role that can follow. Raises DataError."""
         key = json.dumps(variables, sort_keys=True, default=str) if variables else ""
         if key not in self._found:
 
@@ -179,7 +181,7 @@ class ChatTemplate:
         return ends
 
     def require_stop(self, variables: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the template ends no turn of the assistant with a stop token."""
+        """Raise ConfigError if the template writes no stop token after the assistant's turns."""
         ends = self.turn_ends(variables).values()
         if not any(end.stops for end in ends) and self._is_rendered(variables):
             raise ConfigError(
@@ -189,7 +191,7 @@ class ChatTemplate:
             )
 
     def leaves_out_calls(self) -> bool:
-        """Return True if the template renders a message with a tool call, but not the call."""
+        """Return True if the template renders messages with tool calls, but without the calls."""
         if "calls" not in self._found:
             call = {"name": "qux5call", "arguments": {}}
             answer: dict[str, Any] = {"role": "assistant", "content": "qux"}
@@ -246,7 +248,7 @@ def read_chat_template(folder: Path) -> ChatTemplate:
 
 
 def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
-    """Return the template in the file at `path`, with the special tokens of `tokenizer`.
+    """Return the template in the file `path`. It can use the special tokens of `tokenizer`.
 
     `path` can be `trl:NAME`. Raises DataError.
     """

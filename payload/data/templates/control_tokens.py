@@ -1,10 +1,10 @@
-"""Special tokens inside the text of a row, which are encoded as text.
+"""Special tokens that occur inside the text of a row, where they are encoded as plain text.
 
-Only the template writes special tokens. Otherwise, a special token in a question, a tool result or
-a tool's description would end or begin a turn there. The occurrences are enclosed in marks before
-the template renders the row, and the marks are removed from the rendered text. The assistant's own
-messages are unchanged: data sets write calls and thoughts into the answers as special tokens.
-Source of the approach: `sanitize_control_tokens` of transformers 5.23.
+Only special tokens that the template writes have their meaning. Otherwise, a special token in a
+question, a tool result or a tool's description would end or begin a turn there. Such tokens are
+enclosed in marks before the template renders the row. The marks are then removed from the rendered
+text. The assistant's own messages are unchanged: data sets write calls and thoughts into the
+answers as special tokens. Source of the approach: `sanitize_control_tokens` of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from payload.data.rows.conversation import Message
 
 Span = tuple[int, int]
-"""Range of characters of a text: the first one, and the end (exclusive)."""
+"""A range of characters in a text, as the start and the end (exclusive)."""
 
 # Unicode's noncharacters, which no text may contain: a row that has one is refused.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -34,7 +34,10 @@ class ControlTokens:
         self._in_json = _any_of([json.dumps(each)[1:-1] for each in longest_first])
 
     def may_be_in(self, request: str) -> bool:
-        """Return False if no string in `request`, which is JSON in ASCII, has a special token."""
+        """Return False if no string in `request` has a special token.
+
+        `request` is JSON in ASCII.
+        """
         return self._in_json.search(request) is not None
 
     def is_in(self, value: object) -> bool:
@@ -56,7 +59,7 @@ class ControlTokens:
         return [self.mark(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def mark_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with marks, except the assistant's."""
+        """Return the messages with marks. The assistant's messages stay unchanged."""
         return [
             message if message["role"] == "assistant" else self.mark(message)
             for message in messages
@@ -81,7 +84,7 @@ def without_marks(text: str) -> str:
 def take_marks(text: str, spans: Sequence[Span]) -> tuple[str, list[Span], list[Span]]:
     """Remove the marks of a rendered text.
 
-    Returns the text, `spans` adapted to it, and the spans of special tokens that are text.
+    Returns the text without marks, `spans` adapted to this text, and the spans that were marked.
     """
     if _BEGIN not in text and _END not in text:
         return text, list(spans), []

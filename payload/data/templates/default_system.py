@@ -15,7 +15,7 @@ _SHOWN_CHARS = 200
 
 
 def default_system_lines(template: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
-    """Return a line with the template's own system message, or no line."""
+    """Return a line with the system message that the template adds, or no line."""
     text = default_system(template, variables)
     if text is None:
         return []
@@ -26,10 +26,10 @@ def default_system_lines(template: ChatTemplate, variables: Mapping[str, Any]) -
 
 
 def default_system(template: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
-    """Return the system message that the template adds if a conversation lacks one, or None.
+    """Return the system message that the template adds to conversations without one, or None.
 
-    A conversation with a system message shows which text the template puts around that message.
-    This text, for example a date, is not part of the default.
+    The template also puts text around a system message, for example a date. This text is not part
+    of the result. It is found by rendering a conversation that has a system message.
     """
     user, system = {"role": "user", "content": _USER}, {"role": "system", "content": _SYSTEM}
     try:

@@ -1,8 +1,8 @@
-"""Checks that a template renders what a conversation has: contents, calls, thoughts and tools.
+"""Checks that a template renders all contents, calls, thoughts and tools of a conversation.
 
-A value whose text is in the rendered text is not lost. For other values, the conversation is
-rendered again without the value, or with a different value. If the text is equal, the template does
-not read the value.
+A value is not lost if the rendered text contains the value's text. For other values, the
+conversation is rendered again without the value, or with a different value. If the rendered text
+stays the same, the template does not read the value.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
 from payload.data.templates.thoughts import thought_of, without_thoughts
 
 Probe = Callable[[Sequence[Message], Any], str | None]
-"""Renders messages with the given tools. Returns None if the template rejects them."""
+"""Renders messages with the given tools. Returns None if the template rejects the messages."""
 
 _UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
-"""Keys that the format needs or that only name a message."""
+"""Keys of a message that are part of the format, or that only name the message."""
 _CALLS = "tool_calls"
 _CALL_KEYS = ("id", "type", "index", "function")
-"""Keys of a call that the format needs or that only name the call."""
+"""Keys of a call that are part of the format, or that only name the call."""
 _OTHER_CONTENT = "Quxd3z"
 _OTHER_TEMPLATE = "Use another template with --chat-template."
 _LONG_ENOUGH = 4
-"""Minimum length of a text that another text does not contain by chance."""
+"""Minimum length of a text that is unlikely to occur in another text by chance."""
 
 
 def require_rendered(
@@ -43,9 +43,9 @@ def require_rendered(
     where: str,
     render: Probe,
 ) -> None:
-    """Raise DataError if the text lacks a value of message `number` or of an earlier message.
+    """Raise DataError if `text` lacks a value of message `number` or of an earlier message.
 
-    `text` ends with the message, whose own text begins at `start`. Thoughts and calls of earlier
+    `text` ends with message `number`, which begins at `start`. Thoughts and calls of earlier
     answers are not checked: many templates leave them out.
     """
     shown = list(messages[: number + 1])
@@ -115,9 +115,9 @@ def require_rendered(
 def _smaller_calls(
     calls: object, ignored: frozenset[str], text: str
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yield names of keys in calls that `text` may lack, and the calls without each key.
+    """Yield each key of the calls that `text` may lack, and the calls without this key.
 
-    `tool_calls` is the name for a whole call. A key that only names a call is not yielded.
+    For a whole call, the key is `tool_calls`. Keys that only name a call are not yielded.
     """
     if not isinstance(calls, list) or not all(isinstance(each, Mapping) for each in calls):
         return
@@ -146,7 +146,7 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _is_surely_in(texts: Sequence[str], text: str) -> bool:
-    """Return True if `text` contains all `texts`, one of which is too long to occur by chance."""
+    """Return True if `text` contains all of `texts`, and at least one is too long for chance."""
     return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 
@@ -179,8 +179,10 @@ def _renamed(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the tools' descriptions; for a tool without description, a text that occurs
-    nowhere."""
+    """Return the tools' descriptions.
+
+    If a tool has no description, a text that occurs nowhere replaces it.
+    """
     functions = [each.get("function", each) for each in tools]
     found = [each.get("description") for each in functions if isinstance(each, Mapping)]
     return [str(each) if each else "\0" for each in found]

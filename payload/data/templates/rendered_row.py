@@ -1,4 +1,4 @@
-"""One conversation with its template: the requests to the template's process, and the answers."""
+"""One conversation and its template: the requests to the template process, and its answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SampleOptions:
     """Keys that the template may leave out: keys of messages, or `tools`."""
 
     def shaping(self) -> tuple[str, ...]:
-        """Return the values that the trained text depends on."""
+        """Return the values that affect which text the model is trained on."""
         variables = json.dumps(dict(self.variables), sort_keys=True)
         ignored = json.dumps(sorted(self.ignored_keys))
         return ("turns", self.thoughts, self.train_on, variables, ignored)
@@ -48,7 +48,7 @@ class RejectedError(DataError):
 
 
 class RenderedRow:
-    """One conversation with its template."""
+    """One conversation, and the template that renders it."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, options: SampleOptions
@@ -74,9 +74,9 @@ class RenderedRow:
             [(len(self._messages), False)] if is_marked else self._first_added_parts()
         )
         self.request = self._first_request()
-        """Request for the parts that `turns` renders first."""
+        """Request for the parts of the conversation that are rendered first."""
         self.answer: list[dict[str, Any]] | None = None
-        """The worker's answer to `request`, if it was sent in a batch."""
+        """The answer of the template process to `request`, if the request was sent in a batch."""
         self._mark_special_tokens()
 
     def _first_request(self) -> str:
@@ -91,7 +91,7 @@ class RenderedRow:
         )
 
     def _mark_special_tokens(self) -> None:
-        """Mark the row's special tokens, unless the marks change the rendered text.
+        """Mark the row's special tokens, unless the marks would change the rendered text.
 
         Raises DataError if a text of the row already contains a mark.
         """
@@ -156,7 +156,7 @@ class RenderedRow:
         return parts
 
     def _is_in_whole(self, number: int) -> bool:
-        """Return True if the whole text probably contains the turn up to the turn's stop token."""
+        """Return True if the whole rendered text probably contains the turn and its stop token."""
         end = self._ends.get("user")
         if not self._template.process.is_sequential or end is None or not end.is_same:
             return False
@@ -167,7 +167,7 @@ class RenderedRow:
         return self._thought(number) is None and first_of(end.stops, content) is None
 
     def _thought(self, number: int) -> str | None:
-        """Return the thought of a message of the assistant."""
+        """Return the thought in one of the assistant's messages."""
         if number not in self._thoughts:
             self._thoughts[number] = thought_of(self._messages[number])
         return self._thoughts[number]
@@ -191,7 +191,7 @@ class RenderedRow:
         return (end and end.stops) or self._template.known_tokens().stops
 
     def _probe(self, messages: Sequence[Message], tools: Any) -> str | None:
-        """Return the text of changed messages, or None if the template rejects them."""
+        """Render changed messages. Return their text, or None if the template rejects them."""
         (found,) = self._template.parts(
             messages,
             [(len(messages), False)],
@@ -203,7 +203,7 @@ class RenderedRow:
         return None if text is None else without_marks(text)
 
     def _rejection(self, reason: str) -> RejectedError:
-        """Return the error for a rejected row; its cause can be a call that is left out."""
+        """Return the error for a rejected row. The template may have left out a call."""
         number = next((n for n, each in enumerate(self._messages) if each.get("tool_calls")), None)
         if number is None or not self._template.leaves_out_calls():
             return RejectedError(str(self._template.error(reason)))

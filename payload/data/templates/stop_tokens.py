@@ -18,11 +18,11 @@ from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTokens:
-    """Texts of a tokenizer's tokens that matter for the end of a turn."""
+    """Texts of the tokens that can end a turn."""
 
     stops: tuple[str, ...] = ()
-    """Tokens at which a server stops: eos_token_id of generation_config.json and of config.json,
-    and the tokenizer's eos_token."""
+    """Tokens at which a server stops: eos_token_id of generation_config.json and config.json, and
+    eos_token of the tokenizer."""
     special: tuple[str, ...] = ()
     """The special tokens."""
     added: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class KnownTokens:
 
 
 def known_tokens(folder: Path) -> KnownTokens:
-    """Return the tokens of the model or tokenizer in `folder`; empty without a tokenizer.json.
+    """Return the tokens of the model or tokenizer in `folder`; none without a tokenizer.json.
 
     Raises DataError for a damaged tokenizer_config.json.
     """
@@ -52,9 +52,9 @@ def known_tokens(folder: Path) -> KnownTokens:
 
 
 def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, int] | None:
-    """Return the range of the first of `tokens` at or after `start`.
+    """Return the range of characters of the first of `tokens` that begins at or after `start`.
 
-    If several begin at the same place, returns the range of the longest.
+    If several tokens begin at the same place, returns the range of the longest token.
     """
     if len(tokens) == 1:
         place = text.find(tokens[0], start)
@@ -81,7 +81,7 @@ def _eos_ids(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _in_vocabulary(raw: Mapping[str, Any], number: int) -> str | None:
-    """Return a token of the vocabulary by its number; some models stop at such tokens."""
+    """Return the vocabulary's token with this id. Some models stop at tokens that are not added."""
     vocabulary = (raw.get("model") or {}).get("vocab")
     if isinstance(vocabulary, Mapping):
         return next((text for text, each in vocabulary.items() if each == number), None)
@@ -91,7 +91,10 @@ def _in_vocabulary(raw: Mapping[str, Any], number: int) -> str | None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return a JSON file's object; empty if the file is missing or damaged (reported elsewhere)."""
+    """Return the object in a JSON file; empty if the file is missing or damaged.
+
+    Other code reports a damaged file.
+    """
     try:
         found = json.loads(read_bytes(inside_folder(path)))
     except (OSError, ValueError, RecursionError):

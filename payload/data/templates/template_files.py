@@ -34,7 +34,7 @@ _TRL = "trl"
 
 
 def template_path(given: Path) -> Path:
-    """Return the file of `trl:NAME`, a template in the package trl; another path unchanged.
+    """Return the file of the package trl that `trl:NAME` means, or any other path unchanged.
 
     Raises DataError.
     """
@@ -58,9 +58,9 @@ def template_path(given: Path) -> Path:
 def find_template(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str] | None:
     """Return the file and the text of the template in a tokenizer's folder, or None.
 
-    `config` is tokenizer_config.json. Of several named templates, `tool_use` is for conversations
-    with tools, and `default` for all others; the returned template chooses between these two.
-    Raises DataError for a file that cannot be read.
+    `config` is tokenizer_config.json. If there are several named templates, the result combines
+    two: it uses `tool_use` for conversations with tools, and `default` for all others. Raises
+    DataError for a file that cannot be read.
     """
     path = folder / TEMPLATE_FILE
     named = _own_files(folder)
@@ -75,7 +75,10 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> tuple[Path, str] |
 
 
 def named_templates(given: object) -> dict[str, str]:
-    """Return the templates of the key `chat_template` by name: a text, a list or an object."""
+    """Return the templates by name.
+
+    `given` is the value of the key `chat_template`: a text, a list or an object.
+    """
     if isinstance(given, str):
         return {_DEFAULT: given}
     if isinstance(given, list):
@@ -91,7 +94,7 @@ def named_templates(given: object) -> dict[str, str]:
 
 
 def chosen_template(named: Mapping[str, str]) -> str | None:
-    """Return one program for the templates `default` and `tool_use`; None without a default."""
+    """Return one program that combines `default` and `tool_use`, or None without `default`."""
     default, tools = named.get(_DEFAULT), named.get(_TOOL_USE)
     if default is None or not default.strip():
         return None

@@ -17,19 +17,20 @@ from typing import Any
 from payload.data.sources.worker_exit import describe_exit, end_worker
 
 CPU_SECONDS = 10
-"""Processor time limit of a conversation; the longest real ones take hundredths of a second."""
+"""Limit of the processor time for a conversation. Even long conversations take hundredths of a
+second."""
 MEMORY_BYTES = 2**30
-"""Limit of the address space of the process, including 50 MiB for Python."""
+"""Limit of the address space of the process. Python needs 50 MiB of it."""
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 _BUFFER_BYTES = 2**18
 _PIPE_BYTES = 2**20
-"""Buffer of each pipe, so that neither process waits for the other during a batch."""
+"""Buffer size of each pipe, with which neither process waits for the other during a batch."""
 
 
 MAX_CONSECUTIVE_ENDS = 5
-"""Highest number of consecutive conversations that may end the process.
+"""How many consecutive conversations may end the process before the template is given up.
 
 Each of them can take `CPU_SECONDS`.
 """
@@ -48,28 +49,28 @@ class _WorkerEndedError(TemplateFailedError):
 
 
 class TemplateProcess:
-    """A process with one compiled template, restarted after a conversation has ended it.
+    """A process with one compiled template. The process is restarted if a conversation ends it.
 
     Every method raises TemplateFailedError.
     """
 
     is_marked: bool
-    """True if the template has `{% generation %}` blocks."""
+    """True if the template marks the assistant's text with `{% generation %}` blocks."""
     named_tokens: list[str]
-    """Names like `bos_token` that the template reads but does not set."""
+    """Names such as `bos_token` that the template reads but does not set."""
     is_sequential: bool
-    """True if later messages certainly never change the text of a message."""
+    """True if it is certain that the text of a message never depends on later messages."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Compile `source`, a Jinja program that can use the special tokens `tokens`."""
+        """Compile the Jinja program `source`, which can use the special tokens in `tokens`."""
         self._template = {"source": source, "tokens": dict(tokens)}
         self._worker: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._consecutive_ends = 0
         self._num_sent = 0
-        """Number of requests in the batch whose responses were not read yet."""
+        """Number of requests in the current batch whose responses have not been read."""
         self._received: list[Any] | None = None
-        """Results of the batch, if a call had to read them first."""
+        """Results of the current batch, if they had to be read before a `call`."""
         self._is_batch_safe = True
         """False after a batch ended the process, until a single call succeeds."""
         self.start()
@@ -91,9 +92,9 @@ class TemplateProcess:
         self.is_sequential = found["is_sequential"]
 
     def send(self, requests: Sequence[str]) -> None:
-        """Send a batch of requests from `encode`, whose results `receive` returns.
+        """Send a batch of requests, each made by `encode`. `receive` returns their results.
 
-        The worker processes the batch in the meantime. One batch can be under way.
+        The process works on the batch in the meantime. Only one batch can be under way.
         """
         assert not self._num_sent and self._received is None, "receive() comes first"
         try:
@@ -108,10 +109,10 @@ class TemplateProcess:
         self._num_sent = len(requests)
 
     def receive(self) -> list[Any]:
-        """Return the result of each request of the batch, in order; None for a failed request.
+        """Return the results of the batch's requests, in order, with None for a failed request.
 
         If a request ends the process, all requests without a response count as failed. The caller
-        repeats a failed request with `call`, which reports the reason.
+        must repeat a failed request with `call`, which reports the reason.
         """
         found = self._read_batch() if self._received is None else self._received
         self._received = None
@@ -123,7 +124,7 @@ class TemplateProcess:
             self.receive()
 
     def note_success(self) -> None:
-        """Count a result of `receive` as a conversation that did not end the process."""
+        """Record that a conversation did not end the process, after a result of `receive`."""
         self._consecutive_ends = 0
 
     def call(self, method: str, **request: object) -> Any:
@@ -207,7 +208,7 @@ class TemplateProcess:
 
 
 def _enlarge(worker: subprocess.Popen[bytes]) -> None:
-    """Enlarge the buffers of the pipes, where the system can (Linux)."""
+    """Enlarge the buffers of the pipes if the system supports this, as Linux does."""
     size = getattr(fcntl, "F_SETPIPE_SZ", None)
     for pipe in (worker.stdin, worker.stdout):
         if size is not None and pipe is not None:
@@ -221,7 +222,7 @@ def encode(method: str, **request: object) -> str:
 
 
 def _placeholder(value: object) -> str:
-    """Return the text for a value that JSON cannot represent; the same text as in transformers."""
+    """Return the text that transformers uses for a value that JSON cannot represent."""
     return f"<{type(value).__name__}>"
 
 

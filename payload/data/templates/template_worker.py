@@ -6,7 +6,7 @@ a separate process with limits. This file is run as a script and has no imports 
 
 Requests and responses are JSON lines on stdin and stdout. The first request has the template, and
 every later request has a conversation. A response has `error` if the template failed. A line with
-`batch` has several requests: each gets its own response line and its own limit of processor time.
+`batch` has several requests. Each has its own response line and its own limit of processor time.
 
 The environment of a template is that of transformers' `apply_chat_template`. Source:
 transformers 5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
@@ -36,7 +36,7 @@ _CHARS_PER_CHAR = 32
 _BUFFER_BYTES = 2**18
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _LOOP_ATTRIBUTES = {"index", "index0", "first", "previtem", "depth", "depth0", "changed", "cycle"}
-"""Attributes of Jinja's `loop` that do not depend on later items."""
+"""Attributes of Jinja's variable `loop` that do not depend on later items."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -48,7 +48,8 @@ class TemplateFailureError(Exception):
 def main() -> None:
     """Compile the template of the first request, then serve requests until stdin is closed.
 
-    Arguments: processor time limit of a request in seconds, memory limit in bytes.
+    The command line has two arguments: the processor time limit of a request in seconds, and the
+    memory limit in bytes.
     """
     cpu_seconds, memory_bytes = map(int, sys.argv[1:])
     for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
@@ -102,8 +103,8 @@ class Program:
     def compile(self, source: str, tokens: Mapping[str, str]) -> dict[str, Any]:
         """Compile the Jinja program `source`; `tokens` holds `bos_token` and other special tokens.
 
-        Returns whether the template has `{% generation %}` blocks, the token names that it uses,
-        and whether the text of a message never depends on later messages.
+        Returns three facts: whether the template has `{% generation %}` blocks, which token names
+        it uses, and whether the text of a message never depends on later messages.
         """
         from jinja2.meta import find_undeclared_variables
         from jinja2.nodes import CallBlock, ExtensionAttribute
@@ -133,10 +134,11 @@ class Program:
         parts: Sequence[tuple[int, bool]],
         with_blocks: bool,
     ) -> list[dict[str, Any]]:
-        """Return the text of each part: leading messages, with or without the generation prompt.
+        """Return the text of each part of a conversation.
 
-        Each result has `text`, or `error` if the template rejects the messages. `with_blocks` adds
-        `blocks`, the ranges of characters of the `{% generation %}` blocks.
+        A part consists of leading messages, with or without the generation prompt. Each result has
+        `text`, or `error` if the template rejects the messages. `with_blocks` adds `blocks`, the
+        ranges of characters of the `{% generation %}` blocks.
         """
         self._now = datetime.datetime.now()
         values = {
@@ -282,7 +284,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON like transformers' filter: Jinja's filter would escape HTML."""
+    """Return JSON as the filter of transformers does. Jinja's own filter would escape HTML."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -299,7 +301,10 @@ def _reason(error: Exception) -> str:
 
 
 def _as_transformers_passes(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null values, and with its thoughts under each usual name."""
+    """Return a message without null values.
+
+    The message's thoughts are copied to each usual key.
+    """
     found = {key: value for key, value in message.items() if value is not None}
     thought = next((found[key] for key in _THOUGHT_KEYS if key in found), None)
     if thought is not None:
@@ -320,9 +325,10 @@ def _num_chars(value: object) -> int:
 def _is_sequential(program: Node) -> bool:
     """Return True if later messages never change the text of a message.
 
-    True only for a program with one loop over the messages. Outside of the loop, the program may
-    read only the first message. Inside, it must not read an attribute of `loop` that depends on
-    later messages. For other programs the result is False, even if no text changes.
+    The result is True only for a program with one loop over the messages. Outside of the loop, the
+    program may read only the first message. Inside the loop, it must not read an attribute of
+    `loop` that depends on later messages. For other programs the result is False, even if no text
+    would change.
     """
     from jinja2 import nodes
 
@@ -345,8 +351,10 @@ def _is_sequential(program: Node) -> bool:
         )
 
     def is_independent(node: nodes.Node, *, loop: bool, nested: bool) -> bool:
-        """Return False if the text of a message may depend on later messages. `loop` is True
-        directly in the loop over the messages, `nested` anywhere in a loop."""
+        """Return False if `node` can make the text of a message depend on later messages.
+
+        `loop` is True directly inside the loop over the messages, `nested` inside any loop.
+        """
         nonlocal num_loops
         if isinstance(node, nodes.Assign) and is_list(node.node):
             if not isinstance(node.target, nodes.Name):

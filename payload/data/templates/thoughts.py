@@ -1,4 +1,4 @@
-"""Thoughts of the assistant: in messages, and at the end of a prompt."""
+"""Finds the assistant's thoughts in messages, and the marks of thoughts at the end of a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from payload.data.rows.conversation import Message
 
 KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message with a thought, in the order in which transformers reads them."""
+"""Keys under which a message can have a thought, in the order in which transformers reads them."""
 
 # Marks such as <think>, <seed:think>, <thought>, [THINK], <|START_THINKING|>, ◁think▷ and
 # <|open|>think<|sep|>, and <|channel>thought. The mark that closes a block is the same with a
@@ -29,7 +29,7 @@ _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
 _TAIL_CHARS = 128
 _FIRSTS = "<[\u25c1"
 _FIRST_OF_MARKS = re.compile("[<[\u25c1]")
-"""The first characters of the marks; a text without them has no mark."""
+"""Matches the first characters of the marks. A text without these characters has no mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class PromptTail:
 
 
 def prompt_tail(prompt: str) -> PromptTail | None:
-    """Return the marks of thoughts at the end of a prompt, or None without any."""
+    """Return the marks of thoughts with which a prompt ends, or None if there are none."""
     end = prompt[-_TAIL_CHARS:]
     # Most prompts end with the same mark, which is no mark of thoughts.
     last = max(map(end.rfind, _FIRSTS))
@@ -60,12 +60,12 @@ def prompt_tail(prompt: str) -> PromptTail | None:
 
 @lru_cache(maxsize=1024)
 def _may_end(end: str) -> bool:
-    """Return True if `end` is a mark of thoughts, or may be the last part of one."""
+    """Return True if `end` is a mark of thoughts, or can be the last part of such a mark."""
     return end.strip() == "<|sep|>" or _TAIL.search(end) is not None
 
 
 def end_of_empty_thought(text: str, start: int) -> int:
-    """Return the index after an empty block of thoughts at `start`, or `start`."""
+    """Return the index after an empty block of thoughts at `start`, or `start` without one."""
     found = _EMPTY.match(text, start)
     return start if found is None else found.end()
 

@@ -1,4 +1,4 @@
-"""Finds the text with which a template ends a turn, by rendering short conversations."""
+"""Renders short conversations to find the text with which a template ends a turn."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from payload.data.rows.conversation import Message
 from payload.data.templates.stop_tokens import KnownTokens, first_marker, first_of
 
 Part = tuple[int, bool]
-"""A number of leading messages, and whether to add the generation prompt."""
+"""A part of a conversation: how many leading messages, and whether to add a generation prompt."""
 Render = Callable[..., Sequence[str | None]]
-"""A function that renders parts of a conversation. It gets the parts, and the keyword arguments
-`messages` and `tools`. It returns None for each part that the template rejects."""
+"""A function that renders parts of a conversation. It takes the parts, and the keyword arguments
+`messages` and `tools`. It returns None for a part that the template rejects."""
 
 # Texts that no template changes, and that are in no template.
 _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
@@ -21,13 +21,13 @@ _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """The end of an assistant's turn, if the user or a tool has the next message."""
+    """How an assistant's turn ends if a message of a given role follows: `user` or `tool`."""
 
     stops: tuple[str, ...]
     """The model's stop tokens, if the template writes one of them after an answer; otherwise the
     token that the template writes there.
 
-    Empty if the template ends no turn before a message of this role.
+    Empty if the template writes no such token before a message of this role.
     """
     last: str
     """The text after the answer, if no message follows."""
@@ -47,9 +47,9 @@ class TurnEnd:
 
 
 def turn_ends(render: Render, known: KnownTokens) -> Mapping[str, TurnEnd]:
-    """Return how a turn ends before a message of the user and of a tool, by role.
+    """Return how the assistant's turn ends before the user's message, and before a tool's message.
 
-    A role is missing if the template rejects it.
+    The keys are the roles `user` and `tool`. A role that the template rejects is left out.
     """
     function = {"name": "qux_f", "parameters": {"type": "object", "properties": {}}}
     function["description"] = "qux"
@@ -134,7 +134,7 @@ def _turn_end(
 
 
 def _opener(known: KnownTokens, prompt: str | None, asked: str | None) -> str:
-    """Return the first token that a generation prompt adds, or ""; stop tokens do not count."""
+    """Return the first token of the generation prompt that is not a stop token, or ""."""
     if prompt is None or asked is None or not prompt.startswith(asked):
         return ""
     added = prompt[len(asked) :]
@@ -143,12 +143,15 @@ def _opener(known: KnownTokens, prompt: str | None, asked: str | None) -> str:
 
 
 def _before(text: str, opener: str) -> str:
-    """Return a text up to the token that begins another turn."""
+    """Return the part of a text before `opener`, the token that begins another turn."""
     return text.partition(opener)[0] if opener else text
 
 
 def _stops(known: KnownTokens, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the model's stop tokens if a text has one, otherwise the first token of the texts."""
+    """Return the model's stop tokens if a text has one of them.
+
+    Otherwise, return the first special or added token in the texts.
+    """
     if any(first_of(known.stops, text) for text in texts):
         return known.stops
     for tokens in (known.special, known.added):

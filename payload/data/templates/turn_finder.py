@@ -17,25 +17,25 @@ _LEAST_COMMON_CHARS = 4
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """The text of a trained turn with its prompt."""
+    """A trained turn, with the prompt before the turn."""
 
     text: str
     spans: list[Span]
     """Ranges of characters that are trained."""
     through: int
-    """Offset at which the stop token ends. The model is not trained on the rest of the turn."""
+    """Offset at which the turn's stop token ends. The model is not trained on the text after it."""
 
 
 class TurnFinder(RenderedRow):
     """Finds the turns of one conversation."""
 
     def turns(self) -> tuple[str, list[Turn]]:
-        """Return the whole text, and the trained turns in order."""
+        """Return the text of the whole conversation, and the trained turns in order."""
         self._require_documents()
         return self._marked_turns() if self._template.process.is_marked else self._added_turns()
 
     def _added_turns(self) -> tuple[str, list[Turn]]:
-        """Return the whole text, and the turns of a template without blocks."""
+        """Return the whole text, and the turns, for a template without blocks."""
         size = len(self._messages)
         parts = self._first_parts
         texts = {part: text for part, (text, _) in zip(parts, self._render(parts), strict=True)}
@@ -58,7 +58,7 @@ class TurnFinder(RenderedRow):
         return text[start:].lstrip().startswith(str(self._messages[number]["content"]).strip())
 
     def _marked_turns(self) -> tuple[str, list[Turn]]:
-        """Return the whole text, and the turns of a template with `{% generation %}` blocks.
+        """Return the whole text, and the turns, for a template with `{% generation %}` blocks.
 
         The whole block is trained, because the template's author chose its limits.
         """
@@ -96,8 +96,9 @@ class TurnFinder(RenderedRow):
     def _located(self, number: int, prompt: str, answered: str) -> tuple[str, int]:
         """Return the text of a turn with its prompt, and where the trained part begins.
 
-        `answered` is the text with the turn as the last message. The trained part can begin before
-        the prompt's end, if the prompt ends with reasoning tags such as `<think>`.
+        `answered` is the rendered conversation with the turn as the last message. The trained part
+        can begin before the end of the prompt if the prompt ends with reasoning tags such as
+        `<think>`.
         """
         end = self._end(number)
         if number == 0 and not prompt and end is not None and end.header:
@@ -142,10 +143,10 @@ class TurnFinder(RenderedRow):
         return prompt + line + rest, len(prompt)
 
     def _behind(self, head: str, number: int, answered: str) -> int:
-        """Return where the prompt ends in a text that renders earlier messages differently.
+        """Return where the prompt ends in `answered`, in which earlier messages may look different.
 
-        This is the index after the longest end of `head` that occurs in the text before the answer.
-        The white space at the end of `head` may differ in the text.
+        The prompt ends after the longest last part of `head` that occurs in `answered` before the
+        answer. The white space at the end of `head` may differ there.
         """
         space = _white_end(head)
         head = head.removesuffix(space)
@@ -169,7 +170,7 @@ class TurnFinder(RenderedRow):
         return found + _overlap(space, answered, found)
 
     def _ended(self, text: str, start: int, number: int) -> tuple[str, int]:
-        """Return the text of a turn, with a stop token, and the index after this token."""
+        """Return the text of a turn including a stop token, and the index after this token."""
         if (found := self._stop_in(text, start, number)) is not None:
             return text, found
         end = self._end(number)
@@ -199,9 +200,9 @@ class TurnFinder(RenderedRow):
         return found[1]
 
     def _end_of_values(self, text: str, start: int, number: int) -> int:
-        """Return where the values of a message end in its text, or an earlier index.
+        """Return where the last value of a message ends in `text`, or an earlier index.
 
-        A value can contain a stop token itself.
+        The stop token is searched after this index, because a value can contain a stop token.
         """
         message, stops = self._messages[number], self._stops(number)
         ends = [start]
@@ -262,9 +263,9 @@ class TurnFinder(RenderedRow):
 
 
 def _overlap(ending: str, text: str, start: int) -> int:
-    """Return the length of the longest end of `ending` with which `text` continues at `start`.
+    """Return the length of the longest last part of `ending` that `text` has at `start`.
 
-    A short end counts as chance and gives 0, unless it is white space.
+    A short part counts as chance, and the result is 0, unless the part is white space.
     """
     for index in range(len(ending)):
         common = ending[index:]

@@ -1,10 +1,11 @@
-"""Renders a conversation to the texts that are trained: every turn as the model sees it.
+"""Renders a conversation to texts to train on, with every turn as the model will see it.
 
 A turn is a trained message of the assistant. At inference a server renders the messages before the
 turn with the generation prompt, and the model continues this prompt up to a stop token. So the
-trained text of a turn is what the template adds to the prompt when the turn is the last message.
-Turns share one sample if a longer rendered text begins with the prompt and text of each. Templates
-that render earlier turns differently, for example without thoughts, need several samples.
+model is trained on the text that the template adds to the prompt when the turn is the last message.
+Several turns share one sample if a longer rendered text begins with the prompt and the text of each
+of them. Templates that render earlier turns differently, for example without thoughts, need several
+samples.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class RenderedSample:
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
     has_unmarked: bool = False
-    """True if `literal` lacks special tokens of the row, because marking them would change the
-    rendered text."""
+    """True if `literal` lacks special tokens from the row, because marking the tokens would change
+    the rendered text."""
 
 
 def render_samples(
@@ -46,17 +47,17 @@ def render_samples(
     conversation: Conversation,
     options: SampleOptions = _DEFAULTS,
 ) -> list[RenderedSample]:
-    """Return the texts to train on, with the spans of the trained turns, in their order.
+    """Return the texts to train on, each with the spans of its trained turns, in order.
 
     The spans come from the template's `{% generation %}` blocks. Without blocks, a span is the text
-    that an answer adds to its prompt, up to the stop token. Raises DataError for a conversation
-    that the template rejects, a key that the template leaves out, and a turn without a stop token.
+    that an answer adds to its prompt, up to the stop token. Raises DataError if the template
+    rejects the conversation, leaves out a key, or writes no stop token after a turn.
     """
     return RowRendering(template, conversation, options).samples()
 
 
 class RowRendering:
-    """`render_samples` in two steps: the first requests of several rows can be batched."""
+    """`render_samples` in two steps, so that the first requests of several rows can be batched."""
 
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, options: SampleOptions
@@ -74,7 +75,7 @@ class RowRendering:
         return self._row.request
 
     def take(self, answer: list[dict[str, Any]] | None) -> None:
-        """Take the worker's answer to `request`; without an answer, `samples` sends the request."""
+        """Take the process's answer to `request`. If it is None, `samples` sends the request."""
         self._row.answer = answer
 
     def samples(self) -> list[RenderedSample]:
@@ -87,9 +88,10 @@ class RowRendering:
         return _samples(whole, turns, has_unmarked=self._row.has_unmarked)
 
     def _with_text_arguments(self) -> TurnFinder:
-        """Return the row with the arguments of calls as JSON text, which some templates require.
+        """Return a row that has the arguments of calls as JSON text, which some templates require.
 
-        Called while a RejectedError is handled; raises this error for a row without such calls.
+        Called while a RejectedError is handled. For a row without such calls, the error is raised
+        again.
         """
         changed = _with_text_arguments(self._conversation)
         if changed is None:
@@ -99,8 +101,10 @@ class RowRendering:
 
 
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
-    """Return the samples; several turns share a sample if its text begins with the text of each of
-    them."""
+    """Return the samples.
+
+    Several turns share a sample if its text begins with the text of each of these turns.
+    """
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
         if not texts and whole.startswith(turn.text[: turn.through]):
@@ -128,7 +132,7 @@ def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[Rende
 
 
 def _with_text_arguments(conversation: Conversation) -> Conversation | None:
-    """Return the conversation with the arguments of calls as JSON text; None without such calls."""
+    """Return the conversation with arguments of calls as JSON text, or None without such calls."""
     messages: list[Message] = []
     for message in conversation.messages:
         calls = [dict(each) for each in message.get("tool_calls") or ()]

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's, and any tokenizer.json. `load_tokenizer` loads one by name."""
+"""Tokenizers: the packaged one of GPT-2, and any tokenizer.json. `load_tokenizer` loads them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def load_tokenizer(name: str, added: Sequence[str] = ()) -> TextTokenizer:
 
 
 def load_hf_tokenizer(name: str, added: Sequence[str] = ()) -> tuple[HfTokenizer, Path]:
-    """Load a tokenizer from files, never the packaged one; return it and the files' folder.
+    """Load a tokenizer from files, never the packaged one. Return it with the folder of the files.
 
-    The special tokens `added` are added to the tokenizer, but not to the folder. Raises DataError.
+    The special tokens `added` are added to the returned tokenizer, but not to the files. Raises
+    DataError.
     """
     from payload.data.tokenizers.hf import hf_tokenizer
 
@@ -96,7 +97,7 @@ def _newest_checkpoint(folder: Path) -> Path:
 
 
 def _download(hub: HubName) -> tuple[Path, str]:
-    """Return the folder of the tokenizer's files, from the hub's cache or downloaded."""
+    """Return the folder of the tokenizer's files in the hub's cache, and download missing files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # loaded lazily

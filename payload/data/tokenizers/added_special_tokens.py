@@ -20,10 +20,10 @@ _FLAG = "--add-special-tokens"
 def with_special_tokens(
     content: bytes, texts: Sequence[str], *, path: Path, build: Callable[[bytes], Tokenizer]
 ) -> tuple[bytes, tuple[str, ...]]:
-    """Return a tokenizer.json with special tokens after its last token, and the new texts.
+    """Return a tokenizer.json with new special tokens after its last token, and their texts.
 
-    `build` builds the tokenizer of such a file. Special tokens that the file has already keep their
-    ids. Raises DataError for a text that is empty or is a plain token, and for a vocabulary with
+    `build` builds a tokenizer from such a file. Special tokens that the file already has keep their
+    ids. Raises DataError if a text is empty or already a plain token, or if the vocabulary has
     unused ids.
     """
     raw, backend = parse_tokenizer(content, where=str(path)), build(content)

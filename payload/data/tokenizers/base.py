@@ -1,4 +1,7 @@
-"""Interface of a tokenizer: its properties, a reference encoder and a fast encoder."""
+"""Interface of a tokenizer: its properties, a reference encoder and a fast encoder.
+
+The fast encoder uses the package gigatoken.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from payload.formats.data_folder import AddedTokens
 
 Tokens = npt.NDArray[np.uint32]
 Agree = Callable[[Sequence[bytes]], Sequence[bool]]
-"""Returns for each text whether the fast encoder and the reference produce the same tokens."""
+"""Returns for each text whether the fast encoder and the reference encoder produce the same
+tokens."""
 
 
 class NotFastError(Exception):
-    """gigatoken cannot be used for this tokenizer; the text gives the reason."""
+    """Raised if gigatoken cannot be used for a tokenizer. The error's text gives the reason."""
 
 
 class FastTokenizer(ABC):
-    """gigatoken, set up for one tokenizer."""
+    """The package gigatoken, set up for one tokenizer."""
 
     @abstractmethod
     def make(self) -> Any:
@@ -30,7 +34,7 @@ class FastTokenizer(ABC):
 
     @abstractmethod
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
-        """Return the indices of texts that must be encoded by the reference.
+        """Return the indices of the texts that the reference encoder must encode.
 
         `agree` compares the two encoders on given texts.
         """
@@ -51,13 +55,13 @@ class TextTokenizer(ABC):
     vocab_size: int
     """Largest token id plus one."""
     begin: tuple[int, ...] = ()
-    """Tokens that precede a document."""
+    """Tokens that are put before a document."""
     after: tuple[int, ...] = ()
     """Tokens that the tokenizer appends to a text."""
     end: tuple[int, ...]
-    """Tokens after a document; the last one is the end-of-document token."""
+    """Tokens that are put after a document. The last one is the end-of-document token."""
     end_note: str | None = None
-    """Sentence with the end-of-document token and the file that defines it."""
+    """Sentence that names the end-of-document token, and the file that defines this token."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Tokenizer files in the Hugging Face layout, copied into the data folder."""
     added: AddedTokens | None = None
@@ -65,7 +69,7 @@ class TextTokenizer(ABC):
     unknown: int | None = None
     """Token for text outside of the vocabulary."""
     model_vocab_size: int | None = None
-    """Rows of the embedding, from the config.json next to the tokenizer."""
+    """Number of rows of the embedding, from the config.json next to the tokenizer."""
     reference_name: str
     """Package and version of the reference encoder, as in `tiktoken 0.14.0`."""
 
@@ -76,10 +80,13 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """Return the reference tokens of each text, on all cores, without begin and end tokens."""
+        """Return the reference encoder's tokens of each text, without begin and end tokens.
+
+        Uses all cores.
+        """
 
     def encode_one(self, text: bytes) -> Tokens:
-        """Return the reference tokens of one text."""
+        """Return the reference encoder's tokens of one text."""
         return self.encode_texts([text])[0]
 
     @abstractmethod
@@ -87,13 +94,17 @@ class TextTokenizer(ABC):
         """Return the text of tokens, including special tokens."""
 
     def normalized(self, text: str) -> str:
-        """Return a text after the tokenizer's normalization."""
+        """Return the text that results from the tokenizer's normalization."""
         return text
 
     @abstractmethod
     def fast(self) -> FastTokenizer:
-        """Return the fast encoder. Raises NotFastError, or ImportError without gigatoken."""
+        """Return the fast encoder.
+
+        Raises NotFastError if gigatoken cannot be used for this tokenizer, and ImportError if the
+        package gigatoken is not installed.
+        """
 
     @abstractmethod
     def tricky_texts(self) -> Sequence[str]:
-        """Return texts, in addition to TRICKY_TEXTS, on which to compare the encoders."""
+        """Return texts on which the encoders are compared, in addition to TRICKY_TEXTS."""

@@ -1,7 +1,8 @@
 """Compares the tokens that a tokenizer's files declare with the tokens of tokenizer.json.
 
-Text is tokenized by tokenizer.json alone. transformers also adds the tokens of the other files. So
-a token that only those files declare is one token in transformers, but several in our data.
+Data is tokenized with tokenizer.json alone. transformers also adds tokens from the other files. So
+a token that only the other files declare is one token in transformers, but several tokens in the
+data.
 
 Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` in transformers
 5.
@@ -41,17 +42,17 @@ class _Declared:
 
     content: str
     number: int | None
-    """Number of the token; None if the file has the token without a number."""
+    """Id of the token; None if the file has no id for the token."""
     where: str
-    """The file, and the key of the token in it."""
+    """The file that declares the token, and the token's key in this file."""
     flags: Mapping[str, Any] | None = None
-    """Flags that control where the token matches in a text; None if the file has no flags."""
+    """Flags that control where in a text the token is recognised; None if the file has no flags."""
 
 
 def require_declared_tokens(
     folder: Path, files: Mapping[str, bytes], raw: Mapping[str, Any], backend: Tokenizer
 ) -> None:
-    """Raise DataError for a declared token that is missing or different in tokenizer.json.
+    """Raise DataError if a declared token is missing in tokenizer.json, or is different there.
 
     Also raises DataError for split_special_tokens, which is not supported.
 

@@ -55,7 +55,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _set_pipeline(path: Path, values: Mapping[str, Value], *, where: str) -> None:
-    """Set the tokenization steps of llama.cpp; transformers' reader sets its own defaults.
+    """Set the tokenization steps of llama.cpp. The reader of transformers sets other defaults.
 
     Raises CheckpointError for an unsupported tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Caches the files converted from GGUF files, in folders of the user's cache."""
+"""Caches files that were converted from GGUF files, in folders of the user's cache."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from payload.core.file_hash import sha256_of
 from payload.core.files import make_shared
 
 _RECIPE = "4"
-"""Version of the conversion, part of a folder's name; increase it when a conversion changes."""
+"""Version of the conversion, which is part of a folder's name. Increase it when a conversion
+changes."""
 
 
 def converted(
     path: Path, *, kind: str, build: Callable[[Path], None], cache: Path | None = None
 ) -> Path:
-    """Return the cached folder of this kind for the content of a file; `build` fills a new folder.
+    """Return the cached folder of this kind for the content of a file.
 
-    `cache` is the parent folder; by default, it is next to the hub's cache. Raises CheckpointError.
+    `build` fills the folder if it is new.
+
+    `cache` is the parent folder. By default, the parent folder is next to the hub's cache. Raises
+    CheckpointError.
     """
     try:
         digest = sha256_of(path)
@@ -59,8 +63,9 @@ def converted(
 def isolated_link(path: Path) -> Iterator[Path]:
     """Yield a link to a GGUF file in a temporary folder without other files.
 
-    transformers would read a tokenizer.json, an adapter or a config next to a GGUF file instead of
-    the file's contents, and the cache key covers only the file. Raises OSError.
+    If there is a tokenizer.json, an adapter or a config next to a GGUF file, transformers would
+    read these files instead of the GGUF file. The cache key covers only the GGUF file. Raises
+    OSError.
     """
     with tempfile.TemporaryDirectory(prefix="tileforge-gguf-") as folder:
         link = Path(folder) / f"model{path.suffix}"

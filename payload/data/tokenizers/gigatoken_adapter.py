@@ -1,11 +1,11 @@
-"""Adapts a tokenizer.json to gigatoken, and detects texts that it may encode differently.
+"""Adapts a tokenizer.json to gigatoken, and detects texts that gigatoken may encode differently.
 
 gigatoken 0.10 reads byte-level BPE with the split patterns of GPT-2, cl100k, o200k, Llama 3, Qwen 2
 and 3.5, OLMo 3, DeepSeek 3, Nemotron and Kimi, and SentencePiece BPE with byte fallback (Llama 2,
 Gemma, Mistral). Two kinds of file need a change that keeps the tokens:
 
 - A vocabulary that lacks some of the 256 bytes. The missing bytes get ids after the vocabulary;
-  texts with such a byte go to the reference.
+  the reference encodes texts with such a byte.
 - Digits split before GPT-2's pattern (SmolLM, StarCoder). Each digit becomes an added token,
   which splits a text at the same positions.
 """
@@ -25,20 +25,22 @@ from payload.core.printable_text import one_line, shown
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that a byte-level vocabulary represents by themselves; GPT-2's begins with these bytes."""
+"""Bytes that represent themselves in a byte-level vocabulary. GPT-2's vocabulary begins with
+them."""
 _CODE_POINTS = 0x110000
 _DIGITS = "0123456789"
 _PROBES = ("a{}b", " {}", "  {}", "1{}2", "{}{}", "!{}!", "\n{}\n", "{}  a")
-"""Texts around a character: tokenizers join it to its neighbours, or split it from them."""
+"""Texts into which a character is put. They test whether tokenizers join the character to its
+neighbours."""
 _CHARACTER_BATCH = 4096
 
 
 class HfFast(FastTokenizer):
     """gigatoken for one tokenizer.json.
 
-    gigatoken and tokenizers use different versions of Unicode. So both encode each new character
-    beyond ASCII, between neighbours of every kind. Texts with a character that they encode
-    differently go to the reference.
+    gigatoken and `tokenizers` use different versions of Unicode. So each character beyond ASCII is
+    encoded by both when it first occurs, between neighbours of every kind. Texts with a character
+    that the two encode differently are left to the reference encoder.
     """
 
     def __init__(self, tokenizer_class: Any, raw: Mapping[str, Any]) -> None:
@@ -92,7 +94,7 @@ def _code_points(text: bytes) -> npt.NDArray[np.uint32]:
 
 
 def _adapt(raw: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return the file changed for gigatoken, and the bytes that the vocabulary lacks."""
+    """Return a tokenizer.json that gigatoken can read, and the bytes that the vocabulary lacks."""
     model = raw["model"]
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise NotFastError(f"its model is not BPE (model.type = {shown(model.get('type'))})")
@@ -119,7 +121,7 @@ def _add_missing_bytes(raw: dict[str, Any]) -> bytes:
 
 
 def _replace_digits(raw: dict[str, Any]) -> None:
-    """Use added tokens instead of the step that splits single digits before GPT-2's pattern."""
+    """Replace the step that splits off single digits by added tokens for the digits."""
     outer = raw.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers") or []
     if [step.get("type") for step in steps] != ["Digits", "ByteLevel"]:

@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer from the packaged ranks, without a download or cache folder."""
+"""GPT-2's tokenizer, from a packaged file with the rank of each token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END_OF_TEXT = 50256
 END_OF_TEXT_NAME = GPT2_END
 VOCAB_SIZE = 50257
 TOKENIZER_SHA256 = GPT2_SHA256
-"""SHA-256 of the ranks file, the value that tiktoken pins for r50k_base."""
+"""SHA-256 of the file of ranks. tiktoken checks its r50k_base for the same value."""
 REINSTALL = "Install the package again."
 RANKS_PATH = Path(__file__).parents[1] / "gpt2" / "r50k_base.tiktoken"
 
@@ -50,7 +50,9 @@ def gpt2_encoding() -> tiktoken.Encoding:
 
 
 def load_ranks(path: Path) -> dict[bytes, int]:
-    """Return the rank of each token from a file with `TOKENIZER_SHA256`. Raises DataError.
+    """Return the rank of each token from the file of ranks.
+
+    Raises DataError if the file's hash is not `TOKENIZER_SHA256`.
 
     tiktoken's `load_tiktoken_bpe` is not used, because it keeps copies in a shared temporary
     folder.
@@ -84,13 +86,13 @@ _UNICODE_17 = (
 
 
 def may_differ(text: bytes) -> bool:
-    """Return True if gigatoken and tiktoken may differ on a character in the text."""
+    """Return True if the text has a character that gigatoken and tiktoken may treat differently."""
     return not text.isascii() and any(pattern.search(text) for pattern in _UNICODE_17)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Tokenizer(TextTokenizer):
-    """GPT-2's tokenizer through tiktoken. Special tokens that occur in a text are plain text."""
+    """GPT-2's tokenizer, through tiktoken. Special tokens in a text are encoded as plain text."""
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return tiktoken's tokens of each text, on all cores."""
@@ -112,7 +114,7 @@ class Gpt2Tokenizer(TextTokenizer):
         return Gpt2Fast(Tokenizer)
 
     def tricky_texts(self) -> Sequence[str]:
-        """Return no texts: TRICKY_TEXTS contains GPT-2's special token."""
+        """Return no texts, because TRICKY_TEXTS already contains GPT-2's special token."""
         return ()
 
 
@@ -127,7 +129,7 @@ class Gpt2Fast(FastTokenizer):
         return self._class.from_tiktoken(RANKS_PATH, pretokenizer="gpt2", special_tokens={})
 
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
-        """Return the indices of texts with a character that may differ."""
+        """Return the indices of texts with a character that the encoders may treat differently."""
         return {index for index, text in enumerate(texts) if may_differ(text)}
 
 

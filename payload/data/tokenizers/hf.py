@@ -1,7 +1,7 @@
 """Any tokenizer.json, through the package `tokenizers`.
 
-As in transformers, special tokens in a text are recognised, and the tokenizer defines the tokens
-before a document. The files are untrusted.
+As in transformers, special tokens in a text are recognised, and the tokenizer itself defines which
+tokens are put before a document. The files are untrusted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _CONFIG_FILES = ("tokenizer_config.json", GENERATION_FILE, CONFIG_FILE)
 _FIX = "Repair the folder, or use another folder."
 _BATCH_BYTES = 2**20
-"""Batch limit: a result needs about 150 bytes a token until it is converted."""
+"""Limit on the size of a batch, because a result needs about 150 bytes per token until it is
+converted."""
 _MAX_TOKEN = 2**24
 
 
@@ -74,7 +75,7 @@ class HfTokenizer(TextTokenizer):
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
 
     def encodings(self, texts: Sequence[str]) -> list[Encoding]:
-        """Return the encodings of texts: their tokens, and the characters of each token.
+        """Return the encodings of texts: their tokens, and the range of characters of each token.
 
         Raises DataError.
         """
@@ -87,7 +88,7 @@ class HfTokenizer(TextTokenizer):
             return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
     def normalized(self, text: str) -> str:
-        """Return a text after the file's normalizer."""
+        """Return the text that results from the file's normalizer."""
         normalizer = self.backend.normalizer
         with convert_errors(self.name):
             return text if normalizer is None else str(normalizer.normalize_str(text))
@@ -106,7 +107,7 @@ class HfTokenizer(TextTokenizer):
 
 @contextmanager
 def convert_errors(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
-    """Convert failures of the package to `error`: plain Exceptions, and panics of Rust."""
+    """Convert failures of the package to `error`: exceptions, and panics of its Rust code."""
     try:
         yield
     except BaseException as problem:
@@ -118,7 +119,7 @@ def convert_errors(name: object, *, error: type[TileforgeError] = DataError) -> 
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of a folder by name, without the files of the model.
+    """Return the tokenizer files of a folder by name, without other files of a model.
 
     Raises DataError if tokenizer.json is missing.
     """
@@ -129,7 +130,9 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
 
 def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTokenizer:
-    """Load the tokenizer in `folder`, with the special tokens `added`; `name` is for meta.json.
+    """Load the tokenizer in `folder`, with the special tokens `added`.
+
+    `name` is recorded in meta.json.
 
     Raises DataError.
     """
@@ -193,7 +196,7 @@ def _added(new: Sequence[str], content: bytes) -> AddedTokens:
 def build_backend(
     content: bytes, path: Path, *, error: type[TileforgeError] = DataError
 ) -> Tokenizer:
-    """Build the package's tokenizer. Raises `error` for its plain Exceptions and Rust panics."""
+    """Build a tokenizer with the package `tokenizers`. Raises `error` if the package fails."""
     from tokenizers import Tokenizer
 
     try:
@@ -211,7 +214,7 @@ def build_backend(
 def named_end(
     folder: Path, files: Mapping[str, bytes], backend: Tokenizer
 ) -> tuple[int, str] | None:
-    """Return the token that ends a document, and the file that defines the token; or None.
+    """Return the token that ends a document and the file that defines this token, or None.
 
     `files` are the tokenizer's files by name; the model's files are read from `folder`. Raises
     DataError.
@@ -269,7 +272,7 @@ _RARE_TEXT = "\U0010fffd\ue000"
 
 
 def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
-    """Return the token for unknown text; Unigram models store its number."""
+    """Return the token for unknown text. Models of the type Unigram store its id."""
     token, number = model.get("unk_token"), model.get("unk_id")
     if isinstance(token, str):
         number = backend.token_to_id(token)
@@ -282,8 +285,8 @@ def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
 def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
     """Return the vocab_size in the folder's config.json plus the number of added tokens.
 
-    Some models have added tokens above vocab_size, for images. Returns None without a config.json.
-    Raises DataError.
+    Added tokens count because some models have tokens for images above vocab_size. Returns None
+    without a config.json. Raises DataError.
     """
     path = folder / CONFIG_FILE
     content = _read(path)

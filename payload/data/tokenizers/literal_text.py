@@ -1,4 +1,4 @@
-"""Encodes special tokens inside a text as text, at given places."""
+"""Encodes a text so that special tokens at given places are encoded as plain text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FILL = "\U000ffffd"
 
 
 class LiteralTextEncoder:
-    """The tokenizer with other names for its special tokens.
+    """A tokenizer whose special tokens have new names.
 
-    Every special token that the template wrote is renamed, in the text and in the tokenizer. A
-    special token that came from a row keeps its name. The renamed tokenizer does not know this name
-    as a special token, and tokenizes it together with the text around it. New and old names have
-    the same number of characters, so that offsets stay the same.
+    Special tokens that the template wrote are renamed, in the text and in the tokenizer. Special
+    tokens that came from a row keep their names. The tokenizer does not know these names as special
+    tokens any more, and encodes them together with the text around them. A new name has as many
+    characters as the old one, so that ranges stay the same.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -56,11 +56,11 @@ class LiteralTextEncoder:
     def encode(
         self, text: str, literal: Sequence[tuple[int, int]]
     ) -> tuple[npt.NDArray[np.uint32], list[tuple[int, int]], bool]:
-        """Return tokens and their ranges of characters; `literal` are ranges to encode as text.
+        """Return tokens, their ranges of characters, and whether the encoding succeeded.
 
-        The last value is False if the tokenizer makes a special token of a range in `literal`. It
-        is also False if the text has a character of the new names; then the result has all special
-        tokens.
+        `literal` are the ranges of characters to encode as plain text. The last value is False if
+        the tokenizer still encodes one of them as a special token. It is also False if the text has
+        a character that new names use. Then all special tokens keep their meaning.
         """
         tokenizer = self._tokenizer
         if any(ord(each) >= _FIRST_NAME for each in text):

@@ -1,6 +1,6 @@
 """llama.cpp's pre-tokenizers of byte-level BPE, in the format of tokenizer.json.
 
-A GGUF file has only the name of its pre-tokenizer; the regular expressions are in llama.cpp.
+A GGUF file has only the name of its pre-tokenizer. The regular expressions are in llama.cpp.
 
 Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
@@ -27,13 +27,13 @@ this token.
 For these, llama.cpp puts the BOS token before a text, unless the file has `add_bos_token`.
 """
 WORD_START = "\u2581"
-"""Character of a space in the tokens of a SentencePiece vocabulary."""
+"""Character that represents a space in the tokens of a SentencePiece vocabulary."""
 SPACES: Mapping[str, Any] = {
     "type": "Replace",
     "pattern": {"String": " "},
     "content": WORD_START,
 }
-"""Normalizer of a SentencePiece vocabulary."""
+"""Normalizer of a SentencePiece vocabulary, which replaces spaces."""
 PREPEND_SPACE: Mapping[str, Any] = {"type": "Prepend", "prepend": WORD_START}
 """Puts a space before each text, and before the text after each added token."""
 
@@ -46,11 +46,11 @@ _REGEXES: Mapping[str, str] = {
     "dbrx": LLAMA3,
 }
 _DIGITS = ("smollm", "refact", "starcoder")
-"""Names of pre-tokenizers that split off each digit."""
+"""Names of the pre-tokenizers that make each digit a separate piece."""
 
 
 def pre_tokenizer(name: object) -> Mapping[str, Any] | None:
-    """Return the `pre_tokenizer` of tokenizer.json for llama.cpp's name, or None if unknown."""
+    """Return the `pre_tokenizer` for tokenizer.json that llama.cpp calls `name`, or None."""
     if name == "gpt-2":
         return _BYTES
     if name in _DIGITS:

@@ -1,7 +1,8 @@
-"""A text of about 100 kB on which to compare two tokenizers: scripts, code, emoji, controls.
+"""Text of about 100 kB on which two tokenizers are compared: scripts, code, emoji and controls.
 
-The text is generated, identical on every machine, and contains no special token. All characters
-were in Unicode before 2011, so packages with different versions of Unicode agree on them.
+The text is generated, and is the same on every machine. It contains no special token. All
+characters were in Unicode before 2011, so packages with different versions of Unicode agree on
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _BLOCKS = (
     (0xE0020, 0xE0080, 9),
 )
 _CHARACTERS_PER_TEXT = 24
-"""Characters in one text."""
+"""Number of characters in one text."""
 
 _FIXED_TEXTS = (
     "",
@@ -122,7 +123,7 @@ _WORDS_PER_TEXT = 100
 
 @functools.cache
 def probe_texts() -> tuple[str, ...]:
-    """Return the texts of the comparison."""
+    """Return the texts on which two tokenizers are compared."""
     return (*_FIXED_TEXTS, _CODE, *_characters(), *_words())
 
 
@@ -135,7 +136,7 @@ def same_tokens(one: Encode, other: Encode) -> bool:
 
 
 def _characters() -> list[str]:
-    """Return texts with characters of each block, next to each other and between letters."""
+    """Return texts with characters of each Unicode block, side by side and between letters."""
     found = []
     for first, end, step in _BLOCKS:
         characters = [chr(code) for code in range(first, end, step)]

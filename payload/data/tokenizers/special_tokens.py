@@ -49,7 +49,8 @@ _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "PreTrainedTokenizerFast": {},
     "TokenizersBackend": {},
 }
-"""Tokens that transformers' classes of tokenizers have if no file defines them."""
+"""Special tokens that the tokenizer classes of transformers have if no file defines these
+tokens."""
 _FIX = "Repair the folder, or use another folder."
 
 
@@ -67,9 +68,10 @@ def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str, Any]:
-    """Return tokenizer_config.json, updated with special_tokens_map.json if that file is in effect.
+    """Return tokenizer_config.json, updated by special_tokens_map.json if transformers reads it.
 
-    `files` are by name, and `folder` appears in messages. Raises DataError for a damaged file.
+    `files` are the files by name. `folder` is only for messages. Raises DataError for a damaged
+    file.
     """
     config, tokens = (
         parse_json(
@@ -93,7 +95,7 @@ def map_overrides_config(config: Mapping[str, Any]) -> bool:
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the text of each token that a config defines; None for a null token."""
+    """Return the text of each named token that a config defines, with None for a null token."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
     for name in EXTRA_TOKEN_KEYS:
         more = config.get(name)
@@ -107,7 +109,7 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each token that a config defines, without null tokens."""
+    """Return the text of each named token that a config defines, without null tokens."""
     return {name: text for name, text in named_tokens(config).items() if text is not None}
 
 

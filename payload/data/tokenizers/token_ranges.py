@@ -1,8 +1,8 @@
-"""Finds the characters of each token from the bytes of the tokens, without the tokenizer.
+"""Finds the characters of each token from the tokens' bytes, without running the tokenizer.
 
-The tokens of byte-level BPE are exactly the bytes of the text, so the length of each token gives
-its range. The package `tokenizers` returns the same ranges, but takes more time for them than for
-the tokens.
+With byte-level BPE, the tokens are exactly the bytes of the text. So the lengths of the tokens
+determine which characters each token covers. The package `tokenizers` returns the same ranges, but
+takes more time for the ranges than for the tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from payload.data.tokenizers.gigatoken_adapter import byte_symbols
 Numbers = npt.NDArray[np.int64]
 
 _NOT_BYTES = -(2**31)
-"""Width of a token that is not from the text. No sum with this width equals a text's length."""
+"""Width of a token that does not come from the text. No sum with this width is a text's length."""
 _SPACE = "\u0120"
-"""Symbol of a space in a byte-level vocabulary."""
+"""Symbol that represents a space in a byte-level vocabulary."""
 
 
 class TokenRanges:
-    """For each token, the numbers of its bytes and of the spaces that the tokenizer cuts from its
-    range."""
+    """For each token, how many bytes it has, and how many spaces at its ends do not count.
+
+    Some tokenizers leave out such spaces from a token's range of characters.
+    """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         """`raw` is a tokenizer.json that `has_token_ranges`."""
@@ -66,9 +68,9 @@ class TokenRanges:
     def find(
         self, tokens: npt.NDArray[np.uint32], offsets: Numbers, texts: Sequence[bytes]
     ) -> tuple[Numbers, Numbers]:
-        """Return the first character of each token and the end (exclusive), within its text.
+        """Return where each token begins and ends (exclusive), as character indices in its text.
 
-        The caller leaves out texts that are `inexact`.
+        Texts for which `inexact` returns an index must be left out.
         """
         ends = np.cumsum(self._widths[tokens])
         starts = ends - self._widths[tokens]

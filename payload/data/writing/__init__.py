@@ -1,1 +1,1 @@
-"""Writes documents to a data folder: plan, encoding, journal and meta.json."""
+"""Writes documents to a data folder: planning, encoding, progress and meta.json."""

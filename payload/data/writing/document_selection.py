@@ -1,8 +1,8 @@
-"""Mixes documents of the task `text`, and removes duplicates: reads the source twice or more.
+"""Mixes documents of the task `text` by weight, and removes duplicates.
 
-The first reading hashes the documents. Then each round reads the source again. The first round
-yields all documents, the next rounds the documents with higher weights. So the copies of a document
-are not adjacent.
+The source is read several times. The first reading hashes the documents. Then each round reads the
+source again: the first round yields all documents, and each further round yields the documents that
+need one more copy. So the copies of a document are not adjacent.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from payload.formats.data_folder import SplitRecord
 
 @dataclass(frozen=True, slots=True)
 class DocumentSelection:
-    """Number of copies of each document in the training file or in the validation file."""
+    """How many copies of each document are written to the training file or the validation file."""
 
     rows: RowSelection
     copies: Numbers
-    """Copies of each document, by its number."""
+    """The number of copies of each document. The index is the document's number."""
     is_val: Mask
-    """Mask of the validation documents, by number."""
+    """Mask of the validation documents. The index is the document's number."""
 
     @property
     def record(self) -> SplitRecord:
@@ -42,7 +42,7 @@ class DocumentSelection:
         return self.is_val[numbers]
 
     def survey(self, found: Survey) -> Survey:
-        """Return the number of documents in the files, and the estimated size of their text."""
+        """Return the size of the output: the number of documents, and their estimated text size."""
         total, size = int(self.copies.sum()), found.text_bytes
         share = total / max(1, len(self.rows.copies))
         return replace(
@@ -80,7 +80,7 @@ def select_documents(
     choose_split: Callable[[Survey], Split],
     max_documents: int | None,
 ) -> DocumentSelection | None:
-    """Return how often each document is trained; None without weights and --dedup.
+    """Return how many copies of each document are written; None without weights and --dedup.
 
     Raises DataError.
     """
@@ -104,12 +104,12 @@ def select_documents(
 
 
 class _Scan:
-    """Hashes of all documents: 24 bytes a document, and 512 bytes for near duplicates."""
+    """Hashes of all documents, at 24 bytes per document, and 512 more for near duplicates."""
 
     def __init__(self, *, near: bool) -> None:
         self.numbers = array("q")
         self.starts, self.files = array("q"), array("q")
-        """Number of the first document of each file, and index of the file."""
+        """For each file, the number of its first document, and the file's index."""
         self._keys = bytearray()
         self._sketcher = Sketcher() if near else None
         self._sketches: list[Sketches] = []
@@ -135,7 +135,7 @@ class _Scan:
                 self._pieces = []
 
     def groups(self) -> Numbers:
-        """Return a number for each document, which is equal for duplicates."""
+        """Return a group number for each document. Duplicates have the same number."""
         groups = equal_groups(keys_of([bytes(self._keys)]))
         if self._sketcher is None or not self._sketches:
             return groups

@@ -1,4 +1,4 @@
-"""Encodes texts with gigatoken, or with the tokenizer's package if their tokens differ."""
+"""Encodes texts with gigatoken, or with the reference encoder if the two disagree."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRICKY_TEXTS = (
     "a" * 3000,
     "ab1!" * 500,
 )
-"""Texts that tokenizers have disagreed on; both encoders are compared on them before every run."""
+"""Texts on which tokenizers have disagreed. The encoders are compared on them before every run."""
 
 # gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. Creating a new tokenizer
 # takes 0.06 s and frees that memory.
@@ -57,8 +57,7 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """The fast encoder's tokens differ from the tokens of the reference encoder, so they must not
-    be used."""
+    """Raised if the tokens of the fast encoder differ from those of the reference encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +73,16 @@ class Encoder(Protocol):
 
     @property
     def name(self) -> str:
-        """Package and version, for meta.json."""
+        """Name and version of the package, for meta.json."""
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         """Return the tokens of every text."""
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare a sample of the tokens from `encode` with the reference, before they are used.
+        """Compare a sample of the tokens from `encode` with those of the reference encoder.
 
-        Raises EncoderMismatchError. One thread can check while another encodes the next texts.
+        The tokens must not be used before. One thread can compare while another encodes the next
+        texts. Raises EncoderMismatchError.
         """
 
 
@@ -98,11 +98,11 @@ class ReferenceEncoder:
         return _join(self._tokenizer.encode_texts(texts))
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Do nothing: this is the reference."""
+        """Do nothing, because this is the reference encoder."""
 
 
 class GigatokenEncoder:
-    """gigatoken with bounded memory; texts that it may encode differently go to the reference."""
+    """gigatoken with bounded memory. The reference encoder encodes texts that may differ."""
 
     def __init__(self, tokenizer: TextTokenizer, fast: FastTokenizer, *, seed: int) -> None:
         self.name = f"gigatoken {version('gigatoken')}"
@@ -123,7 +123,7 @@ class GigatokenEncoder:
         return self._splice(texts, encoded, exact) if exact else encoded
 
     def check(self, texts: Sequence[bytes]) -> None:
-        """Compare the tokens of every text. Raises EncoderMismatchError."""
+        """Compare the tokens of every text with the reference. Raises EncoderMismatchError."""
         fast, exact = self.encode(texts), _join(self._reference.encode_texts(texts))
         if not np.array_equal(fast.offsets, exact.offsets):
             raise EncoderMismatchError("different number of tokens")
@@ -131,7 +131,10 @@ class GigatokenEncoder:
             raise EncoderMismatchError("different tokens")
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare random texts (1/512 of the bytes, more of the first batch) with the reference."""
+        """Compare random texts with the reference encoder.
+
+        These are 1/512 of the bytes, and more of the first batch.
+        """
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0
         for i in self._random.sample(range(len(texts)), min(len(texts), _SAMPLE_TEXTS)):
@@ -190,9 +193,9 @@ class GigatokenEncoder:
 
 
 def choose_encoder(tokenizer: TextTokenizer, *, seed: int, log: Callable[[str], None]) -> Encoder:
-    """Return gigatoken if it is installed and correct on `TRICKY_TEXTS`, otherwise the reference.
+    """Return gigatoken if it is installed and passes a comparison, otherwise the reference encoder.
 
-    `log` receives the reason.
+    The comparison covers `TRICKY_TEXTS`. `log` receives a line with the choice and its reason.
     """
     reference = ReferenceEncoder(tokenizer)
     package = tokenizer.reference_package

@@ -1,4 +1,4 @@
-"""Writes meta.json of a data folder, and compares the files with its hashes."""
+"""Writes meta.json of a data folder, and compares files with the hashes in meta.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_BYTES = 8 * 2**20
 
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
-    """Write meta.json atomically; delete the files of other tasks first."""
+    """Delete the files of other tasks, then write meta.json atomically."""
     for name in task_files() - set(meta.files):
         (folder / name).unlink(missing_ok=True)
     values = asdict(meta)
@@ -36,8 +36,10 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
 
 
 def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
-    """Write the tokenizer files, delete the files of an earlier run, and return meta.json's
-    entries."""
+    """Write the tokenizer files, and return their entries for meta.json.
+
+    Tokenizer files of an earlier run are deleted.
+    """
     for name in _earlier_tokenizer(folder) - set(files):
         (folder / name).unlink(missing_ok=True)
     described = {}
@@ -67,9 +69,9 @@ def _earlier_tokenizer(folder: Path) -> set[str]:
 
 
 def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
-    """Compare each file with its hashes in meta.json, and return the hashes found.
+    """Compare each file with the hashes in meta.json, and return the file's own hashes.
 
-    Raises DataError with the first file that differs, and the ranges in which it differs.
+    Raises DataError that names the first file that differs, and the ranges that differ.
     """
     found = {name: _describe(folder / name) for name in meta.all_files()}
     for name, expected in meta.all_files().items():
@@ -89,7 +91,7 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
 def add_range_hashes(folder: Path) -> DataMeta:
     """Verify the files, then add the hashes of their ranges to meta.json.
 
-    Old releases did not write these hashes. Raises DataError.
+    Older releases did not write hashes of ranges. Raises DataError.
     """
     meta = load_meta(folder)
     meta = replace(meta, files=verify_files(folder, meta))

@@ -57,29 +57,29 @@ class PrepareSettings:
     out: Path
     tokenizer: TextTokenizer
     val_fraction: float | None
-    """Share of the documents for validation; None means `default_val_fraction`."""
+    """Fraction of the documents for validation; None means `default_val_fraction`."""
     seed: int
     max_documents: int | None = None
     """Limit on the number of documents, counted from the start of the source."""
     force: bool = False
-    """Replace the output of an earlier run in the folder."""
+    """Replace the output that an earlier run left in the folder."""
     wait: bool = False
-    """Wait for another run that writes to the folder, instead of failing."""
+    """Wait if another run is writing to the folder, instead of failing."""
     shard_bytes: int = SHARD_BYTES
-    """Bytes of output after which progress is saved."""
+    """Number of bytes of output after which the progress is saved."""
     mixing: Mixing
     """Weights of the inputs, and the removal of duplicates."""
     allow_odd_tokenizer: bool = False
     """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Further values on which the output depends, so the fingerprint covers them."""
+    """Further values on which the output depends. The fingerprint covers these values, too."""
 
     def dtype(self) -> TokenDtype:
-        """Return the type of a token in the files."""
+        """Return the dtype of the tokens in the files."""
         return token_dtype(self.tokenizer.vocab_size)
 
     def token_bytes(self) -> int:
-        """Return the size of a token in the files."""
+        """Return the size of a token in the files, in bytes."""
         return int(np.dtype(self.dtype()).itemsize)
 
     def split(self, survey: Survey) -> Split:
@@ -99,7 +99,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Estimate of a run, from the source's size and its first batch."""
+    """Estimated sizes of a run, from the size of the source and its first batch."""
 
     documents: int | None
     text_bytes: int | None
@@ -110,7 +110,10 @@ class Estimate:
 
 
 def estimate(source: Source, settings: PrepareSettings) -> Estimate:
-    """Survey the source and encode its first batch, without writing. Raises DataError."""
+    """Estimate the output from the source's size and first batch. Nothing is written.
+
+    Raises DataError.
+    """
     source.identity()
     survey = limited(source.survey(), settings.max_documents)
     selected = select_documents(
@@ -160,7 +163,7 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
 def expected_tokens(
     survey: Survey, batch: Batch, encoded: Encoded, tokenizer: TextTokenizer
 ) -> int | None:
-    """Estimate the source's tokens from its first batch; None if its size is unknown."""
+    """Estimate the source's tokens from its first batch; None if the source's size is unknown."""
     num_around = len(tokenizer.begin) + len(tokenizer.end)
     in_batch = len(encoded.tokens) + sum(batch.ends) * num_around
     if survey.text_bytes is not None and batch.text_bytes:
@@ -185,7 +188,7 @@ def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """Make `out` and its parents; a new folder that stays empty is removed again.
+    """Make `out` and its parents. Remove a new folder again if it stays empty.
 
     Raises DataError.
     """
@@ -206,7 +209,7 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
-    """Return the meta.json of a folder that already has the output; None for a new folder.
+    """Return the meta.json of a folder that already has this output, or None if it must be made.
 
     Raises DataError.
     """
@@ -230,10 +233,11 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
             _require_same_special_tokens(meta, settings)
             return meta
         raise DataError(
-            f"{out}: holds data made from another source or with other settings ({meta.source}, "
-            f"tokenizer {meta.tokenizer}, {meta.train_documents + meta.val_documents:,} documents, "
+            f"{out}: holds data made from another source or with other settings. Made from "
+            f"{meta.source} with tokenizer {meta.tokenizer}, "
+            f"{meta.train_documents + meta.val_documents:,} documents, "
             f"--val-fraction {meta.split.val_fraction:g}, --seed {meta.split.seed}"
-            f"{', --skip-bad' if meta.skipped_documents else ''}). Choose another --out, or "
+            f"{', --skip-bad' if meta.skipped_documents else ''}. Choose another --out, or "
             "replace the data with --force."
         )
     for name in (TRAIN_NAME, VAL_NAME):
@@ -249,7 +253,8 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
     """Raise DataError if the folder's special tokens differ from the special tokens of the
     tokenizer.
 
-    A chat template writes special tokens into the text, and padding is one of them.
+    The special tokens matter because a chat template writes them into the text, and because padding
+    is one of them.
     """
     if not meta.tokenizer_files:
         return
@@ -267,7 +272,7 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
 def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
-    """Return the fingerprints of `settings` with each equivalent validation share."""
+    """Return fingerprints of `settings`, one for each equivalent fraction for validation."""
     requested, used = settings.val_fraction, meta.split.val_fraction
     shares = {requested}
     if requested == used:

@@ -51,7 +51,7 @@ class PrepareResult:
     worked_s: float = 0.0
     """Seconds spent on tokenizing, writing and hashing.
 
-    Includes reading, unless all texts were already read to count them.
+    The time includes reading, unless all texts were read before to count them.
     """
 
 
@@ -80,7 +80,7 @@ def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Pr
 
 
 def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
-    """Warn about a validation set that is too small."""
+    """Warn if the validation set is too small."""
     few, total = meta.val_documents, meta.train_documents + meta.val_documents
     if few < _FEW_VAL_DOCUMENTS:
         if meta.split.method == "files":
@@ -100,7 +100,7 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
 
 
 def _split_documents(meta: DataMeta) -> int:
-    """Return the number of documents that were split: each once, whatever its weight is."""
+    """Return how many documents were split. Each counts once, whatever its weight is."""
     if meta.selection is None:
         return meta.train_documents + meta.val_documents
     return sum(
@@ -109,7 +109,7 @@ def _split_documents(meta: DataMeta) -> int:
 
 
 class _Run:
-    """One run that has work to do."""
+    """A run whose output does not exist yet."""
 
     def __init__(
         self, source: Source, settings: PrepareSettings, reporter: Reporter, fingerprint: str
@@ -127,7 +127,10 @@ class _Run:
         )
 
     def _load_and_survey(self) -> tuple[Encoder, Survey]:
-        """Load the encoder (CPU work) and survey the source (file access) at the same time."""
+        """Load the encoder and survey the source, at the same time.
+
+        The first needs the CPU, the second mostly reads files.
+        """
         settings = self._settings
         notes: list[str] = []
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as pool:
@@ -216,7 +219,7 @@ class _Run:
             self._tokenize_with_encoder(survey, split)
 
     def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
-        """Read, encode and write in a pipeline: three consecutive batches are in progress."""
+        """Read, encode and write in a pipeline, with three consecutive batches in progress."""
         cursor, most = self._store.cursor, self._settings.max_documents
         if self._selection is None:
             batches = limit(self._source.batches(cursor), most)
@@ -295,7 +298,7 @@ class _Run:
             )
 
     def _check_tokens(self) -> None:
-        """Check the token rates of this process, and of the whole corpus."""
+        """Check the tokens per byte, for the texts of this process and for the whole corpus."""
         totals = self._store.totals
         num_around = totals.documents * self._tokens_around()
         try:

@@ -33,7 +33,7 @@ class Reporter:
         """Seconds from `start` to `stop`."""
 
     def log(self, line: str) -> None:
-        """Print one line, above the progress bar if it is shown."""
+        """Print one line. If a progress bar is shown, the line appears above the bar."""
         if self._quiet:
             return
         line = fitted(printable(line), sys.stderr)
@@ -44,7 +44,7 @@ class Reporter:
             sys.stderr.flush()
 
     def start(self, survey: Survey, before: Totals) -> None:
-        """Start the progress display; `before` has the totals of an earlier run."""
+        """Start the progress display. `before` has the totals of an interrupted run."""
         self._survey = survey
         self._bytes_before, self._share_before = before.text_bytes, self._share(before) or 0.0
         self._started_s = self._last_line_s = time.monotonic()
@@ -76,7 +76,7 @@ class Reporter:
             self._progress = None
 
     def _share(self, totals: Totals) -> float | None:
-        """Return the finished share of the source, 0 to 1; None if its size is unknown."""
+        """Return the finished fraction of the source, or None if the source's size is unknown."""
         survey = self._survey
         if survey.text_bytes and (survey.bytes_are_exact or survey.documents is None):
             return min(1.0, totals.text_bytes / survey.text_bytes)

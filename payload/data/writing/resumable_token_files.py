@@ -1,11 +1,11 @@
-"""Files that are being written, and the journal from which an interrupted run resumes.
+"""Files that are being written, and the journal file from which an interrupted run resumes.
 
-The output is written to *.partial files. After every shard, the files are flushed to disk. Then the
-journal gets a line with the lengths and contents of the files, and the cursor of the source. A
-resumed run truncates the files to the last complete line of the journal and continues, so the
-result is the same as without interruption. Finally the files are renamed, and meta.json is written
-last. Conversations are packed after all are tokenized. Until then, the samples are in separate
-files, which are removed at the end.
+The output is written to *.partial files. After every shard, the files are flushed to disk. Then a
+line is appended to the journal. It has the lengths and counts of the files, and the cursor of the
+source. A resumed run truncates the files to the last complete line of the journal and continues, so
+the result is the same as without interruption. Finally the files are renamed, and meta.json is
+written last. Conversations are packed after all are tokenized. Until then, the samples are in
+separate files, which are removed at the end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAMES = (*sorted(task_files()), *SAMPLE_NAMES)
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Contents of the output so far."""
+    """Counts of the output so far."""
 
     train_tokens: int = 0
     val_tokens: int = 0
@@ -62,18 +62,18 @@ class Totals:
 
     @property
     def tokens(self) -> int:
-        """Tokens in both files."""
+        """Number of tokens in both files."""
         return self.train_tokens + self.val_tokens
 
     @property
     def documents(self) -> int:
-        """Documents in both files."""
+        """Number of documents in both files."""
         return self.train_documents + self.val_documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """One line of the journal: the contents of the output after a shard."""
+    """One line of the journal, with the counts of the output after a shard."""
 
     cursor: dict[str, Any]
     totals: Totals
@@ -84,7 +84,7 @@ class _Shard:
 
 
 class WriteFailedError(DataError):
-    """The output cannot be written, for example to a full disk."""
+    """The output cannot be written, for example because the disk is full."""
 
 
 class ResumableTokenFiles:
@@ -107,7 +107,7 @@ class ResumableTokenFiles:
         self.has_shards = False
         """True if a later run can resume from the disk."""
         self.encoder = encoder
-        """Encoder of the run; a run that fell back to `tiktoken` also resumes with `tiktoken`."""
+        """Encoder of the run. If a run fell back to `tiktoken`, it also resumes with `tiktoken`."""
         self._fingerprint = fingerprint
         self._names = names
         self._files: dict[str, GrowingFile] = {}
@@ -126,8 +126,7 @@ class ResumableTokenFiles:
                 self._files[name] = GrowingFile(self.folder, name, keep_bytes=0)
 
     def resume(self) -> bool:
-        """Resume from the last finished shard; return False if no shard is finished. Raises
-        DataError."""
+        """Resume from the last finished shard. Return False if there is none. Raises DataError."""
         lines = _read_journal(self.folder / JOURNAL_NAME)
         last = _shard(lines[-1]) if len(lines) > 1 else None
         if last is None or lines[0].get("fingerprint") != self._fingerprint:
@@ -142,7 +141,7 @@ class ResumableTokenFiles:
                 if file.describe(with_ranges=False) != entry:
                     raise DataError(
                         f"{partial_path(self.folder, name)}: its SHA-256 differs from the one in "
-                        "the journal. Start again with --force."
+                        f"{JOURNAL_NAME}. Start again with --force."
                     )
         self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
         return True
@@ -154,7 +153,7 @@ class ResumableTokenFiles:
         self._uncommitted_bytes += values.nbytes
 
     def is_due(self, *, shard_bytes: int) -> bool:
-        """Return True if there is enough output for a shard."""
+        """Return True if there is enough new output to finish a shard."""
         return self._uncommitted_bytes >= shard_bytes
 
     def commit(self, cursor: Cursor, *, is_complete: bool = False) -> None:
@@ -182,7 +181,8 @@ class ResumableTokenFiles:
     def publish(self) -> dict[str, DataFile]:
         """Rename the files to their final names, after `commit(is_complete=True)`.
 
-        If the run is killed in between, a resumed run calls this again; renamed files stay.
+        If the run is killed during this call, a resumed run calls this again. Files that were
+        already renamed stay.
         """
         last = _shard(_read_journal(self.folder / JOURNAL_NAME)[-1])
         assert last is not None, "commit() wrote it"
@@ -223,7 +223,9 @@ class GrowingFile:
     def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
         path = partial_path(folder, name)
         if keep_bytes and not path.exists():
-            raise DataError(f"{path}: missing, but the journal lists it. Start again with --force.")
+            raise DataError(
+                f"{path}: missing, but {JOURNAL_NAME} lists it. Start again with --force."
+            )
         self._hash, self._ranges = hashlib.sha256(), RangeHasher()
         self.size = keep_bytes
         self._file = _open(path, "r+b" if keep_bytes else "wb")
@@ -234,7 +236,7 @@ class GrowingFile:
         # Checked first, because `truncate` fills a shorter file with zeros.
         if (size := path.stat().st_size) < keep_bytes:
             raise DataError(
-                f"{path}: has {size:,} bytes, but the journal records {keep_bytes:,}. Start again "
+                f"{path}: has {size:,} bytes, but {JOURNAL_NAME} lists {keep_bytes:,}. Start again "
                 "with --force."
             )
         self._file.truncate(keep_bytes)
@@ -272,7 +274,7 @@ class GrowingFile:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Convert a failed write, for example to a full disk, to an error with a fix."""
+    """Convert a failed write, for example because the disk is full, to an error with a fix."""
     try:
         yield
     except OSError as error:
@@ -286,10 +288,10 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of `folder` against a second `prepare`.
+    """Hold the lock of `folder`, so that no other `prepare` writes to it.
 
-    If another `prepare` holds the lock, waits if `wait`, otherwise raises DataError. Also raises
-    DataError if a file that `prepare` would open is not a regular file.
+    If another `prepare` holds the lock, this waits with `wait`, and otherwise raises DataError. It
+    also raises DataError if a file that `prepare` would open is not a regular file.
     """
     path = folder / LOCK_NAME
     partials = (partial_path(folder, name) for name in _NAMES)
@@ -354,7 +356,7 @@ def partial_path(folder: Path, name: str) -> Path:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a journal before the first truncated or damaged line."""
+    """Return the lines of a journal up to the first truncated or damaged line."""
     try:
         content = read_bytes(path)
     except FileNotFoundError:
@@ -373,7 +375,7 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def _shard(line: dict[str, Any]) -> _Shard | None:
-    """Return a shard line of the journal, or None if it is damaged."""
+    """Return the shard that a line of the journal describes, or None for a damaged line."""
     try:
         shard = build(_Shard, line, where=JOURNAL_NAME, error=DataError)
     except DataError:
@@ -382,7 +384,7 @@ def _shard(line: dict[str, Any]) -> _Shard | None:
 
 
 def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
-    """Open the journal for appending after `lines`."""
+    """Truncate the journal after `lines`, and open it for appending."""
     whole = b"".join(path.read_bytes().splitlines(keepends=True)[: len(lines)])
     file = _open(path, "r+b")
     file.truncate(len(whole))

@@ -1,4 +1,4 @@
-"""Checks that tokens represent the text, while it is tokenized.
+"""Checks that tokens represent the text, while the text is tokenized.
 
 A tokenizer with an empty vocabulary, or one for a different kind of text, produces tokens that do
 not represent the text. Training on these tokens fails late, or ends without an error and with a
@@ -21,15 +21,17 @@ from payload.data.tokenizers.base import TextTokenizer, Tokens
 MAX_BYTES_PER_TOKEN = 20.0
 MIN_BYTES_PER_TOKEN = 0.5
 MAX_UNKNOWN = 0.01
-"""Largest share of unknown tokens in a corpus."""
+"""Highest fraction of unknown tokens in a corpus."""
 MAX_LOST = 0.01
-"""Largest share of characters of a sample that decoding may lose."""
+"""Highest fraction of a sample's characters that may be lost by decoding."""
 _MIN_ROWS_USED = 0.5
-"""Minimum share of a model's vocabulary that its tokenizer must use; models pad the vocabulary."""
+"""Minimum fraction of a model's vocabulary that its tokenizer must use. It is below 1 because
+models pad the vocabulary."""
 _FIRST_CHECK_BYTES = 256 * 1024
-"""Size of the text after which the rates are first checked; they are checked again at the end."""
+"""Size of the text after which the rates are checked for the first time. They are checked again at
+the end."""
 _SAMPLE_BYTES = 256 * 1024
-"""Size of the text that is decoded for comparison, which takes 0.1 s."""
+"""Size of the text that is decoded for comparison. Decoding it takes 0.1 s."""
 _SAMPLE_TEXT_BYTES = 16 * 1024
 _FIX = (
     "Use the model's tokenizer with --tokenizer, or keep this tokenizer with --allow-odd-tokenizer."
@@ -69,10 +71,9 @@ class TokenizerCheck:
             setattr(self, f"_{name}", state[name])
 
     def add(self, texts: Sequence[bytes], tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
-        """Check and count texts; text i has tokens[offsets[i]:offsets[i + 1]].
+        """Check and count texts. Text i has tokens[offsets[i]:offsets[i + 1]].
 
-        The tokens do not include the tokens that are added around a text.
-        Raises DataError.
+        `tokens` does not include the tokens that are added around a text. Raises DataError.
         """
         lengths = np.diff(offsets)
         for index in np.flatnonzero(lengths == 0).tolist():
@@ -87,7 +88,7 @@ class TokenizerCheck:
             self.finish()
 
     def require_blank(self, text: str) -> None:
-        """Check that a text without tokens has no content. Raises DataError."""
+        """Check that a text that became no token is blank. Raises DataError."""
         # A tokenizer's normalization can remove all of a text, for example control characters.
         if text.strip() and self._tokenizer.normalized(text).strip():
             self._report(
@@ -95,7 +96,7 @@ class TokenizerCheck:
             )
 
     def add_rows(self, texts: Sequence[bytes], rows: Sequence[Tokens]) -> None:
-        """Check and count texts with the tokens of each. Raises DataError."""
+        """Check and count texts. `rows` has the tokens of each text. Raises DataError."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         self.add(texts, np.concatenate(rows) if rows else np.empty(0, np.uint32), offsets)
@@ -113,7 +114,7 @@ class TokenizerCheck:
             )
 
     def check_rate(self, *, text_bytes: int, tokens: int) -> None:
-        """Check the bytes per token of a whole corpus. Raises DataError."""
+        """Check the number of bytes per token in a whole corpus. Raises DataError."""
         rate = text_bytes / tokens if tokens else float("inf")
         if text_bytes and not MIN_BYTES_PER_TOKEN <= rate <= MAX_BYTES_PER_TOKEN:
             measured = f"{rate:.3g} bytes a token" if tokens else "no tokens"
@@ -169,7 +170,7 @@ class TokenizerCheck:
             self._example = text
 
     def _report(self, kind: str, problem: str) -> None:
-        """Raise DataError, or log each kind of problem once if the user allowed it."""
+        """Raise DataError. If the user allowed problems, log each kind of problem once instead."""
         message = f"tokenizer {self._tokenizer.name}: {problem}"
         if not self._allow_odd:
             raise DataError(f"{message} {_FIX}")

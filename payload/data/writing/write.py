@@ -1,4 +1,4 @@
-"""Writes encoded batches to the store: special tokens, split and counts."""
+"""Writes encoded batches: adds special tokens, splits the documents and counts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from payload.data.writing.resumable_token_files import ResumableTokenFiles
 from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, token_dtype
 
 EXAMPLES_KEPT = 20
-"""Number of messages about bad documents that meta.json keeps."""
+"""Maximum number of messages about bad documents in meta.json."""
 
 
 def write_batch(
@@ -59,7 +59,7 @@ def with_tokens_around(
     begins: npt.NDArray[np.bool_],
     ends: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-    """Return the tokens in the output's type, with special tokens around each document.
+    """Return the tokens in the output's dtype, with special tokens around each document.
 
     `begins` and `ends` mark the texts that begin and end a document.
     """

@@ -1,1 +1,1 @@
-"""Quantised checkpoints: recognising the format, and the weights that the stored tensors make."""
+"""Quantised checkpoints: recognises the format, and which stored tensors form each weight."""

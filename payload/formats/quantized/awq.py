@@ -1,4 +1,4 @@
-"""AWQ: quant_method `awq` in AutoAWQ's layout `gemm`, integers of 4 bits.
+"""AWQ: quant_method `awq`, with 4-bit integers in AutoAWQ's layout `gemm`.
 
 A linear has I inputs and O outputs, with G groups of inputs; an int32 holds eight numbers:
 
@@ -43,7 +43,7 @@ class _Settings:
 
 
 class Awq(Format):
-    """Linears of integers that are packed along the outputs."""
+    """Linears whose weights are integers that are packed along the outputs."""
 
     def __init__(self, config: Mapping[str, Any], *, where: str) -> None:
         """Read quantization_config. Raises CheckpointError for an unsupported layout."""
@@ -57,7 +57,7 @@ class Awq(Format):
         self._group_size = read.group_size
 
     def describe(self) -> str:
-        """Return the format, the bits and the size of a group."""
+        """Return the format, the number of bits and the group size."""
         return describe_groups("AWQ", bits=BITS, group_size=self._group_size)
 
     def weights(

@@ -1,4 +1,4 @@
-"""compressed-tensors: quant_method `compressed-tensors`, as llm-compressor writes it.
+"""compressed-tensors: quant_method `compressed-tensors`, the format that llm-compressor writes.
 
 The formats of a linear's weight W (O outputs, I inputs; G groups); a file can mix them:
 
@@ -214,9 +214,10 @@ class CompressedTensors(Format):
         *,
         groups: int,
     ) -> tuple[int, int, _Numbers]:
-        """Return the number of outputs and inputs of a packed weight, and its settings.
+        """Return how many outputs and inputs a packed weight has, and the weight's settings.
 
-        Among the settings whose bits fit, settings whose group size fits `groups` are preferred.
+        Several settings can fit the number of bits. Settings with a group size that fits `groups`
+        are preferred.
         """
         stated = headers.get(f"{name}_shape")
         outputs, words = values.shape
@@ -244,8 +245,8 @@ class CompressedTensors(Format):
         refuse(
             values,
             f"{name}{_PACKED}",
-            f"has the shape {list(values.shape)}, which does not fit {name}_shape and the bits in "
-            "config.json",
+            f"has the shape {list(values.shape)}, which does not fit {name}_shape and the "
+            "number of bits in config.json",
         )
 
     def _floats(
@@ -284,7 +285,7 @@ class CompressedTensors(Format):
 
 
 def _two_integers(header: TensorHeader) -> tuple[int, int]:
-    """Return the values of a tensor of two integers. Raises CheckpointError."""
+    """Read a tensor that holds two integers. Raises CheckpointError."""
     size = DTYPE_BYTES[header.dtype]
     try:
         with open_regular(header.path) as file:

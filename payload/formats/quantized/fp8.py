@@ -1,11 +1,11 @@
-"""8-bit floats with scales: quant_method `fp8` of DeepSeek and Qwen3, and `fbgemm_fp8`.
+"""8-bit floats with scales: quant_method `fp8`, as in DeepSeek and Qwen3, and `fbgemm_fp8`.
 
 A weight `NAME` in F8_E4M3 or F8_E5M2 has the shape of the original. Its scales are in
 `NAME_scale_inv`, in `NAME_scale`, or in the module's `scale`. There is one scale for each block of
-`weight_block_size`, for each output, or for the whole weight. `NAME_scale_inv` is also a factor, in
-spite of its name. Blocks at the edges can be smaller: DeepSeek's 576 rows have 5 blocks of 128.
-Scales in F8_E8M0 or U8 are powers of two, 2 ** (byte - 127). DeepSeek-V4 stores experts in I8: two
-4-bit floats in a byte, the first in the low bits.
+`weight_block_size`, for each output, or for the whole weight. In spite of its name,
+`NAME_scale_inv` is a factor, not a divisor. Blocks at the edges can be smaller: DeepSeek's 576 rows
+have 5 blocks of 128. Scales in F8_E8M0 or U8 are powers of two, 2 ** (byte - 127). DeepSeek-V4
+stores experts in I8: two 4-bit floats in a byte, the first in the low bits.
 
 Weight = value x scale, computed in fp32 and rounded once.
 Source: transformers, integrations/finegrained_fp8.py; DeepSeek-V3, inference/fp8_cast_bf16.py.
@@ -92,11 +92,11 @@ def scale_block(
     *,
     configured: Sequence[tuple[int, int]],
 ) -> tuple[int, int]:
-    """Return the rows and columns of a weight of this shape that share one of `scales`.
+    """Return the size of the blocks of a weight that share one scale, in rows and columns.
 
-    Scales are a single number, one for each row, or a grid of blocks of a `configured` size. If
-    config.json has no size, the grid divides the weight evenly. Raises CheckpointError for shapes
-    that do not fit.
+    The weight has the given `shape`. `scales` has a single number, one number for each row, or one
+    for each block of a `configured` size. If config.json has no size, the blocks divide the weight
+    evenly. Raises CheckpointError for shapes that do not fit.
     """
     if scales.dtype not in _SCALES:
         refuse(scales, name, f"is {scales.dtype}, which is not a dtype of scales")
@@ -133,5 +133,5 @@ def _scale_names(name: str) -> tuple[str, ...]:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether this is the name of a weight, not of scales in an 8-bit dtype."""
+    """Return True for the name of a weight, and False for the name of scales."""
     return "scale" not in name.rpartition(".")[2]

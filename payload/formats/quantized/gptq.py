@@ -32,7 +32,7 @@ from payload.formats.quantized.stored_weight import CONFIG_FIX, INT32_BITS, Form
 from payload.formats.tensor_headers import TensorHeader
 
 _FORMATS: Mapping[str, int] = {"gptq": 1, "gptq_v2": 0}
-"""The number to add to a stored zero, by format."""
+"""For each format, the number to add to a stored zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class _Settings:
 
 
 class Gptq(Format):
-    """Linears of integers that are packed along the inputs."""
+    """Linears whose weights are integers that are packed along the inputs."""
 
     def __init__(self, config: Mapping[str, Any], *, where: str) -> None:
         """Read quantization_config. Raises CheckpointError for an unsupported layout."""
@@ -60,7 +60,7 @@ class Gptq(Format):
         self._zero_offset = _FORMATS[name]
 
     def describe(self) -> str:
-        """Return the format, the bits and the size of a group."""
+        """Return the format, the number of bits and the group size."""
         return describe_groups("GPTQ", bits=self._bits, group_size=self._group_size)
 
     def weights(

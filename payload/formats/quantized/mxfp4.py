@@ -1,4 +1,4 @@
-"""MXFP4: quant_method `mxfp4`, the experts of gpt-oss.
+"""MXFP4: quant_method `mxfp4`, the format of the experts of gpt-oss.
 
 `NAME_blocks` is U8 of (experts, outputs, groups, 16): each byte has two 4-bit floats (E2M1), the
 first in the low bits, so a group has 32 numbers along the inputs. `NAME_scales` is U8 of (experts,
@@ -28,7 +28,7 @@ _VALUES, _SCALES = "_blocks", "_scales"
 
 
 class Mxfp4(Format):
-    """Experts in 4-bit floats; the scale of each 32 numbers is a power of two."""
+    """Experts in 4-bit floats. Each group of 32 numbers has a scale that is a power of two."""
 
     def describe(self) -> str:
         """Return the format's name."""

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def read_settings(kind: type[_T], config: Mapping[str, Any], *, where: str) -> _T:
-    """Return the settings of a quantization_config. Raises CheckpointError, also for size 0."""
+    """Return the settings of a quantization_config. Raises CheckpointError for invalid settings."""
     read = build(kind, config, where=where, fix=CONFIG_FIX, error=CheckpointError)
     if config.get("group_size") == 0:
         raise CheckpointError(f"{where}: group_size = 0: must be at least 1, or -1. {CONFIG_FIX}")
@@ -103,6 +103,6 @@ def grouped_linear(
 
 
 def describe_groups(name: str, *, bits: int, group_size: int) -> str:
-    """Return the name of a format with its bits and the size of its groups."""
+    """Return text with a format's name, number of bits and group size."""
     groups = f"groups of {group_size}" if group_size > 0 else "one group"
     return f"{name} ({bits} bits, {groups})"

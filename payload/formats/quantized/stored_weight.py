@@ -1,4 +1,4 @@
-"""A weight that a checkpoint stores in several tensors, and the checks of their shapes."""
+"""A weight that a checkpoint stores in several tensors, and checks of these tensors."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Layout = Literal["scaled", "mxfp4", "gptq", "awq", "packed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight(TensorHeader):
-    """A weight that is dequantised while it is read; `dtype` and `shape` describe the result.
+    """A weight that is dequantised while it is read. `dtype` and `shape` describe the result.
 
     `path` is the file of the first part.
     """
 
     layout: Layout
     parts: Mapping[str, TensorHeader]
-    """The stored tensors by role: values, scales, zeros, groups."""
+    """The stored tensors. The keys say what a tensor holds: values, scales, zeros or groups."""
     bits: int
-    """Bits of a stored value."""
+    """Number of bits of a stored value."""
     block: tuple[int, int]
-    """Rows and columns of the weight that share a scale."""
+    """How many rows and columns of the weight share a scale."""
     zero_offset: int = 0
     """Number that is added to each stored zero point."""
     rounded_to: str | None = None
-    """Dtype to which the product is rounded before it is rounded to `dtype`; None = it is rounded
-    once."""
+    """Dtype to which the product is rounded before it is rounded to `dtype`. None means that the
+    product is rounded only once."""
 
 
 class Format(ABC):
     """A format of quantised checkpoints, with the settings that config.json gives."""
 
     unused: tuple[str, ...] = ()
-    """Suffixes of the names of tensors that are not needed to dequantise a weight."""
+    """Suffixes of the names of those tensors that are not needed to dequantise a weight."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -53,7 +53,7 @@ class Format(ABC):
     def weights(
         self, headers: Mapping[str, TensorHeader], *, dtype: str
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """Yield each quantised weight's name and parts; `dtype` is the dtype after dequantising.
+        """Yield each quantised weight's name and parts. `dtype` is the dtype after dequantisation.
 
         Raises CheckpointError for parts that are missing or do not fit together.
         """
@@ -72,7 +72,7 @@ def stored(
     zero_offset: int = 0,
     rounded_to: str | None = None,
 ) -> tuple[str, StoredWeight]:
-    """Return a weight's name and its parts; `values` is the tensor with the quantised numbers."""
+    """Return a weight's name and parts. `values` is the tensor with the quantised numbers."""
     return name, StoredWeight(
         path=values.path,
         start=values.start,
@@ -119,10 +119,10 @@ def described(header: TensorHeader) -> str:
 
 
 def group_size(columns: int, groups: int, *, configured: int | None) -> int | None:
-    """Return how many columns share a scale, or None if the groups do not fit the columns.
+    """Return how many columns share a scale, or None if the columns cannot have this many groups.
 
-    `configured` is the size in config.json; None or -1 = all columns. The last group can be
-    shorter.
+    `configured` is the group size in config.json, where None and -1 mean all columns. The last
+    group can be shorter.
     """
     size = min(configured, columns) if configured and configured > 0 else columns
     return size if -(-columns // size) == groups else None

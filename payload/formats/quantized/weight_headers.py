@@ -1,4 +1,4 @@
-"""The weights of a model's folder, as they are after dequantisation."""
+"""Lists the weights in a model's folder, as they are after dequantisation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = {"F16": "f16", "BF16": "bf16", "F32": "fp32"}
 
 
 def weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return every tensor of the model in `folder` by name, quantised weights as `StoredWeight`.
+    """Return every tensor of the model in `folder` by name. A quantised weight is a `StoredWeight`.
 
     Raises CheckpointError like `tensor_headers`, and for quantised weights that are damaged or
     cannot be dequantised.
@@ -54,7 +54,8 @@ def dequantized_headers(
 ) -> dict[str, TensorHeader]:
     """Return the dequantised weights of a checkpoint with these tensors and this config.json.
 
-    `has_data` is True if the tensors' files can be read. Raises CheckpointError, naming `where`.
+    `has_data` is True if the tensors' files can be read. Raises CheckpointError, which names
+    `where`.
     """
     found = read_format(config, where=where, has_data=has_data)
     if found is None:
@@ -77,7 +78,7 @@ def dequantized_headers(
 def read_format(config: Mapping[str, Any], *, where: str, has_data: bool = True) -> Format | None:
     """Return the format that a config.json names, or None if the weights are not quantised.
 
-    Raises CheckpointError, naming `where`, for a format that cannot be dequantised.
+    Raises CheckpointError, which names `where`, for a format that cannot be dequantised.
     """
     raw = config.get(KEY)
     if raw is None:
@@ -100,7 +101,9 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_format(folder: Path) -> str | None:
-    """Describe the quantisation of a folder's weights and their dtype in memory; None if plain.
+    """Describe the quantisation of a folder's weights, and their dtype in memory.
+
+    Returns None if the weights are not quantised.
 
     Raises CheckpointError.
     """
@@ -112,7 +115,10 @@ def stored_format(folder: Path) -> str | None:
 
 
 def _target(config: Mapping[str, Any]) -> str:
-    """Return the dtype of the weights, as the file format names it: the model's own, or BF16."""
+    """Return the dtype of the dequantised weights, in the spelling of safetensors files.
+
+    This is the model's own dtype, or BF16.
+    """
     name = config.get("dtype") or config.get("torch_dtype")
     text = config.get("text_config")
     if name is None and isinstance(text, Mapping):
