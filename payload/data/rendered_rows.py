@@ -66,7 +66,7 @@ class RenderedRows:
         return tuple(len(each.ids) for each in self._tokenizer.encodings(texts))
 
     def example(self, number: int = 0) -> list[Sample]:
-        """Return the samples of row `number`. If that row has none, use the next row with samples.
+        """Return the samples of the first row with samples, from row `number` on.
 
         Raises DataError.
         """

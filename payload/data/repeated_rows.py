@@ -20,7 +20,7 @@ def repeated_row_lines(
 ) -> list[str]:
     """Return lines about rows that are equal in the trained columns, and about rare labels.
 
-    A label is rare if only one row has it.
+    A label is rare if only one row has this label.
     """
     repeated = len(rows) - len({_content(row, task, text_column) for row in rows})
     lines = []

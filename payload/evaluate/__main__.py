@@ -164,7 +164,8 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
 def _default_length(folder: Path, *, trained: int | None, context: int) -> int:
     """Return the default block length.
 
-    It is the length for which the data was packed, or else data.sequence_length of the model's run.
+    It is the length for which the data was packed, or otherwise data.sequence_length of the model's
+    run.
 
     For a model without a run, the length is a constant, or the model's context if that is shorter.
     """

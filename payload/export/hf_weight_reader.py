@@ -104,8 +104,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path. If the block succeeds, rename the temporary path to `path`.
 
     The temporary path is in a new folder next to `path`. This folder has a random name, and only
-    this user can write to it, so nobody can plant a link there. Raises CheckpointError if `path`
-    exists, or if writing fails.
+    this user can write to it, so another user cannot plant a link there. Raises CheckpointError if
+    `path` exists, or if writing fails.
     """
     import os
     import shutil

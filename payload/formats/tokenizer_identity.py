@@ -137,7 +137,7 @@ def is_extended_by(meta: DataMeta, identity: TokenizerIdentity) -> bool:
 
 
 def vocabulary_file(folder: Path) -> str | None:
-    """Return the name of the folder's vocabulary file if there is no tokenizer.json, else None."""
+    """Return the name of the folder's vocabulary file if a tokenizer.json is missing, or None."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)

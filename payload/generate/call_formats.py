@@ -69,7 +69,7 @@ class CallFormat(Protocol):
 
     @property
     def before(self) -> str:
-        """Text that begins every call, without white space; empty if calls have no such text."""
+        """Text that begins every call, without white space; empty if calls begin without text."""
 
     def find(self, text: str, start: int) -> FoundCall | None:
         """Return the first call in `text` that begins at `start` or after it."""

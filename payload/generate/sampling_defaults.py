@@ -43,7 +43,10 @@ class ChosenSampling:
 def sampling_of(
     arguments: Namespace, *, is_chat: bool, generation_config: Mapping[str, Any]
 ) -> ChosenSampling:
-    """Return the settings: the user's value, else in a chat the model's value, else the default."""
+    """Return the user's settings.
+
+    In a chat, the model's settings replace missing ones. Defaults replace the rest.
+    """
     own = _own(generation_config) if is_chat else {}
     found = ANSWER if is_chat else CONTINUATION
     if is_chat and (arguments.num_samples or 1) > 1:

@@ -115,7 +115,7 @@ class RangeCheck:
 
 
 def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
-    """Return the check of a file's ranges, or None if the whole file was checked at once.
+    """Return the check of a file's ranges, or None if the whole file was checked instead.
 
     The whole file is checked if meta.json has no hashes of the file's ranges. Raises DataError.
     """

@@ -41,7 +41,7 @@ def equal_groups(keys: Keys) -> Numbers:
 
 
 def first_of_each(groups: Numbers, *, preferred: Mask) -> Mask:
-    """Return a mask with one row of each group: the first preferred row, else the first row."""
+    """Return a mask with one row of each group: the first preferred row, or the first row."""
     order = np.lexsort((np.arange(len(groups)), ~preferred, groups))
     by_group = groups[order]
     is_first = np.ones(len(groups), dtype=np.bool_)

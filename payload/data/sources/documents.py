@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Size of a source. Counts that are unknown before reading are None."""
+    """Size of a source. None represents a count that is unknown before reading."""
 
     documents: int | None
     text_bytes: int | None

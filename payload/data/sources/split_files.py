@@ -31,7 +31,8 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
     "testing": "test",
     "testset": "test",
 }
-"""For each word in the name of a file or folder, the split that the word declares."""
+"""For each word that can occur in the name of a file or folder, the split that this name
+declares."""
 _SEPARATORS = re.compile(r"[-_. ]+|(?<=[a-z])(?=[0-9])")
 
 

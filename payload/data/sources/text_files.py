@@ -124,7 +124,7 @@ def join_notes(*notes: str | None) -> str | None:
 
 
 def file_identity(files: Sequence[Path]) -> list[Any]:
-    """Return the path, size and time of every file. Unknown sizes and times are None."""
+    """Return the path, size and time of every file. None replaces an unknown size or time."""
     result: list[Any] = []
     for path in files:
         try:

@@ -23,14 +23,14 @@ class Task(ABC):
 
     kind: ClassVar[TaskKind]
     summary: ClassVar[str]
-    """Text for `--help` that says what the model learns to predict."""
+    """Description of the model's prediction, for `--help`."""
     flags: ClassVar[tuple[str, ...]] = ()
     """The flags that `add_flags` declares, such as `--packing`. Other tasks reject these flags."""
 
     def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - optional
         """Declare `flags`.
 
-        The default of each is None, so that other tasks can detect that a flag was given.
+        Each has the default None, so that other tasks can detect that a flag was given.
         """
 
     @abstractmethod

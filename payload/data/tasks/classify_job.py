@@ -242,7 +242,7 @@ class _ClassifyJob:
             )
 
     def _split(self, texts: Sequence[_Text], labels: npt.NDArray[np.int64]) -> _TextSplit:
-        """Return the split that file names define, or else a split of each label's texts.
+        """Return the split that file names define, or otherwise a split of each label's texts.
 
         Raises DataError for a label that the training files or the validation files lack.
         """

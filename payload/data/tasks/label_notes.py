@@ -32,8 +32,8 @@ def label_notes(
 
     `numbers` are the label indices of `texts`, and `is_val` marks the validation texts.
 
-    `copies` says how often each text is in its file: 0 for a text that was removed. With
-    `has_class_weights`, the run already has class weights, so no note suggests them.
+    `copies` is the number of times that each text is in its file: 0 for a text that was removed.
+    With `has_class_weights`, the run already has class weights, so no note suggests them.
     """
     totals, in_val, in_training = (
         np.bincount(np.repeat(numbers, copies * mask), minlength=len(labels))

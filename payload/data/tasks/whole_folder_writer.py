@@ -59,7 +59,7 @@ class PreparedData:
     notes: tuple[str, ...] = ()
     """Messages about the data, such as duplicates."""
     temporary_bytes: int = 0
-    """Size of temporary files, which the run removes at its end."""
+    """Size of temporary files, which the run removes when it is complete."""
     tokenizer_files: Mapping[str, bytes] | None = None
     """Tokenizer files that replace the tokenizer's own files, if the task changes them."""
 

@@ -71,7 +71,7 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
     def how_trained(self) -> str:
-        """Return a line that says which text the model is trained on."""
+        """Return a line about the text that the model is trained on."""
         if self.process.is_marked:
             return "trained on: the template's {% generation %} blocks"
         return "trained on: the text that each answer adds to its prompt"

@@ -44,7 +44,7 @@ class PromptTail:
 
 
 def prompt_tail(prompt: str) -> PromptTail | None:
-    """Return the marks of thoughts with which a prompt ends, or None if there are none."""
+    """Return the marks of thoughts with which a prompt ends, or None without such marks."""
     end = prompt[-_TAIL_CHARS:]
     # Most prompts end with the same mark, which is no mark of thoughts.
     last = max(map(end.rfind, _FIRSTS))

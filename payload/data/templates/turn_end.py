@@ -27,7 +27,7 @@ class TurnEnd:
     """The model's stop tokens, if the template writes one of them after an answer; otherwise the
     token that the template writes there.
 
-    Empty if the template writes no such token before a message of this role.
+    Empty if the template does not write a token there before a message of this role.
     """
     last: str
     """The text after the answer, if no message follows."""

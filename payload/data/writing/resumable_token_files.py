@@ -126,7 +126,7 @@ class ResumableTokenFiles:
                 self._files[name] = GrowingFile(self.folder, name, keep_bytes=0)
 
     def resume(self) -> bool:
-        """Resume from the last finished shard. Return False if there is none. Raises DataError."""
+        """Resume from the last finished shard. Return False without a shard. Raises DataError."""
         lines = _read_journal(self.folder / JOURNAL_NAME)
         last = _shard(lines[-1]) if len(lines) > 1 else None
         if last is None or lines[0].get("fingerprint") != self._fingerprint:

@@ -27,7 +27,7 @@ class StoredWeight(TensorHeader):
 
     layout: Layout
     parts: Mapping[str, TensorHeader]
-    """The stored tensors. The keys say what a tensor holds: values, scales, zeros or groups."""
+    """The stored tensors. The keys are the kinds of tensors: values, scales, zeros and groups."""
     bits: int
     """Number of bits of a stored value."""
     block: tuple[int, int]
