@@ -16,6 +16,7 @@ import pytest
 
 from payload.machines.core_speed import has_bf16
 from tests.support import fork_server, groups, started_processes, stress, timed_groups
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
@@ -23,6 +24,13 @@ from tests.support.machine_speed import use_table_of_speeds
 from tests.support.memory_folder import use_memory, use_own_state
 from tests.support.prometheus import leave_out_without_prometheus
 from tests.support.small_disk import SmallDisk
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets() -> Iterator[None]:
+    """Reset Accelerate's state: the tests of a worker train with several precisions."""
+    yield
+    forget_accelerate()
 
 
 @pytest.fixture(scope="session")

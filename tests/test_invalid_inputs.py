@@ -16,9 +16,10 @@ from payload.export.__main__ import main as export
 from payload.finetune.__main__ import main as finetune
 from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.orchestrate.__main__ import main as orchestrate
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
 from tests.support.launching import mpirun, run, train_program
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 
 pytestmark = pytest.mark.processes  # a process renders the template
 

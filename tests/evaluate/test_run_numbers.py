@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from payload.evaluate.__main__ import main as evaluate
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.chat_data import PLAIN_TEMPLATE, conversations, make_model
 from tests.support.preference_data import pairs
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 from tests.train.task_runs import (
     CLASSIFY,
     LORA,

@@ -16,6 +16,7 @@ from unittest import mock
 from payload.core.errors import ExitCode, RanksDifferError
 from payload.evaluate.__main__ import main as evaluate
 from payload.train import __main__ as program
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.brief_calibration import calibrate_briefly
 
 
@@ -56,9 +57,7 @@ def main() -> None:
 
 def _forget() -> None:
     """Reset Accelerate and DeepSpeed for another precision and the next run's process group."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
     if "deepspeed" in sys.modules:
         sys.modules["deepspeed.utils.groups"]._release_process_group_references()
         sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]

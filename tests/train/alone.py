@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,13 +14,6 @@ from payload.train.start_clock import StartClock
 from payload.train.trainer import Outcome
 
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-
-
-def forget_accelerate() -> None:
-    """Let the next run of this process use another precision: Accelerate keeps the first one."""
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:

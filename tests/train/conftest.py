@@ -11,7 +11,6 @@ import torch
 
 from payload.kernels.build import built_library
 from payload.kernels.library import Library
-from tests.train.alone import forget_accelerate
 
 # From glibc's malloc.h. It fills memory with the lowest eight bits of the value's complement, or
 # not at all if the value is 0.
@@ -44,13 +43,6 @@ def fresh_memory_is_nan() -> Iterator[None]:
     yield
     assert libc.mallopt(_M_PERTURB, 0) == 1
     torch.use_deterministic_algorithms(before)
-
-
-@pytest.fixture(autouse=True)
-def accelerate_forgets() -> Iterator[None]:
-    """Reset Accelerate's state: these tests train with several precisions."""
-    yield
-    forget_accelerate()
 
 
 @pytest.fixture(params=[1, 3])

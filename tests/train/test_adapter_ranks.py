@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from payload.models.adapter import AdaptedSpec
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import load
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.launching import losses, summary, train_several
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 from tests.train.test_model import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,6 +24,7 @@ from payload.formats.tokenizer_identity import folder_identity
 from payload.orchestrate.runs.run_input_checks import initial_spec, settle_initial
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.chat_data import (
     conversations,
     make_tokenizer,
@@ -33,7 +34,7 @@ from tests.support.chat_data import (
 )
 from tests.support.launching import losses, train_several
 from tests.support.slow_imports import peft
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 from tests.train.task_runs import LORA
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "own_bases"), pytest.mark.processes]

@@ -13,10 +13,11 @@ import pytest
 
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.chat_data import MARKED_TEMPLATE, PLAIN_TEMPLATE, conversations, make_model
 from tests.support.launching import evaluate_several, losses, metrics, train_several
 from tests.support.preference_data import pairs
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 from tests.train.task_runs import (
     CLASSIFY,
     LORA,

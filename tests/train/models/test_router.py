@@ -21,9 +21,10 @@ from payload.formats.data_folder import IGNORED_TARGET
 from payload.run_record.metrics_log import StepMetrics, to_json_line
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.loading import load
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN, losses, train_several
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from payload.run_record.run_files import RunPaths
+from tests.support.accelerate_state import forget_accelerate
 from tests.support.launching import (
     REPO,
     evaluations,
@@ -23,7 +24,7 @@ from tests.support.launching import (
     summary,
     train_several,
 )
-from tests.train.alone import forget_accelerate, train_alone
+from tests.train.alone import train_alone
 from tests.train.strategies.cases import RUNS, STEPS, ZERO3, Case, is_slow, model_overrides
 from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
