@@ -13,25 +13,27 @@ MOST_WEIGHT = 1000
 """Highest weight of an input; more is probably a mistake."""
 
 
-def split_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
-    """Return the paths of --input, and the weight of each; no weights if all are 1.
+def split_weights(
+    given: Sequence[str], *, setting: str = "--input"
+) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
+    """Return the paths of the inputs, and the weight of each; no weights if all are 1.
 
-    Raises UsageError.
+    Raises UsageError, which names `setting`.
     """
-    pairs = [_path_and_weight(each) for each in given]
+    pairs = [_path_and_weight(each, setting=setting) for each in given]
     paths, weights = (tuple(each) for each in zip(*pairs, strict=True)) if pairs else ((), ())
     if all(weight == 1 for weight in weights):
         return paths, ()
     repeated = next((path for path in paths if paths.count(path) > 1), None)
     if repeated is not None:
         raise UsageError(
-            f"--input {repeated}: given twice, with weights. Give it once, with the sum of the "
+            f"{setting} {repeated}: given twice, with weights. Give it once, with the sum of the "
             "weights."
         )
     return paths, weights
 
 
-def _path_and_weight(given: str) -> tuple[str, Fraction]:
+def _path_and_weight(given: str, *, setting: str) -> tuple[str, Fraction]:
     """Return PATH and WEIGHT of PATH:WEIGHT; an existing path with a colon has weight 1."""
     path, colon, text = given.rpartition(":")
     if not colon or not path or "/" in text or home_path(given).exists():
@@ -44,7 +46,7 @@ def _path_and_weight(given: str) -> tuple[str, Fraction]:
         weight = math.nan
     if not 0 < weight <= MOST_WEIGHT:
         raise UsageError(
-            f"--input {given}: the weight {text!r} is not a number above 0 and at most "
+            f"{setting} {given}: the weight {text!r} is not a number above 0 and at most "
             f"{MOST_WEIGHT:,}. Write PATH:WEIGHT, as in {path}:3 or {path}:0.5."
         )
     return path, Fraction(text.strip())
