@@ -25,7 +25,7 @@ _FOLDER = Path(__file__).parents[1] / "configs"
 def trained_model(tokenizer: str) -> str:
     """Return the model to train on data that was prepared with this tokenizer.
 
-    `MODEL` stands for a folder with only a tokenizer. Raises DataError.
+    Returns `MODEL` for a folder with only a tokenizer. Raises DataError.
     """
     model = path_of_run(tokenizer, setting="--tokenizer", error=DataError)
     folder = home_path(model)

@@ -68,8 +68,8 @@ def resolve_source(request: SourceRequest, *, setting: str = "--input") -> Sourc
         missing = next((each for each in paths if not each.exists()), None)
         if missing is not None:
             raise UsageError(
-                f"{setting} {missing}: file or folder not found. Correct the path; a dataset of the "
-                "hub must be the only input."
+                f"{setting} {missing}: file or folder not found. Correct the path; a dataset of "
+                "the hub must be the only input."
             )
         return replace(request, inputs=tuple(map(str, paths)))
     is_path = given.startswith(("/", "./", "../", "~")) or Path(given).suffix.lower() in _SUFFIXES
